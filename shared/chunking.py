@@ -1,0 +1,55 @@
+"""How a step's requests are cut into rounds and shares (DESIGN 5, decisions 5, 15 and 16)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def split_contiguous(n: int, num_servers: int) -> list[range]:
+    """`ceil(n / num_servers)` requests to each server in order; the last servers may get fewer or none."""
+    if n < 0 or num_servers < 1:
+        raise ValueError(f"cannot split {n} requests over {num_servers} servers; both counts must be positive")
+    size = -(-n // num_servers)
+    return [range(min(i * size, n), min((i + 1) * size, n)) for i in range(num_servers)]
+
+
+def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
+    """Contiguous ranges proportional to `weights`: the floor each, then the largest remainders, ties to the lower index."""
+    if n < 0 or not weights or min(weights) < 1:
+        raise ValueError(f"cannot split {n} requests by weights {list(weights)}; every weight must be at least 1")
+    total = sum(weights)
+    counts = [n * weight // total for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (-(n * weights[i] % total), i))
+    for i in by_remainder[: n - sum(counts)]:
+        counts[i] += 1
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def rank_share(total: int, world_size: int, rank: int) -> range:
+    """The contiguous part of `total` that `rank` owns; the first ranks have one more."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not one of {world_size} ranks")
+    size, extra = divmod(total, world_size)
+    start = rank * size + min(rank, extra)
+    return range(start, start + size + (rank < extra))
+
+
+def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int) -> int:
+    """Requests per learner rank and round, so that no rollout device decodes more than `decode_batch_size` at a time.
+
+    Raises ValueError where `decode_batch_size * devices < learner ranks`: then not every rank could have one request.
+    """
+    devices = sum(server_world_sizes)
+    chunk = decode_batch_size * devices // learner_world_size
+    if chunk < 1:
+        raise ValueError(
+            f"decode_batch_size {decode_batch_size} x {devices} rollout devices is less than {learner_world_size} learner ranks; "
+            f"raise decode_batch_size to at least {-(-learner_world_size // devices)}, add rollout devices, or use fewer learner ranks"
+        )
+    return chunk
+
+
+def split_rounds(n: int, round_capacity: int) -> list[range]:
+    """The fewest contiguous rounds of at most `round_capacity` requests, as even as `split_contiguous` makes them."""
+    return [part for part in split_contiguous(n, -(-n // round_capacity)) if part] if n else []

@@ -1,0 +1,82 @@
+"""What can go wrong for a user, one class per remedy.
+
+`ConfigError` and `RecordError` are `ValueError`s: the user's input is at fault, and the message says where and what to do.
+`RolloutError` and `WeightSyncError` are failures of a running system; they cross process boundaries, so they pickle with
+every field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong. One problem per line: `a.b[0].c: what is wrong; what to do`."""
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)
+
+
+class RecordError(ValueError):
+    """One dataset row is wrong: names the file, the line, the field and the remedy.
+
+    `line` is 1-based; `file` and `line` are None where the row did not come from a file.
+    """
+
+    def __init__(self, problem: str, *, field: str, remedy: str, file: str | None = None, line: int | None = None) -> None:
+        self.problem, self.field, self.remedy, self.file, self.line = problem, field, remedy, file, line
+        where = "" if file is None else f"{file}:{line}: " if line is not None else f"{file}: "
+        super().__init__(f"{where}{field}: {problem}; {remedy}")
+
+    def at(self, file: str, line: int) -> RecordError:
+        """The same problem, located."""
+        return RecordError(self.problem, field=self.field, remedy=self.remedy, file=file, line=line)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _record_error, (self.problem, self.field, self.remedy, self.file, self.line)
+
+
+def _record_error(problem: str, field: str, remedy: str, file: str | None, line: int | None) -> RecordError:
+    return RecordError(problem, field=field, remedy=remedy, file=file, line=line)
+
+
+class RolloutError(RuntimeError):
+    """A rollout actor or server failed, timed out, or answered something that contradicts the learner.
+
+    `actor` is the actor's (or server's) name, `phase` is what was being done (`start`, `generate`, `check`, ...).
+    """
+
+    def __init__(self, message: str, *, actor: str, phase: str) -> None:
+        self.message, self.actor, self.phase = message, actor, phase
+        super().__init__(f"{phase} on {actor}: {message}")
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _rollout_error, (self.message, self.actor, self.phase)
+
+
+def _rollout_error(message: str, actor: str, phase: str) -> RolloutError:
+    return RolloutError(message, actor=actor, phase=phase)
+
+
+class WeightSyncError(RuntimeError):
+    """A weight transfer failed or could not be verified.
+
+    `phase` is one of `rendezvous`, `pause`, `wire`, `load`, `verify`, `canary`, `resume`; `quantity` is what differed (a name
+    set, a checksum, log-probabilities) and `size` by how much (None where a size has no meaning, as for a timeout).
+    """
+
+    def __init__(self, message: str, *, actor: str, phase: str, quantity: str = "", size: float | None = None) -> None:
+        self.message, self.actor, self.phase, self.quantity, self.size = message, actor, phase, quantity, size
+        difference = f" ({quantity} differs by {size:.3g})" if quantity and size is not None else f" ({quantity})" if quantity else ""
+        super().__init__(f"weight sync, {phase} on {actor}: {message}{difference}")
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _weight_sync_error, (self.message, self.actor, self.phase, self.quantity, self.size)
+
+
+def _weight_sync_error(message: str, actor: str, phase: str, quantity: str, size: float | None) -> WeightSyncError:
+    return WeightSyncError(message, actor=actor, phase=phase, quantity=quantity, size=size)

@@ -1,0 +1,106 @@
+"""What is asked of a rollout actor, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from shared.records import ImageRef
+
+
+class DecodeMode(StrEnum):
+    GREEDY = "greedy"
+    SAMPLE = "sample"
+    BEAM = "beam"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """How one response is decoded; the same for every request of a step."""
+
+    mode: DecodeMode
+    temperature: float
+    """0 exactly when `mode` is greedy or beam."""
+    top_p: float
+    top_k: int
+    """-1: no limit."""
+    repetition_penalty: float
+    max_new_tokens: int
+    num_beams: int
+    stop_token_ids: tuple[int, ...]
+    banned_token_ids: tuple[int, ...]
+    """Never sampled (vision placeholders); the learner masks the same ids when it compares log-probabilities."""
+    return_logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    step: int
+    position: int
+    """The request's place in the step over all learner ranks: 0 .. rollouts_per_step - 1."""
+    sample_id: str
+    prompt_token_ids: tuple[int, ...]
+    """Unexpanded: one image placeholder per image; the engine expands it."""
+    images: tuple[ImageRef, ...]
+    """Each with `data`: encoded file bytes travel between nodes, paths do not."""
+    decode: DecodeSettings
+    seed: int
+    """`request_seed(run_seed, step, position)`; used by sampling, recorded always."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    REPETITION = "repetition"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    step: int
+    position: int
+    sample_id: str
+    prompt_token_ids: tuple[int, ...]
+    """As the engine used them: image placeholders expanded."""
+    response_token_ids: tuple[int, ...]
+    """Without the stop token."""
+    stop_token_id: int | None
+    logprobs: tuple[float, ...] | None
+    """One per response token, under temperature, top-k and top-p as sampled."""
+    stop_token_logprob: float | None
+    finish_reason: FinishReason
+    forced_positions: tuple[int, ...]
+    """Response positions set by the repeat guard, not sampled."""
+    weight_version: int
+    actor: str
+    attempt: int
+    """0 for the first try."""
+    seed: int
+    generate_s: float
+    """Seconds from the share's arrival at the actor to this response's end."""
+    started_s: float = 0.0
+    """Unix time at which the share arrived at the actor."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOffer:
+    """The learner's invitation to one sync: what will come, over which transport, and how to check it."""
+
+    version: int
+    transport: str
+    """nccl, ipc, rollmatch_gloo or inproc."""
+    rendezvous: Mapping[str, Any]
+    canary: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """One verified sync. `phase_s` maps a phase (pause, wire, load, verify, canary, ...) to the slowest actor's seconds."""
+
+    version: int
+    bytes: int
+    phase_s: Mapping[str, float]
+    canary_max_abs: float
+    """Largest absolute difference of a canary log-probability between the learner and any actor."""
