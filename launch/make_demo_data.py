@@ -32,8 +32,6 @@ FAINTEST_INK = 3
 """Of 16: a lighter pixel of the scan counts as paper when a digit is cropped."""
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PLACEMENT_ATTEMPTS = 64
-RECIPE = 1
-"""Raised with every change of what is drawn, so that old files are not taken for new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ def arrange_scene(digits: Sequence[Digit], rng: np.random.Generator) -> list[Pla
     while True:
         scene: list[Placement] = []
         for _ in range(PLACEMENT_ATTEMPTS):
-            placement = _place_anywhere(digits[rng.integers(len(digits))], rng)
+            placement = _place_anywhere(digits[int(rng.integers(len(digits)))], rng)
             if not any(placement.overlaps(other) for other in scene):
                 scene.append(placement)
             if len(scene) == count:
@@ -130,7 +128,7 @@ def make_demo_data(out: Path, *, seed: int, num_train: int, num_val: int) -> boo
         write_split(folder, "train", train_digits, num_train, np.random.default_rng([seed, 0]))
         write_split(folder, "val", val_digits, num_val, np.random.default_rng([seed, 1]))
 
-    return make_once(out, {"recipe": RECIPE, "seed": seed, "train": num_train, "val": num_val}, make)
+    return make_once(out, {"seed": seed, "train": num_train, "val": num_val}, make)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

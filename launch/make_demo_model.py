@@ -14,14 +14,21 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLConfig
-from transformers import Qwen3VLForConditionalGeneration, Qwen3VLProcessor, Qwen3VLVideoProcessor
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 from launch.make_demo_data import CANVAS, GRID, NAMES
 from launch.make_once import make_once
 from shared.grounding.serialize import serialize_objects
+from shared.prompts import DEFAULT_USER_PROMPT
 from shared.records import GeometryKind, GroundTruthObject
 
 PATCH = GRID
@@ -30,16 +37,13 @@ TEMPORAL_PATCH = 2
 HIDDEN = 128
 NUM_COORDS = 1000
 MAX_LENGTH = 4096
-RECIPE = 1
-"""Raised with every change of what is made, so that an old checkpoint is not taken for a new one."""
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
-PROMPT = "Detect every object in the image. Answer with one JSON object in reading order."
 SPECIAL_TOKENS = (PAD, START, END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 
-# A word with the space before it, a closing brace, or a run of anything else: `": {"` is one token, and `}` is always a token of its own, so that the text of an
-# object ends at a token's end.
+# A word with the space before it, a closing brace, or a run of anything else: `": {"` is one token, and `}` is always a token of its
+# own, so that the text of an object ends where a token ends.
 PIECES = r" ?[\p{L}\p{N}_]+|\}|[^\p{L}\p{N}_}]+"
 
 CHAT_TEMPLATE = """\
@@ -162,7 +166,7 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
         model.save_pretrained(folder)
         make_processor(tokenizer).save_pretrained(folder)
 
-    return make_once(out, {"recipe": RECIPE, "seed": seed, "prompt": prompt}, make)
+    return make_once(out, {"seed": seed, "prompt": prompt}, make)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -170,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/demo/model"), help="folder to make (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=17)
     options = parser.parse_args(arguments)
-    made = make_demo_model(options.out, seed=options.seed, prompt=PROMPT)
+    made = make_demo_model(options.out, seed=options.seed, prompt=DEFAULT_USER_PROMPT)
     print(f"demo model: Qwen3-VL architecture, random weights, in {options.out}" + ("" if made else " (there already)"))
 
 

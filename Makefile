@@ -1,0 +1,53 @@
+# `make demo` runs the main job from a fresh clone to its end, `make test` runs all tests. Both set everything up first, once.
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+DATA := outputs/demo/data
+MODEL := outputs/demo/model
+
+# Nothing here needs a hub.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help setup demo demo-data control check test lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       set up, make the demo's data and model, run the main job"
+	@echo "make control    the same wall time on channel A alone, from the demo's warm-up"
+	@echo "make test       set up, then format, lint, types and all tests"
+	@echo "make check      the same without the tests that start vLLM engines"
+	@echo "make setup      .venv with everything (does nothing where it is done)"
+	@echo "make demo-data  the demo's data and model in outputs/demo (kept where they are there)"
+	@echo "make clean      remove .venv and caches; outputs stay"
+
+setup:
+	@scripts/setup.sh
+
+# Both folders appear when they are complete, so whether they are there decides.
+$(DATA): | setup
+	@$(PYTHON) -m launch.make_demo_data --out $@
+
+$(MODEL): | setup
+	@$(PYTHON) -m launch.make_demo_model --out $@
+
+demo-data: $(DATA) $(MODEL)
+
+demo: demo-data
+	@$(PYTHON) -m launch.train +experiment=stage2_3v1
+
+control: demo-data
+	@$(PYTHON) -m launch.train +experiment=stage1_control
+
+lint: setup
+	@$(PYTHON) -m ruff format --check --quiet .
+	@$(PYTHON) -m ruff check --quiet .
+	@$(PYTHON) -m mypy
+
+check: lint
+	@$(PYTHON) -m pytest -q -m "not engine"
+
+test: lint
+	@$(PYTHON) -m pytest -q
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

