@@ -35,7 +35,7 @@ demo: demo-data
 	@$(PYTHON) -m launch.train +experiment=stage2_3v1
 
 control: demo-data
-	@$(PYTHON) -m launch.train +experiment=stage1_control
+	@$(PYTHON) -m launch.train +experiment=control_channel_a
 
 lint: setup
 	@$(PYTHON) -m ruff format --check --quiet .
