@@ -1,0 +1,120 @@
+"""What follows from the configuration: how a step's samples are divided over rounds, actors, ranks and rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.chunking import chunk_size, rank_share, split_contiguous, split_rounds
+from shared.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAlgebra:
+    """The sizes of one run, all of them known before it starts. Only the number of rows of a step depends on what is generated."""
+
+    learner_world_size: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    """Micro-steps per update and rank."""
+    effective_batch_size: int
+    """Samples per channel-A update over all ranks; at least the number asked for, since accumulation steps are rounded up."""
+    raw_rollouts_per_step: int
+    """Rollouts per channel-B update over all ranks; 0 where the variant uses none."""
+    share_per_rank: tuple[int, ...]
+    """Rollouts per channel-B update of each rank; they sum to `raw_rollouts_per_step`."""
+    num_actors: int
+    devices_per_actor: int
+    decode_batch_size: int
+    """Most sequences a rollout device decodes at a time."""
+    round_capacity: int
+    """Most rollouts that all actors together generate at a time."""
+    round_sizes: tuple[int, ...]
+    """Rollouts of each round of a channel-B step, in order."""
+    shares: tuple[tuple[int, ...], ...]
+    """Rollouts of each actor in each round, `shares[round][actor]`."""
+    packing_length: int
+    """Capacity of a row in tokens."""
+    packing_window: int | None
+    """Rollouts after which rows are taken; None: no packing, one segment per row."""
+    updates: int
+    """Optimizer updates of the run, one per step."""
+    warmup_steps: int
+    """Channel-A steps before the schedule's ratio applies."""
+    a_steps: int
+    b_steps: int
+
+    def describe(self) -> tuple[str, ...]:
+        """The algebra in lines to print before the start."""
+        updates = f"{self.updates} = {self.a_steps} channel A ({self.warmup_steps} of them warm-up) + {self.b_steps} channel B, one per step"
+        factors = (_counted(self.learner_world_size, "learner rank"), _counted(self.gradient_accumulation_steps, "accumulation step"))
+        samples = f"{_counted(self.effective_batch_size, 'sample')} = {' x '.join((f'{self.per_device_train_batch_size} per micro-step', *factors))}"
+        lines = [f"updates         {updates}", f"channel-A step  {samples}"]
+        if self.raw_rollouts_per_step:
+            lines += self._describe_rounds()
+        if self.packing_window is None:
+            rows = f"one segment each, of at most {self.packing_length} tokens"
+        else:
+            rows = f"packed to at most {self.packing_length} tokens, taken after every {self.packing_window} rollouts and at the step's end"
+        return (*lines, f"rows            {rows}")
+
+    def _describe_rounds(self) -> tuple[str, str]:
+        rounds = f"{_counted(len(self.round_sizes), 'round')} ({' + '.join(map(str, self.round_sizes))})"
+        devices = f"{_counted(self.num_actors, 'actor')} of {_counted(self.devices_per_actor, 'device')}"
+        bounds = f"at most {_counted(self.round_capacity, 'rollout')} over {devices}, at most {self.decode_batch_size} per device at a time"
+        return (
+            f"channel-B step  {_counted(self.raw_rollouts_per_step, 'raw rollout')} in {rounds}; per learner rank {_joined(self.share_per_rank)}",
+            f"round           {bounds}; shares per actor {' | '.join(map(_joined, self.shares))}",
+        )
+
+
+def batch_algebra(run: RunConfig) -> BatchAlgebra:
+    """The sizes of a run. ValueError where not every learner rank could have a rollout of each round (names `decode_batch_size`)."""
+    world_size, uses_rollouts = run.learner.world_size, run.custom.trainer_variant.uses_rollouts
+    actors, decode_batch_size = run.rollout_matching.vllm.actors, run.rollout_matching.decode_batch_size
+    accumulation = accumulation_steps(run)
+    effective = run.training.per_device_train_batch_size * world_size * accumulation
+    rollouts = (run.stage2_ab.channel_b.rollouts_per_step or effective) if uses_rollouts else 0
+    capacity = world_size * chunk_size(decode_batch_size, [actors.tensor_parallel_size] * actors.num_actors, world_size)
+    rounds = tuple(map(len, split_rounds(rollouts, capacity)))
+    b_steps = run.stage2_ab.schedule.num_b_steps(run.training.max_steps) if uses_rollouts else 0
+    return BatchAlgebra(
+        learner_world_size=world_size,
+        per_device_train_batch_size=run.training.per_device_train_batch_size,
+        gradient_accumulation_steps=accumulation,
+        effective_batch_size=effective,
+        raw_rollouts_per_step=rollouts,
+        share_per_rank=tuple(len(rank_share(rollouts, world_size, rank)) for rank in range(world_size)),
+        num_actors=actors.num_actors,
+        devices_per_actor=actors.tensor_parallel_size,
+        decode_batch_size=decode_batch_size,
+        round_capacity=capacity,
+        round_sizes=rounds,
+        shares=tuple(tuple(map(len, split_contiguous(size, actors.num_actors))) for size in rounds),
+        packing_length=run.global_max_length,
+        packing_window=run.training.packing_window if run.training.packing else None,
+        updates=run.training.max_steps,
+        warmup_steps=min(run.stage2_ab.schedule.warmup_steps, run.training.max_steps) if uses_rollouts else 0,
+        a_steps=run.training.max_steps - b_steps,
+        b_steps=b_steps,
+    )
+
+
+def accumulation_steps(run: RunConfig) -> int:
+    """Micro-steps per update: as given, or as many as `effective_batch_size` needs (rounded up), or 1."""
+    training = run.training
+    if training.gradient_accumulation_steps is not None:
+        return training.gradient_accumulation_steps
+    return 1 if training.effective_batch_size is None else needed_accumulation_steps(run, training.effective_batch_size)
+
+
+def needed_accumulation_steps(run: RunConfig, effective_batch_size: int) -> int:
+    """The fewest micro-steps that give at least `effective_batch_size` samples over all ranks."""
+    return -(-effective_batch_size // (run.training.per_device_train_batch_size * run.learner.world_size))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _joined(counts: tuple[int, ...]) -> str:
+    return "+".join(map(str, counts))

@@ -1,0 +1,149 @@
+"""`rollout_matching.pipeline`: the objective, and nothing but what is declared here (DESIGN 5, decision 2, and section 8).
+
+Every entry is written out in full: none of its keys has a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from shared.config.base import Section, refusal
+
+_FUTURE_MODULES = frozenset({"bbox_geo", "coord_diag", "policy_gradient"})
+
+EXAMPLE_PIPELINE = {
+    "objective": [
+        {
+            "name": "token_ce",
+            "enabled": True,
+            "weight": 1.0,
+            "channels": ["A", "B"],
+            "config": {"desc_ce_weight": 1.0, "rollout_fn_desc_weight": 1.0, "rollout_matched_prefix_struct_weight": 1.0},
+        }
+    ],
+    "diagnostics": [],
+}
+
+
+class Channel(StrEnum):
+    A = "A"
+    """Teacher-forced on ground truth."""
+    B = "B"
+    """Teacher-forced on the model's own rollout."""
+
+
+def _some_channels_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
+    if not channels:
+        raise refusal("must not be empty", "name A, B or both; to switch an entry off set enabled: false")
+    if len(set(channels)) < len(channels):
+        raise refusal(f"names a channel twice: [{', '.join(channels)}]", "name each channel once")
+    return channels
+
+
+def _module_name(entry: Any) -> str | None:
+    """The `name` of an entry that was not validated yet; None where it has none."""
+    return entry["name"] if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) else None
+
+
+def _without_future_modules(entry: Any) -> Any:
+    name = _module_name(entry)
+    if name in _FUTURE_MODULES:
+        raise refusal(f"'{name}' is not in this version", "remove the entry; the objective modules of this version are token_ce and coord_reg", key="name")
+    return entry
+
+
+def _no_diagnostics(entry: Any) -> Any:
+    name = _module_name(entry)
+    wrong = f"'{name}' is not in this version" if name in _FUTURE_MODULES else "there are no diagnostic modules in this version"
+    raise refusal(wrong, "remove the entry (diagnostics: [])", key=None if name is None else "name")
+
+
+class Entry(Section):
+    """What an entry has beside its `name` and `config`."""
+
+    enabled: bool
+    """False: as if the entry were absent."""
+
+    weight: NonNegativeFloat
+    """Factor of the module's loss in the step's loss."""
+
+    channels: Annotated[tuple[Annotated[Channel, Field(strict=False)], ...], Field(strict=False), AfterValidator(_some_channels_once)]
+    """The channels in whose steps the module takes part."""
+
+
+class TokenCEConfig(Section):
+    desc_ce_weight: NonNegativeFloat
+    """Channel A: weight of the tokens of `desc` values, where structure has weight 1."""
+
+    rollout_fn_desc_weight: NonNegativeFloat
+    """Channel B: weight of the tokens of `desc` values of appended objects."""
+
+    rollout_matched_prefix_struct_weight: NonNegativeFloat
+    """Channel B: weight of the structure of matched objects in the rollout's prefix."""
+
+
+class TokenCEEntry(Entry):
+    """Cross-entropy over text tokens outside the coord vocabulary."""
+
+    name: Literal["token_ce"]
+    """The module."""
+
+    config: TokenCEConfig
+    """The module's settings."""
+
+
+class CoordRegConfig(Section):
+    coord_ce_weight: NonNegativeFloat
+    """Weight of the cross-entropy within the coord vocabulary."""
+
+    soft_ce_weight: NonNegativeFloat
+    """Weight of the cross-entropy against the soft target."""
+
+    w1_weight: NonNegativeFloat
+    """Weight of the Wasserstein-1 distance to the soft target, in [0, 1]."""
+
+    coord_gate_weight: NonNegativeFloat
+    """Weight of the probability that leaks out of the coord vocabulary at coord slots, in nats."""
+
+    text_gate_weight: NonNegativeFloat
+    """Weight of the probability of coord tokens at text positions, in nats."""
+
+    temperature: PositiveFloat
+    """Divides the logits of `soft_ce`, `w1` and both gates."""
+
+    target_sigma: PositiveFloat
+    """Width of the soft target, in bins."""
+
+    target_truncate: NonNegativeInt | None
+    """The soft target is zero further than this many bins from its centre; null: nowhere."""
+
+
+class CoordRegEntry(Entry):
+    """Coordinate terms over supervised coord slots."""
+
+    name: Literal["coord_reg"]
+    """The module."""
+
+    config: CoordRegConfig
+    """The module's settings."""
+
+
+ObjectiveEntry = TokenCEEntry | CoordRegEntry
+
+
+class PipelineSection(Section):
+    objective: Annotated[
+        tuple[Annotated[Annotated[ObjectiveEntry, Field(discriminator="name")], BeforeValidator(_without_future_modules)], ...], Field(strict=False)
+    ]
+    """The modules whose weighted losses are summed."""
+
+    diagnostics: Annotated[tuple[Annotated[Entry, BeforeValidator(_no_diagnostics)], ...], Field(strict=False)]
+    """Modules that are logged and not learned from: none in this version."""
+
+    def active(self, channel: Channel) -> tuple[ObjectiveEntry, ...]:
+        """The enabled entries of the objective for a step of this channel, as declared."""
+        return tuple(entry for entry in self.objective if entry.enabled and channel in entry.channels)

@@ -1,0 +1,151 @@
+"""`rollout_matching`: how rollouts are generated, matched, and what is learned from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from shared.config.base import Fraction01, Section, refusal
+from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
+from shared.rollouts import DecodeMode, DecodeSettings
+
+
+def _some_or_no_limit(top_k: int) -> int:
+    if top_k != -1 and top_k < 1:
+        raise refusal(f"must be -1 (no limit) or at least 1, got {top_k}", "write -1 to sample from every token")
+    return top_k
+
+
+class DecodingSection(Section):
+    temperature: NonNegativeFloat = 0.0
+    """0: greedy; above 0: sampling."""
+
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the smallest set of tokens with at least this probability."""
+
+    top_k: Annotated[int, AfterValidator(_some_or_no_limit)] = -1
+    """Sample from the this many most probable tokens; -1: no limit."""
+
+
+class ActorsSection(Section):
+    num_actors: PositiveInt = 1
+    """Rollout actors, one engine each."""
+
+    gpus_per_actor: NonNegativeFloat | None = None
+    """GPUs that Ray reserves for each actor; null: `tensor_parallel_size` where the cluster has GPUs, else 0."""
+
+    cpus_per_actor: NonNegativeFloat | None = None
+    """CPU cores that Ray reserves for each actor; null: 1."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Devices of one engine."""
+
+
+class SyncSection(Section):
+    mode: Literal["full", "adapter", "auto"] = "full"
+    """What a weight sync sends: all merged weights, the LoRA tensors alone, or the second where it can."""
+
+    fallback_to_full: bool = True
+    """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
+
+    bucket_bytes: PositiveInt = 64 * 2**20
+    """Bytes of one packed bucket on the wire."""
+
+    canary_tolerance: PositiveFloat = 1e-4
+    """Largest absolute difference of a canary log-probability, in nats, between the learner and an actor."""
+
+
+class VllmSection(Section):
+    mode: Literal["colocate", "server", "actors"] = "colocate"
+    """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run (DESIGN 5, decision 4)."""
+
+    max_model_len: PositiveInt | None = None
+    """Longest prompt + response an engine takes, in tokens; null: `global_max_length`."""
+
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """Bytes of each engine's key-value cache; null: what `gpu_memory_utilization` leaves."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    """Fraction of the device's memory an engine may use. Ignored where `kv_cache_memory_bytes` is given."""
+
+    enforce_eager: bool = False
+    """No compilation and no graph capture: a quicker start, a slower decode."""
+
+    actors: ActorsSection = ActorsSection()
+    """Mode `actors`: how many, and where."""
+
+    sync: SyncSection = SyncSection()
+    """How weights reach the engines, and how it is checked."""
+
+
+class RolloutMatchingSection(Section):
+    pipeline: Annotated[PipelineSection, Field(examples=[EXAMPLE_PIPELINE])]
+    """The objective: it is declared in full, nothing is assumed."""
+
+    rollout_backend: Literal["vllm", "hf"] = "vllm"
+    """What generates: vLLM engines, or the learner's own `generate`."""
+
+    decode_batch_size: PositiveInt = 1
+    """Most sequences that one rollout device decodes at a time, in training and evaluation."""
+
+    decode_mode: Annotated[DecodeMode, Field(strict=False)] | None = None
+    """greedy, sample or beam; null: by the temperature."""
+
+    num_beams: PositiveInt = 1
+    """Beams of `decode_mode: beam`."""
+
+    max_new_tokens: PositiveInt = 1024
+    """Longest response, in tokens."""
+
+    repetition_penalty: PositiveFloat = 1.0
+    """1: none."""
+
+    decoding: DecodingSection = DecodingSection()
+    """How a token is chosen."""
+
+    candidate_top_k: PositiveInt = 10
+    """Ground truths that are compared with each prediction by mask IoU."""
+
+    maskiou_gate: Fraction01 = 0.3
+    """Pairs under this mask IoU cannot match."""
+
+    maskiou_resolution: PositiveInt = 256
+    """Side of the canvas of the mask IoU, in pixels."""
+
+    fp_cost: NonNegativeFloat = 1.0
+    """Cost of an unmatched prediction, where a pair costs 1 - mask IoU."""
+
+    fn_cost: NonNegativeFloat = 1.0
+    """Cost of an unmatched ground truth."""
+
+    max_staleness: NonNegativeInt = 0
+    """Steps by which a rollout's weights may be older than the step that learns from it."""
+
+    logprob_tolerance: PositiveFloat = 1e-4
+    """Largest absolute difference, in nats, between the learner's and the engine's log-probability of a sampled token."""
+
+    vllm: VllmSection = VllmSection()
+    """The engines."""
+
+    @property
+    def resolved_decode_mode(self) -> DecodeMode:
+        """The mode as written or, where it is not, by the temperature (DESIGN 5, decision 27)."""
+        if self.decode_mode is not None:
+            return self.decode_mode
+        return DecodeMode.SAMPLE if self.decoding.temperature > 0 else DecodeMode.GREEDY
+
+    def decode_settings(self, *, stop_token_ids: tuple[int, ...], banned_token_ids: tuple[int, ...]) -> DecodeSettings:
+        """How every response of the run is decoded, given the ids that end one and the ids that may not occur in one."""
+        return DecodeSettings(
+            mode=self.resolved_decode_mode,
+            temperature=self.decoding.temperature,
+            top_p=self.decoding.top_p,
+            top_k=self.decoding.top_k,
+            repetition_penalty=self.repetition_penalty,
+            max_new_tokens=self.max_new_tokens,
+            num_beams=self.num_beams,
+            stop_token_ids=stop_token_ids,
+            banned_token_ids=banned_token_ids,
+            return_logprobs=True,
+        )

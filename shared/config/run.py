@@ -1,0 +1,71 @@
+"""The whole configuration: one section per file of this package."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
+
+from shared.config.base import Section
+from shared.config.checkpoint import CheckpointSection
+from shared.config.cluster import ClusterSection
+from shared.config.custom import CustomSection, TrainerVariant
+from shared.config.data import DataSection
+from shared.config.learner import LearnerSection
+from shared.config.model import ModelSection
+from shared.config.pipeline import Channel
+from shared.config.rollout_matching import RolloutMatchingSection
+from shared.config.stage2_ab import Stage2ABSection
+from shared.config.telemetry import TelemetrySection
+from shared.config.timeouts import TimeoutsSection
+from shared.config.training import TrainingSection
+
+
+class RunConfig(Section):
+    """One run, validated. Made by `shared.config.load_config`, never by hand: cross-section checks are done there."""
+
+    model: ModelSection
+    """The checkpoint that is trained and served."""
+
+    data: DataSection
+    """Training and validation samples."""
+
+    global_max_length: Annotated[PositiveInt, Field(examples=[2048])]
+    """Longest prompt + target of one sample, and the capacity of a packed row, in tokens."""
+
+    training: TrainingSection
+    """Batch, optimizer, schedule and packing."""
+
+    custom: CustomSection
+    """Which training loop runs."""
+
+    rollout_matching: RolloutMatchingSection
+    """Rollouts, matching and objective."""
+
+    stage2_ab: Stage2ABSection = Stage2ABSection()
+    """Which channel a step runs."""
+
+    learner: LearnerSection = LearnerSection()
+    """The ranks that train."""
+
+    cluster: ClusterSection = ClusterSection()
+    """The Ray cluster."""
+
+    timeouts: TimeoutsSection = TimeoutsSection()
+    """The longest each kind of wait may take."""
+
+    telemetry: TelemetrySection = TelemetrySection()
+    """What the run writes down."""
+
+    checkpoint: CheckpointSection = CheckpointSection()
+    """What is kept of the weights."""
+
+    def channel(self, step: int) -> Channel:
+        """The channel of a step (from 0) under the run's variant."""
+        match self.custom.trainer_variant:
+            case TrainerVariant.STAGE1_SFT:
+                return Channel.A
+            case TrainerVariant.STAGE2_TWO_CHANNEL:
+                return self.stage2_ab.schedule.channel(step)
+            case TrainerVariant.STAGE2_ROLLOUT_ALIGNED | TrainerVariant.TRAJECTORY_PG:
+                return Channel.B

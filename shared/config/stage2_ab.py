@@ -1,0 +1,54 @@
+"""`stage2_ab`: which channel a step runs, and how a channel-B step is made."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import floor
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from shared.config.base import Fraction01, Section
+from shared.config.pipeline import Channel
+
+
+class ScheduleSection(Section):
+    b_ratio: Fraction01 = 1.0
+    """Share of the steps after the warm-up that are channel B."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Channel-A steps before the ratio applies."""
+
+    def channel(self, step: int) -> Channel:
+        """The channel of a step (from 0): B where `floor((s + 1) b) > floor(s b)`, `s` counting steps after the warm-up."""
+        since_warmup = step - self.warmup_steps
+        if since_warmup < 0:
+            return Channel.A
+        return Channel.B if self._floor_b(since_warmup + 1) > self._floor_b(since_warmup) else Channel.A
+
+    def num_b_steps(self, num_steps: int) -> int:
+        """How many of the first `num_steps` steps are channel B."""
+        return self._floor_b(max(0, num_steps - self.warmup_steps))
+
+    def _floor_b(self, s: int) -> int:
+        # Exact, for the ratio as it is written: in floats 100 * 0.29 is less than 29, and a step would change its channel.
+        return floor(s * Fraction(str(self.b_ratio)))
+
+
+class ChannelBSection(Section):
+    mode: Literal["step"] = "step"
+    """A step is budgeted in raw rollouts, learned to completion, and updates once. The only mode."""
+
+    rollouts_per_step: PositiveInt | None = None
+    """Raw rollouts per update over all learner ranks; null: the effective batch size."""
+
+    enable_pipeline: bool = False
+    """Generate round k + 1 while round k is learned. Needs rollouts on dedicated devices."""
+
+
+class Stage2ABSection(Section):
+    schedule: ScheduleSection = ScheduleSection()
+    """Which steps are channel B."""
+
+    channel_b: ChannelBSection = ChannelBSection()
+    """How a channel-B step is made."""

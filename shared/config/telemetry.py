@@ -1,0 +1,15 @@
+"""`telemetry`: what a run writes down, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.config.base import ConfigPath, Section
+
+
+class TelemetrySection(Section):
+    run_dir: ConfigPath = Path("outputs/run")
+    """The run's folder: resolved configuration, metrics, plans, timeline, checkpoints."""
+
+    timeline: bool = True
+    """Record spans of every process, as a file that Perfetto opens."""

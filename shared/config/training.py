@@ -1,0 +1,71 @@
+"""`training`: batch, optimizer, schedule and packing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from shared.config.base import Fraction01, Section
+
+
+class TrainingSection(Section):
+    seed: Annotated[int, Field(ge=0, lt=2**32, examples=[17])]
+    """The run's seed: data order, initial state and, through `request_seed`, every rollout."""
+
+    max_steps: Annotated[PositiveInt, Field(examples=[100])]
+    """Optimizer updates of the run."""
+
+    per_device_train_batch_size: PositiveInt = 1
+    """Samples per learner rank and micro-step. Under packing a forward takes one row whatever this says."""
+
+    per_device_eval_batch_size: PositiveInt = 1
+    """Samples per learner rank in an evaluation forward. Rollouts for evaluation follow `rollout_matching.decode_batch_size`."""
+
+    effective_batch_size: PositiveInt | None = None
+    """Samples per update wanted over all learner ranks; the accumulation steps follow from it, rounded up."""
+
+    gradient_accumulation_steps: PositiveInt | None = None
+    """Micro-steps per update; null: derived from `effective_batch_size`, or 1 where that is null too."""
+
+    learning_rate: Annotated[PositiveFloat, Field(examples=[0.001])]
+    """Peak learning rate of AdamW."""
+
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+
+    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Decay of AdamW's first moment."""
+
+    adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+    """Decay of AdamW's second moment."""
+
+    adam_epsilon: PositiveFloat = 1e-8
+    """Added to the root of AdamW's second moment."""
+
+    lr_warmup_steps: NonNegativeInt = 0
+    """Updates over which the learning rate rises linearly to its peak. (The warm-up of channel A is `stage2_ab.schedule.warmup_steps`.)"""
+
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate after its warm-up, down to the floor at `max_steps`."""
+
+    min_lr_ratio: Fraction01 = 0.0
+    """Floor of the schedule as a fraction of `learning_rate`."""
+
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Largest L2 norm of the gradient of one update; null: no clipping."""
+
+    packing: bool = True
+    """Put several segments into one forward; false: one segment per row."""
+
+    packing_buffer: PositiveInt = 256
+    """Most segments waiting for a row."""
+
+    packing_min_fill_ratio: Fraction01 = 0.7
+    """A row filled less than this fraction of `global_max_length` is counted and logged, not refused."""
+
+    packing_drop_last: bool = True
+    """Segments left in a carry buffer at the end of the run are dropped. Channel B in step mode leaves none."""
+
+    packing_window: PositiveInt = 8
+    """Rows are taken after every this many rollouts, in index order, so that they do not depend on arrival (DESIGN 5, decision 7)."""

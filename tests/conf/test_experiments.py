@@ -1,0 +1,73 @@
+"""Every shipped experiment composes and loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from shared.config import RunConfig, load_config
+from shared.config.derive import batch_algebra
+from shared.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = OmegaConf.to_container(compose("train", overrides=list(overrides)), resolve=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def loaded(*overrides: str) -> RunConfig:
+    return load_config(composed(*overrides))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_shipped_experiment_loads(experiment: str) -> None:
+    assert batch_algebra(loaded(f"+experiment={experiment}")).describe()
+
+
+def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16() -> None:
+    run = loaded("+experiment=stage2_3v1")
+    algebra = batch_algebra(run)
+    assert (algebra.num_actors, algebra.learner_world_size, algebra.round_sizes) == (3, 1, (16, 16))
+    assert run.stage2_ab.channel_b.enable_pipeline and run.training.packing
+    assert run.telemetry.run_dir.is_relative_to("outputs")
+
+
+def test_the_control_is_the_main_job_on_channel_a_alone() -> None:
+    main, control = loaded("+experiment=stage2_3v1").model_dump(), loaded("+experiment=control_channel_a").model_dump()
+    main["stage2_ab"]["schedule"]["b_ratio"] = 0.0
+    main["telemetry"] = control["telemetry"]
+    assert main == control
+
+
+def test_values_are_overridden_on_the_command_line() -> None:
+    assert loaded("+experiment=stage2_3v1", "training.max_steps=10", "+training.packing=false").training.max_steps == 10
+
+
+def test_without_an_experiment_the_missing_keys_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"(?m)^custom\.trainer_variant: is missing"):
+        loaded()
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_shipped_value_that_repeats_the_schema_s_default_is_left_out(experiment: str) -> None:
+    written = composed(f"+experiment={experiment}")
+    load_config(written)
+    assert list(repeated(RunConfig.model_fields, written)) == []
+
+
+def repeated(fields: Any, values: dict[str, Any], above: str = "") -> Any:
+    for key, value in values.items():
+        field = fields[key]
+        if isinstance(value, dict):
+            yield from repeated(field.annotation.model_fields, value, f"{above}{key}.")
+        elif not field.is_required() and field.default == value:
+            yield f"{above}{key}"

@@ -1,0 +1,103 @@
+"""Values that contradict each other, and values of later versions."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.config.checks import CHECKS
+from shared.config.run import RunConfig
+
+MATCHING = "rollout_matching"
+VLLM = f"{MATCHING}.vllm"
+OBJECTIVE = f"{MATCHING}.pipeline.objective"
+NO_QUEUE = {"stage2_ab.channel_b.enable_pipeline": False}
+
+REFUSED = [
+    ({"custom.trainer_variant": "stage2_rollout_aligned"}, "custom.trainer_variant: 'stage2_rollout_aligned' is not in this version; "),
+    ({"custom.trainer_variant": "trajectory_pg"}, "custom.trainer_variant: 'trajectory_pg' is not in this version; "),
+    ({"learner.world_size": 2}, "learner.world_size: 2 learner ranks are not in this version; "),
+    ({f"{MATCHING}.max_staleness": 1}, f"{MATCHING}.max_staleness: rollouts of older weights are not in this version; "),
+    ({f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode: 'adapter' needs LoRA, which is not in this version; set {VLLM}.sync.mode: full"),
+    ({f"{VLLM}.sync.mode": "auto"}, f"{VLLM}.sync.mode: 'auto' needs LoRA, which is not in this version; "),
+    ({**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf"}, f"{MATCHING}.rollout_backend: 'hf' is not in this version; set "),
+    ({**NO_QUEUE, f"{VLLM}.mode": ...}, f"{VLLM}.mode: 'colocate' is not in this version; set {VLLM}.mode: actors"),
+    ({f"{VLLM}.mode": "server"}, f"{VLLM}.mode: 'server' is not in this version; set {VLLM}.mode: actors"),
+    ({f"{MATCHING}.decode_mode": "sample"}, f"{MATCHING}.decode_mode: 'sample' contradicts decoding.temperature 0, which is greedy; raise "),
+    (
+        {f"{MATCHING}.decode_mode": "greedy", f"{MATCHING}.decoding.temperature": 0.7},
+        f"{MATCHING}.decode_mode: 'greedy' contradicts decoding.temperature 0.7, which is sampling; set ",
+    ),
+    ({f"{MATCHING}.num_beams": 4}, f"{MATCHING}.num_beams: 4 beams need decode_mode: beam; "),
+    ({"global_max_length": 160}, "global_max_length: 160 tokens leave no room for a prompt beside rollout_matching.max_new_tokens 160; raise "),
+    ({f"{VLLM}.max_model_len": 2047}, f"{VLLM}.max_model_len: 2047 is less than global_max_length 2048"),
+    (
+        {"training.gradient_accumulation_steps": 8},
+        "training.gradient_accumulation_steps: 8 contradicts effective_batch_size 32, which takes 32 with 1 per device and 1 learner ranks; remove one",
+    ),
+    ({"training.packing_buffer": 7}, "training.packing_buffer: 7 segments cannot hold a packing_window of 8 rollouts; raise it to at least 8"),
+    ({"model.attn_implementation": "flash_attention_2"}, "model.attn_implementation: flash_attention_2 does not compute in float32; set model.dtype: bfloat16"),
+    (
+        {f"{VLLM}.actors.tensor_parallel_size": 2, f"{VLLM}.actors.gpus_per_actor": 1.0},
+        f"{VLLM}.actors.gpus_per_actor: 1 GPUs cannot hold an engine of tensor_parallel_size 2; set it to 2",
+    ),
+    ({f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[1].channels": ["A"]}, f"{OBJECTIVE}: no enabled entry with a weight above 0 covers channel B, "),
+    ({f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].weight": 0.0}, f"{OBJECTIVE}: no enabled entry with a weight above 0 covers channel A, "),
+]
+
+ACCEPTED = [
+    {f"{MATCHING}.decode_mode": "greedy"},
+    {f"{MATCHING}.decode_mode": "sample", f"{MATCHING}.decoding.temperature": 1.0},
+    {f"{VLLM}.max_model_len": 2048},
+    {"training.gradient_accumulation_steps": 32},
+    {"training.effective_batch_size": 33, "training.per_device_train_batch_size": 8, "training.gradient_accumulation_steps": 5},
+    {"training.packing_buffer": 7, "training.packing": False},
+    {"model.attn_implementation": "flash_attention_2", "model.dtype": "bfloat16"},
+    {"training.max_steps": 10, "stage2_ab.schedule.warmup_steps": 400, "training.lr_warmup_steps": 50},
+    {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[1].channels": ["A"], "stage2_ab.schedule.b_ratio": 0.0},
+    {f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].channels": ["B"], "stage2_ab.schedule.warmup_steps": 0},
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_contradictions_and_values_of_later_versions_are_refused(problems, changes, message):
+    (line,) = problems(changes)
+    assert line.startswith(message)
+    assert "; " in line
+
+
+@pytest.mark.parametrize("changes", ACCEPTED)
+def test_values_that_agree_are_accepted(problems, changes):
+    assert problems(changes) == []
+
+
+def test_beam_search_is_refused_for_actors_and_the_modes_that_have_it_are_named(problems):
+    (line,) = problems({f"{MATCHING}.decode_mode": "beam", f"{MATCHING}.num_beams": 4})
+    assert line.startswith(f"{MATCHING}.decode_mode: vllm.mode actors has no beam search; rollout_backend hf and vllm.mode colocate have it")
+
+
+def test_beams_contradict_a_temperature_and_one_beam_is_none(problems):
+    lines = problems({f"{MATCHING}.decode_mode": "beam", f"{MATCHING}.decoding.temperature": 1.0})
+    assert [line.split(": ")[0] for line in lines] == [f"{MATCHING}.decode_mode", f"{MATCHING}.decode_mode", f"{MATCHING}.num_beams"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"), [({f"{VLLM}.mode": "colocate"}, "vllm.mode colocate"), ({f"{MATCHING}.rollout_backend": "hf"}, "rollout_backend hf")]
+)
+def test_the_in_step_queue_needs_dedicated_devices(problems, changes, where):
+    (line,) = (line for line in problems(changes) if line.startswith("stage2_ab.channel_b.enable_pipeline: "))
+    assert f"dedicated devices, which {where} does not have; set " in line
+    assert f"{VLLM}.mode: server or actors" in line
+
+
+def test_a_decode_batch_that_leaves_a_learner_rank_without_rollouts_is_refused(problems):
+    lines = problems({"learner.world_size": 4, f"{MATCHING}.decode_batch_size": 1})
+    (line,) = (line for line in lines if line.startswith(f"{MATCHING}.decode_batch_size: "))
+    assert line.endswith("raise decode_batch_size to at least 2, add rollout devices, or use fewer learner ranks")
+
+
+def test_every_check_reads_keys_that_exist():
+    for path in {path for check in CHECKS for path in check.reads}:
+        section = RunConfig
+        for key in path.split("."):
+            assert key in section.model_fields, path
+            section = section.model_fields[key].annotation

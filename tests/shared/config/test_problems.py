@@ -1,0 +1,177 @@
+"""Unknown, mistyped and missing keys: dotted path, list index, what is wrong, what to do; all at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shared.config.checks import overlaps
+
+OBJECTIVE = "rollout_matching.pipeline.objective"
+
+UNKNOWN = {
+    "modle": "modle: is not a known key; did you mean 'model'?",
+    "training.learning_rat": "training.learning_rat: is not a known key; did you mean 'learning_rate'?",
+    "rollout_matching.unknown_rollout_key": "rollout_matching.unknown_rollout_key: is not a known key; the keys here are pipeline, rollout_backend, ",
+    "rollout_matching.decoding.temprature": "rollout_matching.decoding.temprature: is not a known key; did you mean 'temperature'?",
+    "rollout_matching.vllm.actors.num_actor": "rollout_matching.vllm.actors.num_actor: is not a known key; did you mean 'num_actors'?",
+    f"{OBJECTIVE}[0].wieght": f"{OBJECTIVE}[0].wieght: is not a known key; did you mean 'weight'?",
+    f"{OBJECTIVE}[1].config.w1_wieght": f"{OBJECTIVE}[1].config.w1_wieght: is not a known key; did you mean 'w1_weight'?",
+    f"{OBJECTIVE}[1].config.desc_ce_weight": f"{OBJECTIVE}[1].config.desc_ce_weight: is not a known key; ",
+}
+
+WRONG = [
+    ("training.seed", "17", "must be an integer, got the text '17'; write 17 without quotes"),
+    ("training.seed", 17.0, "must be an integer, got 17.0; write 17 without a decimal point"),
+    ("training.seed", True, "must be an integer, got true; change it (The run's seed"),
+    ("training.seed", -1, "must be at least 0, got -1; "),
+    ("training.max_steps", 1.5, "must be an integer, got 1.5; "),
+    ("training.learning_rate", "1e-3", "must be a number, got the text '1e-3'; write 0.001 without quotes"),
+    ("training.learning_rate", "fast", "must be a number, got the text 'fast'; change it (Peak learning rate"),
+    ("training.learning_rate", float("nan"), "must be a finite number, got nan; "),
+    ("training.learning_rate", float("inf"), "must be a finite number, got inf; "),
+    ("training.packing", "yes", "must be true or false, got the text 'yes'; "),
+    ("training.packing", "true", "must be true or false, got the text 'true'; write true without quotes"),
+    ("training.packing_buffer", None, "must be an integer, got null; remove the key for the default, 256"),
+    ("training.lr_schedule", "cosin", "must be one of constant, cosine, linear, got the text 'cosin'; did you mean 'cosine'?"),
+    ("training.adam_beta2", 1.0, "must be less than 1, got 1.0; "),
+    ("model.path", "", "must not be empty; "),
+    ("model.path", 3, "must be text, got 3; "),
+    ("data.train", 3, "must be a path, got 3; "),
+    ("timeouts.learn_s", 0, "must be greater than 0, got 0; change it (Learning one round, or finishing a step; without the key it is 600.0)"),
+    ("telemetry", None, "must be a mapping of keys, got null; write its keys (run_dir, timeline), or remove it for the defaults"),
+    ("training", [], "must be a mapping of keys, got a list; write its keys (seed, max_steps, "),
+    ("stage2_ab.schedule.b_ratio", 1.5, "must be at most 1, got 1.5; "),
+    ("rollout_matching.decoding.top_p", 0.0, "must be greater than 0, got 0.0; "),
+    ("rollout_matching.decoding.top_k", 0, "must be -1 (no limit) or at least 1, got 0; write -1"),
+    ("custom.trainer_variant", "stage2", "must be one of stage1_sft, stage2_rollout_aligned, stage2_two_channel, trajectory_pg, got the text 'stage2'; "),
+    ("custom.object_field_order", "descfirst", "must be one of desc_first, geometry_first, got the text 'descfirst'; did you mean 'desc_first'?"),
+    ("rollout_matching.pipeline.objective", {}, "must be a list, got a mapping; "),
+    ("rollout_matching.pipeline.objective[2]", 3, "must be a mapping of keys, got 3; write its keys (enabled, weight, channels, name, config)"),
+    (f"{OBJECTIVE}[1].enabled", 1, "must be true or false, got 1; "),
+    (f"{OBJECTIVE}[1].channels", [], "must not be empty; name A, B or both"),
+    (f"{OBJECTIVE}[1].channels", ["A", "A"], "names a channel twice: [A, A]; name each channel once"),
+    (f"{OBJECTIVE}[1].config.temperature", 0, "must be greater than 0, got 0; "),
+]
+
+MISSING = [
+    ("training.seed", "is missing; add it, for example `seed: 17` (The run's seed"),
+    ("custom.trainer_variant", "is missing; add it, one of stage1_sft, stage2_rollout_aligned, stage2_two_channel, trajectory_pg"),
+    ("rollout_matching.pipeline", "is missing; add it, for example `pipeline: {objective: [{name: token_ce, "),
+    ("rollout_matching.pipeline.diagnostics", "is missing; add it"),
+    (f"{OBJECTIVE}[0].name", "is missing; choose one of token_ce, coord_reg"),
+    *((f"{OBJECTIVE}[0].{key}", "is missing; add it") for key in ("enabled", "weight", "channels", "config")),
+    *((f"{OBJECTIVE}[0].config.{key}", "is missing; add it") for key in ("desc_ce_weight", "rollout_fn_desc_weight", "rollout_matched_prefix_struct_weight")),
+    *(
+        (f"{OBJECTIVE}[1].config.{key}", "is missing; add it")
+        for key in (
+            *("coord_ce_weight", "soft_ce_weight", "w1_weight", "coord_gate_weight", "text_gate_weight"),
+            *("temperature", "target_sigma", "target_truncate"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_unknown_keys_carry_the_full_path_with_list_indices_and_a_suggestion(problems, path):
+    (line,) = problems({path: 1})
+    assert line.startswith(UNKNOWN[path])
+
+
+@pytest.mark.parametrize(("path", "value", "message"), WRONG)
+def test_wrong_values_are_refused_without_conversion_and_say_what_to_write(problems, path, value, message):
+    (line,) = problems({path: value})
+    assert line.startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(("path", "message"), MISSING)
+def test_missing_keys_are_named_with_an_example(problems, path, message):
+    (line,) = problems({path: ...})
+    assert line.startswith(f"{path}: {message}")
+
+
+def test_a_channel_that_does_not_exist_is_named_with_its_index(problems):
+    assert problems({f"{OBJECTIVE}[0].channels": ["A", "C"]}) == [f"{OBJECTIVE}[0].channels[1]: must be one of A, B, got the text 'C'; choose one of A, B"]
+
+
+@pytest.mark.parametrize("name", ["bbox_geo", "coord_diag", "policy_gradient"])
+@pytest.mark.parametrize("place", ["rollout_matching.pipeline.objective[2]", "rollout_matching.pipeline.diagnostics[0]"])
+def test_objective_modules_of_later_versions_are_refused_by_name(problems, place, name):
+    (line,) = problems({place: {"name": name, "enabled": True, "weight": 1.0, "channels": ["A"], "config": {}}})
+    assert line.startswith(f"{place}.name: '{name}' is not in this version; remove the entry")
+
+
+def test_an_objective_module_that_does_not_exist_is_refused_with_a_suggestion(problems):
+    assert problems({f"{OBJECTIVE}[0].name": "token_c"}) == [f"{OBJECTIVE}[0].name: 'token_c' is not an objective module; did you mean 'token_ce'?"]
+
+
+def test_a_key_that_is_no_text_is_refused_as_unknown(problems, changed):
+    (line,) = problems({"timeouts": {3: 1.0}})
+    assert line.startswith("timeouts.3: is not a known key; ")
+
+
+def test_all_problems_are_reported_at_once_whatever_their_kind(problems):
+    lines = problems(
+        {
+            "training.sed": 3,
+            "training.max_steps": "10",
+            "custom.trainer_variant": ...,
+            f"{OBJECTIVE}[0].config.desc_ce_weight": float("nan"),
+            f"{OBJECTIVE}[1].weight": "1",
+            f"{OBJECTIVE}[2]": {"name": "bbox_geo"},
+            "rollout_matching.rollout_buffer": {"enabled": True},
+            "rollout_matching.decode_mode": "sample",
+            "global_max_length": 100,
+            "learner.world_size": 2,
+        }
+    )
+    assert [line.split(": ")[0] for line in lines] == [
+        "rollout_matching.rollout_buffer.enabled",
+        "training.max_steps",
+        "training.sed",
+        "custom.trainer_variant",
+        f"{OBJECTIVE}[0].config.desc_ce_weight",
+        f"{OBJECTIVE}[1].weight",
+        f"{OBJECTIVE}[2].name",
+        "learner.world_size",
+        "rollout_matching.decode_mode",
+        "global_max_length",
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout_matching.decoding.temperature": "1.0", "rollout_matching.decode_mode": "sample"},
+        {"rollout_matching.decoding.temprature": 1.0, "rollout_matching.decode_mode": "sample"},
+        {"rollout_matching.temperature": 1.0, "rollout_matching.decode_mode": "sample"},
+        {"rollout_matching.vllm.mod": "actors", "rollout_matching.vllm.mode": ...},
+        {f"{OBJECTIVE}[0].weight": "1", f"{OBJECTIVE}[1].enabled": False},
+    ],
+)
+def test_a_value_that_is_already_reported_causes_no_second_report(problems, changes):
+    assert len(problems(changes)) == 1
+
+
+def paths(node, above=""):
+    if isinstance(node, dict):
+        for key, item in node.items():
+            yield from (f"{above}{key}", *paths(item, f"{above}{key}."))
+    elif isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from (f"{above.removesuffix('.')}[{index}]", *paths(item, f"{above.removesuffix('.')}[{index}]."))
+
+
+def test_whatever_stands_at_a_key_the_answer_is_a_configuration_or_lines_of_problems(problems, changed):
+    places = list(paths(changed({})))
+    values = [None, "x", "two\nlines", 0, -1, 1.5, float("nan"), True, [], {}, ["A"], [[1]], {"a": {"b": 1}}, ...]
+    choice = random.Random(0)
+    for number in range(3000):
+        apart: list[str] = []
+        for place in choice.sample(places, 1 + number % 4):
+            if not any(overlaps(place, other) for other in apart):
+                apart.append(place)
+        # From the back, so that a deleted entry does not move one that is still to be changed.
+        lines = problems({place: choice.choice(values) for place in sorted(apart, reverse=True)})
+        assert all(": " in line and "; " in line for line in lines), lines
