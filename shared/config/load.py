@@ -24,7 +24,7 @@ def load_config(mapping: Mapping[str, Any]) -> RunConfig:
     types and values, and contradictions between values that are sound in themselves.
     """
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"configuration: must be a mapping of sections, got {shown(mapping)}; see minimal_config.yaml for the least one")
+        raise ConfigError(f"configuration: must be a mapping of sections, got {shown(mapping)}; start from an experiment of conf/experiment")
     config = plain(mapping)
     problems, moving = take_retired(config)
     _fill_absent_sections(config)
