@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shared.errors import RecordError
+from shared.tokens.vocabulary import END_OF_TURN, NUM_BINS, parse_coord_token
 
 
 class GeometryKind(StrEnum):
@@ -58,3 +60,157 @@ class Sample:
     height: int
     objects: tuple[GroundTruthObject, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_record(
+    mapping: Mapping[str, Any], *, root: str | Path, require_images: bool = True, sort_objects: bool = True, default_id: str | None = None
+) -> Sample:
+    """One dataset row, checked (DESIGN 7.1). RecordError names the field, such as `objects[1].bbox_2d`, and the remedy.
+
+    Image paths are relative to `root`. With `require_images` every file is read once: it must be an image, and its digest is kept.
+    Objects are brought into reading order (least y, then least x), or have to be in it already where `sort_objects` is false. The id is
+    the row's `sample_id` or `id`, else `default_id`, else a digest of the row. Keys that mean nothing here become `metadata`.
+    """
+    if not isinstance(mapping, Mapping):
+        _refuse("row", f"is {_kind(mapping)}", 'write one object per row: {"images": [...], "width": ..., "height": ..., "objects": [...]}')
+    for key in ("images", "width", "height", "objects"):
+        if key not in mapping:
+            _refuse(key, "is missing", "every row needs images, width, height and objects")
+    images = tuple(
+        _load_image(f"images[{i}]", path, Path(root), require_images)
+        for i, path in enumerate(_list("images", mapping["images"], "a list with at least one path", least=1))
+    )
+    objects = tuple(_load_object(f"objects[{i}]", value) for i, value in enumerate(_list("objects", mapping["objects"], "a list of objects; [] for none")))
+    return Sample(
+        sample_id=_sample_id(mapping, default_id),
+        images=images,
+        width=_size("width", mapping["width"]),
+        height=_size("height", mapping["height"]),
+        objects=_in_reading_order(objects, sort_objects),
+        metadata={key: value for key, value in mapping.items() if key not in _ROW_KEYS},
+    )
+
+
+_ROW_KEYS = frozenset({"images", "width", "height", "objects", "id", "sample_id"})
+_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\x00", b"MM\x00*")
+
+
+def _refuse(field: str, problem: str, remedy: str) -> NoReturn:
+    raise RecordError(problem, field=field, remedy=remedy)
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, for a message."""
+    names = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return names[type(value)] if type(value) in names else type(value).__name__
+
+
+def _list(field: str, value: object, wanted: str, *, least: int = 0) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        _refuse(field, f"is {_kind(value)}", f"write {wanted}")
+    if len(value) < least:
+        _refuse(field, "is empty", f"write {wanted}")
+    return value
+
+
+def _size(field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _refuse(field, f"is {_kind(value)}", "write the image's size in pixels, an integer")
+    if value < 1:
+        _refuse(field, f"is {value}", "write the image's size in pixels, at least 1")
+    return value
+
+
+def _sample_id(mapping: Mapping[str, Any], default_id: str | None) -> str:
+    given = [key for key in ("sample_id", "id") if key in mapping]
+    if len(given) == 2 and mapping["sample_id"] != mapping["id"]:
+        _refuse("sample_id", f"is {mapping['sample_id']!r} but id is {mapping['id']!r}", "keep one of the two")
+    if given:
+        value = mapping[given[0]]
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+            _refuse(given[0], f"is {_kind(value) if value != '' else 'empty'}", "write a string or an integer, or leave it out")
+        return str(value)
+    if default_id is not None:
+        return default_id
+    return hashlib.sha256(json.dumps(mapping, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _load_image(field: str, value: object, root: Path, require: bool) -> ImageRef:
+    if not isinstance(value, str) or not value.strip():
+        _refuse(field, f"is {_kind(value) if not isinstance(value, str) else 'empty'}", "write the path of an image file, relative to the data file")
+    path = root / value
+    if not require:
+        return ImageRef(path=path, data=None, sha256="")
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RecordError(
+            f"cannot read {path}: {reason}", field=field, remedy="correct the path (it is relative to the data file) or restore the file"
+        ) from error
+    if not data.startswith(_SIGNATURES) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
+        what = "is empty" if not data else f"begins with {data[:8]!r}"
+        _refuse(field, f"{path} is not an image: it {what}", "use a PNG, JPEG, WebP, BMP, GIF or TIFF file")
+    return ImageRef(path=path, data=None, sha256=hashlib.sha256(data).hexdigest())
+
+
+def _load_object(field: str, value: object) -> GroundTruthObject:
+    if not isinstance(value, Mapping):
+        _refuse(field, f"is {_kind(value)}", 'write {"bbox_2d": [x1, y1, x2, y2], "desc": "..."} or {"poly": [x, y, ...], "desc": "..."}')
+    for key in value:
+        if key != "desc" and key not in frozenset(GeometryKind):
+            _refuse(f"{field}.{key}", "is not a key of an object", "remove it; an object has desc and one of bbox_2d, poly")
+    kinds = [kind for kind in GeometryKind if kind in value]
+    if len(kinds) != 1:
+        _refuse(field, "has two geometries" if kinds else "has no geometry", "give it exactly one of bbox_2d, poly")
+    kind = kinds[0]
+    bins = tuple(_load_bin(f"{field}.{kind}", i, item) for i, item in enumerate(_list(f"{field}.{kind}", value[kind], "a flat list of coordinates")))
+    _check_bins(f"{field}.{kind}", kind, bins)
+    if "desc" not in value:
+        _refuse(f"{field}.desc", "is missing", "write what the object is")
+    return GroundTruthObject(kind, bins, _load_desc(f"{field}.desc", value["desc"]))
+
+
+def _load_bin(field: str, i: int, value: object) -> int:
+    bin = parse_coord_token(value) if isinstance(value, str) else value
+    if isinstance(bin, bool) or not isinstance(bin, int) or not 0 <= bin < NUM_BINS:
+        _refuse(field, f"value {i} is {value!r}", f'write an integer 0..{NUM_BINS - 1} (norm1000) or its coord token, such as "<|coord_5|>"')
+    return bin
+
+
+def _check_bins(field: str, kind: GeometryKind, bins: tuple[int, ...]) -> None:
+    if kind is GeometryKind.POLY:
+        if len(bins) < 6 or len(bins) % 2:
+            _refuse(field, f"has {len(bins)} values", "write x, y for each of at least 3 points")
+    elif len(bins) != 4:
+        _refuse(field, f"has {len(bins)} values", "write x1, y1, x2, y2")
+    elif bins[0] > bins[2] or bins[1] > bins[3]:
+        _refuse(field, f"is {list(bins)}: x1 > x2 or y1 > y2", "write the upper left corner first, then the lower right one")
+
+
+def _load_desc(field: str, value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        _refuse(field, "is empty" if isinstance(value, str) else f"is {_kind(value)}", "write what the object is")
+    if END_OF_TURN in value:
+        _refuse(field, f"contains {END_OF_TURN}, which ends an answer", "remove it")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        _refuse(field, f"is {value!r}, which is not text: half of a surrogate pair", "write the character itself, or both halves")
+    return value
+
+
+def _in_reading_order(objects: tuple[GroundTruthObject, ...], sort: bool) -> tuple[GroundTruthObject, ...]:
+    ordered = tuple(sorted(objects, key=_reading_key))
+    if sort:
+        return ordered
+    for i in range(1, len(objects)):
+        if _reading_key(objects[i]) < _reading_key(objects[i - 1]):
+            _refuse(
+                f"objects[{i}]", "comes after an object that is below or right of it", "sort objects by least y, then least x, or set data.sort_objects: true"
+            )
+    return objects
+
+
+def _reading_key(object_: GroundTruthObject) -> tuple[int, int]:
+    return min(object_.bins[1::2]), min(object_.bins[::2])

@@ -1,0 +1,98 @@
+"""Which prediction is which ground truth: Hungarian assignment by maskIoU, whatever the class (DESIGN 7.4).
+
+Shape legend: P predictions, G ground truths, N = P + G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from shared.grounding.geometry import Raster, Shape, aabb, box_iou, raster_iou
+from shared.grounding.objects import ParsedObject
+from shared.records import GroundTruthObject
+
+
+class MatchedPair(NamedTuple):
+    prediction: int
+    ground_truth: int
+    iou: float
+    """maskIoU."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """Indices are those of the arguments of `match_objects`."""
+
+    pairs: tuple[MatchedPair, ...]
+    """By prediction."""
+    unmatched_predictions: tuple[int, ...]
+    unmatched_ground_truth: tuple[int, ...]
+    gating_rejections: int
+    """Candidate pairs under the gate."""
+
+
+def match_objects(
+    predictions: Sequence[ParsedObject],
+    ground_truth: Sequence[GroundTruthObject],
+    *,
+    candidate_top_k: int = 10,
+    maskiou_gate: float = 0.3,
+    maskiou_resolution: int = 256,
+    fp_cost: float = 1.0,
+    fn_cost: float = 1.0,
+) -> MatchResult:
+    """The assignment of least cost: `1 - maskIoU` for a pair, `fp_cost` for a prediction and `fn_cost` for a ground truth left alone.
+
+    Only the `candidate_top_k` nearest ground truths of each prediction are compared, and of those only pairs with maskIoU of at least
+    `maskiou_gate` are possible. ValueError for a top k under 1.
+    """
+    if candidate_top_k < 1:
+        raise ValueError(f"candidate_top_k is {candidate_top_k}; every prediction needs at least 1 candidate")
+    num_predictions, num_ground_truth = len(predictions), len(ground_truth)
+    iou_PG = np.full((num_predictions, num_ground_truth), np.nan)
+    if iou_PG.size:
+        rasters = [Raster.of(shape, maskiou_resolution) for shape in ground_truth]
+        for prediction, candidates in enumerate(_candidates(predictions, ground_truth, candidate_top_k)):
+            raster = Raster.of(predictions[prediction], maskiou_resolution)
+            iou_PG[prediction, candidates] = [raster_iou(raster, rasters[candidate]) for candidate in candidates]
+    feasible_PG = iou_PG >= maskiou_gate  # false where a pair was not compared: NaN
+
+    cost_NN = np.zeros((num_predictions + num_ground_truth,) * 2)
+    cost_NN[:num_predictions, :num_ground_truth] = np.where(feasible_PG, 1.0 - iou_PG, np.inf)
+    cost_NN[:num_predictions, num_ground_truth:] = fp_cost
+    cost_NN[num_predictions:, :num_ground_truth] = fn_cost
+    rows, columns = linear_sum_assignment(cost_NN)
+    pairs = tuple(
+        MatchedPair(int(row), int(column), float(iou_PG[row, column]))
+        for row, column in zip(rows, columns, strict=True)
+        if row < num_predictions and column < num_ground_truth and feasible_PG[row, column]
+    )
+    return MatchResult(
+        pairs=pairs,
+        unmatched_predictions=_others(num_predictions, [pair.prediction for pair in pairs]),
+        unmatched_ground_truth=_others(num_ground_truth, [pair.ground_truth for pair in pairs]),
+        gating_rejections=int((iou_PG < maskiou_gate).sum()),
+    )
+
+
+def _candidates(predictions: Sequence[Shape], ground_truth: Sequence[Shape], top_k: int) -> list[np.ndarray]:
+    """For each prediction the ground truths to compare it with: overlapping boxes by IoU, then the others by distance; ties by index."""
+    boxes_P4 = np.array([aabb(shape) for shape in predictions], dtype=np.int64)
+    boxes_G4 = np.array([aabb(shape) for shape in ground_truth], dtype=np.int64)
+    iou_PG = box_iou(boxes_P4, boxes_G4)
+    # Twice the centres, in integers: equal distances are ties, not rounding.
+    centres_P2, centres_G2 = boxes_P4[:, :2] + boxes_P4[:, 2:], boxes_G4[:, :2] + boxes_G4[:, 2:]
+    distance_PG = ((centres_P2[:, None] - centres_G2[None]) ** 2).sum(axis=-1)
+    distance_PG[iou_PG > 0] = 0
+    index_G = np.arange(len(ground_truth))
+    # The last key is the first criterion.
+    return [np.lexsort((index_G, distance_G, -iou_G))[:top_k] for iou_G, distance_G in zip(iou_PG, distance_PG, strict=True)]
+
+
+def _others(count: int, matched: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(range(count)) - set(matched)))

@@ -1,0 +1,78 @@
+"""What a response says, as values (DESIGN 7.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.records import GeometryKind
+
+
+class DropReason(StrEnum):
+    """Why a complete entry is not an object. An entry has the first reason, in this order, that holds."""
+
+    MALFORMED = "malformed"
+    """Not JSON apart from unquoted coord tokens, or not an object."""
+    KEY_INVALID = "key_invalid"
+    """A key that does not belong there, `desc` twice, two geometries, or a nested object."""
+    UNKNOWN_GEOM = "unknown_geom"
+    """One unknown key, and its value is an array."""
+    MISSING_DESC = "missing_desc"
+    """`desc` is absent, not a string, empty or blank."""
+    MISSING_GEOM = "missing_geom"
+    """No geometry key whose value is an array."""
+    NON_COORD_TOKEN = "non_coord_token"
+    """Something besides coord tokens in the geometry."""
+    WRONG_ARITY = "wrong_arity"
+    """The wrong number of coord tokens, or the geometry twice."""
+    BBOX_INVALID = "bbox_invalid"
+    """x1 > x2 or y1 > y2."""
+    POLY_UNSUPPORTED = "poly_unsupported"
+    """A sound polygon where only boxes are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedObject:
+    """One valid object. All positions count tokens of `ParsedRollout.prefix_token_ids`, which are those of the response up to `num_unchanged`."""
+
+    key: str
+    index: int
+    """The n of `object_{n}`."""
+    kind: GeometryKind
+    desc: str
+    """Unescaped, as written: not stripped."""
+    bins: tuple[int, ...]
+    """0..999: (x1, y1, x2, y2), or x, y per polygon vertex."""
+    coord_positions: tuple[int, ...]
+    """One per entry of `bins`."""
+    span: tuple[int, int]
+    """Half-open range of the tokens that overlap the value `{...}`."""
+    desc_positions: tuple[int, ...] = ()
+    """The tokens that overlap the value of `desc`, between its quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedObject:
+    key: str
+    reason: DropReason
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRollout:
+    """A response as far as it can be used. `prefix_token_ids` is an open JSON object that ground truth can be appended to."""
+
+    prefix_token_ids: tuple[int, ...]
+    prefix_text: str
+    """Of the prefix; bytes that are not UTF-8 appear as U+FFFD."""
+    objects: tuple[ParsedObject, ...]
+    """In order of appearance."""
+    dropped: tuple[DroppedObject, ...]
+    """Complete entries that are not valid objects, in order of appearance."""
+    max_object_index: int | None
+    """The largest n of an `object_{n}` key in the prefix; None where it has none."""
+    truncated: bool
+    """The response ended before its container closed."""
+    fallback: bool
+    """Nothing could be kept: the prefix is `{`."""
+    num_unchanged: int = 0
+    """How many leading prefix tokens are the response's own; the replaced end of a fused token, and the fallback's `{`, are not."""

@@ -1,0 +1,132 @@
+"""Ground-truth objects to the text that the model is taught to write (DESIGN 5 decision 1, 7.3)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.grounding.scanner import is_open_container
+from shared.records import GeometryKind, GroundTruthObject
+from shared.tokens.vocabulary import coord_token
+
+DESC_FIRST = "desc_first"
+GEOMETRY_FIRST = "geometry_first"
+FIELD_ORDERS = (DESC_FIRST, GEOMETRY_FIRST)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLayout:
+    """Where one object lies in `SerializedText.text`. Spans are half-open and count UTF-8 bytes."""
+
+    value: tuple[int, int]
+    """`{...}`, braces included."""
+    desc: tuple[int, int]
+    """The value of `desc`, between its quotes."""
+    coords: tuple[tuple[int, int], ...]
+    """One per bin: the coord token without its quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SerializedText:
+    text: str
+    objects: tuple[ObjectLayout, ...]
+    closing: tuple[int, int]
+    """Byte span of the closing top-level brace."""
+
+
+def serialize_objects(objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1) -> str:
+    """`{"object_1": {...}, ...}` on one line, as `json.dumps(ensure_ascii=False)` writes it; `{}` for no objects."""
+    return layout_objects(objects, field_order=field_order, start_index=start_index).text
+
+
+def serialize_append(prefix_text: str, objects: Sequence[GroundTruthObject], *, start_index: int, field_order: str = DESC_FIRST) -> str:
+    """What follows `prefix_text` so that the whole is closed and holds `objects`, numbered from `start_index`.
+
+    ValueError where `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or ends in `,` with nothing to append.
+    """
+    return layout_append(prefix_text, objects, start_index=start_index, field_order=field_order).text
+
+
+def layout_objects(objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1) -> SerializedText:
+    """`serialize_objects` with the place of everything in it."""
+    return _layout("{", objects, start_index, field_order)
+
+
+def layout_append(prefix_text: str, objects: Sequence[GroundTruthObject], *, start_index: int, field_order: str = DESC_FIRST) -> SerializedText:
+    """`serialize_append` with the place of everything in it, counted from where the prefix ends."""
+    last = prefix_text.rstrip(" \t\n\r")[-1:]
+    if last not in ("{", ",", "}") or not is_open_container(prefix_text.encode(errors="replace")):
+        raise ValueError(
+            f"cannot append behind {prefix_text[-40:]!r}: the prefix must be a JSON object that is still open and ends in '{{', ',' or '}}'; "
+            "use ParsedRollout.prefix_text"
+        )
+    if last == "," and not objects:
+        raise ValueError(f"cannot close behind {prefix_text[-40:]!r}: a comma promises another entry; remove it or append an object")
+    return _layout(", " if last == "}" and objects else "", objects, start_index, field_order)
+
+
+def _layout(opening: str, objects: Sequence[GroundTruthObject], start_index: int, field_order: str) -> SerializedText:
+    text = _Text(opening)
+    layouts: list[ObjectLayout] = []
+    for index, object_ in enumerate(objects, start_index):
+        text.add(", " if layouts else "")
+        text.add(f'"object_{index}": ')
+        layouts.append(_add_object(text, object_, field_order))
+    closing = text.add("}")
+    return SerializedText(text.joined(), tuple(layouts), closing)
+
+
+def _add_object(text: _Text, object_: GroundTruthObject, field_order: str) -> ObjectLayout:
+    start, _ = text.add("{")
+    if field_order == DESC_FIRST:
+        desc = _add_desc(text, object_)
+        text.add(", ")
+        coords = _add_geometry(text, object_)
+    elif field_order == GEOMETRY_FIRST:
+        coords = _add_geometry(text, object_)
+        text.add(", ")
+        desc = _add_desc(text, object_)
+    else:
+        raise ValueError(f"unknown field_order {field_order!r}; use one of {', '.join(FIELD_ORDERS)}")
+    _, end = text.add("}")
+    return ObjectLayout((start, end), desc, coords)
+
+
+def _add_desc(text: _Text, object_: GroundTruthObject) -> tuple[int, int]:
+    text.add('"desc": "')
+    span = text.add(json.dumps(object_.desc, ensure_ascii=False)[1:-1])
+    text.add('"')
+    return span
+
+
+def _add_geometry(text: _Text, object_: GroundTruthObject) -> tuple[tuple[int, int], ...]:
+    """Box coordinates in one array, polygon vertices as one pair each."""
+    points = object_.kind is GeometryKind.POLY
+    text.add(f'"{object_.kind}": [')
+    spans: list[tuple[int, int]] = []
+    for i, bin in enumerate(object_.bins):
+        text.add(", " if i else "")
+        text.add('["' if points and i % 2 == 0 else '"')
+        spans.append(text.add(coord_token(bin)))
+        text.add('"]' if points and i % 2 else '"')
+    text.add("]")
+    return tuple(spans)
+
+
+class _Text:
+    """Text in the making that knows how many bytes it has."""
+
+    def __init__(self, opening: str) -> None:
+        self._parts = [opening]
+        self._num_bytes = len(opening.encode())
+
+    def add(self, part: str) -> tuple[int, int]:
+        """Appends `part` and returns its byte span."""
+        start = self._num_bytes
+        self._parts.append(part)
+        self._num_bytes += len(part.encode())
+        return start, self._num_bytes
+
+    def joined(self) -> str:
+        return "".join(self._parts)

@@ -1,0 +1,61 @@
+"""The codec of a `tokenizers`-backed tokenizer of transformers. It is used by its methods alone; transformers is not imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.tokens.pieces import piece_table
+from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS
+
+
+def add_coord_tokens(tokenizer: Any) -> int:
+    """Adds those of the 1,000 coord tokens and `<|im_end|>` that `tokenizer` lacks, and returns how many they were.
+
+    The model's embeddings have to grow with it, and the tokenizer is to be saved beside the model.
+    """
+    special = tokenizer.add_tokens([END_OF_TURN], special_tokens=True)
+    # Ordinary tokens, so that decoding without special tokens keeps them.
+    return int(special + tokenizer.add_tokens(list(COORD_TOKENS)))
+
+
+class HFTokenCodec:
+    """`TokenCodec` of a byte-level BPE tokenizer (Qwen's family).
+
+    The piece of every token is computed once, here. Raises ValueError where the tokenizer is not byte-level, has no `<|im_end|>`, or
+    does not encode each coord token as one token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self._pieces = piece_table(vocabulary, {token_id: token.content for token_id, token in added.items()})
+
+        absent = [token for token in (END_OF_TURN, *COORD_TOKENS) if token not in vocabulary]
+        if absent:
+            raise ValueError(
+                f"the tokenizer has no {absent[0]} ({len(absent)} of the {NUM_BINS} coord tokens and {END_OF_TURN} are missing); "
+                "run shared.tokens.hf_codec.add_coord_tokens on it, resize the model's embeddings, and save both"
+            )
+        self._coord_ids = tuple(vocabulary[token] for token in COORD_TOKENS)
+        self._coord_bins = {token_id: bin for bin, token_id in enumerate(self._coord_ids)}
+        if self.encode("".join(COORD_TOKENS)) != list(self._coord_ids):
+            raise ValueError("the tokenizer splits coord tokens when it encodes them; run shared.tokens.hf_codec.add_coord_tokens, which adds them whole")
+
+        self.eos_token_id = vocabulary[END_OF_TURN]
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special) - self._coord_bins.keys()
+        """Ids of control tokens (turns, images, padding); coord tokens are not among them."""
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of this token alone. Embeddings are often padded beyond the vocabulary: such an id has no text."""
+        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+
+    def encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def coord_bin(self, token_id: int) -> int | None:
+        return self._coord_bins.get(token_id)
+
+    def coord_id(self, bin: int) -> int:
+        return self._coord_ids[bin]

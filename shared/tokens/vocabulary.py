@@ -1,0 +1,54 @@
+"""Coord tokens and the view of a tokenizer that the rest of the project has (DESIGN 4 and contracts)."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+NUM_BINS = 1000
+"""Bins of one axis in norm1000: 0..999."""
+
+END_OF_TURN = "<|im_end|>"
+"""Ends a response; as a token it is the stop token."""
+
+_COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
+
+
+def coord_token(bin: int) -> str:
+    """`<|coord_k|>`. ValueError outside 0..999."""
+    if not 0 <= bin < NUM_BINS:
+        raise ValueError(f"bin {bin} has no coord token; bins are 0..{NUM_BINS - 1}")
+    return f"<|coord_{bin}|>"
+
+
+def parse_coord_token(text: str) -> int | None:
+    """The bin of a string that is exactly one coord token; None for every other string."""
+    match = _COORD_TOKEN.fullmatch(text)
+    return None if match is None else int(match[1])
+
+
+COORD_TOKENS = tuple(coord_token(bin) for bin in range(NUM_BINS))
+"""In the order of their bins."""
+
+
+class TokenCodec(Protocol):
+    """Token ids to bytes and back, without knowing whose tokenizer it is."""
+
+    eos_token_id: int
+    """The id of `<|im_end|>`."""
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of this token alone; may begin or end inside a character. Empty for an id without a token."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`; no special tokens are added."""
+        ...
+
+    def coord_bin(self, token_id: int) -> int | None:
+        """0..999 for a coord token, None for any other."""
+        ...
+
+    def coord_id(self, bin: int) -> int:
+        """The id of the coord token of `bin` (0..999)."""
+        ...
