@@ -80,3 +80,18 @@ class WeightSyncError(RuntimeError):
 
 def _weight_sync_error(message: str, actor: str, phase: str, quantity: str, size: float | None) -> WeightSyncError:
     return WeightSyncError(message, actor=actor, phase=phase, quantity=quantity, size=size)
+
+
+class LearnerError(RuntimeError):
+    """The learner's process ended or did not answer in time; `phase` is what it was doing."""
+
+    def __init__(self, message: str, *, phase: str) -> None:
+        self.message, self.phase = message, phase
+        super().__init__(f"{phase} on the learner: {message}")
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _learner_error, (self.message, self.phase)
+
+
+def _learner_error(message: str, phase: str) -> LearnerError:
+    return LearnerError(message, phase=phase)

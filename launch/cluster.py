@@ -1,0 +1,183 @@
+"""Where a run lives: Ray, the placement of actors and learner, and the end of all its processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from learner.actor import LearnerShell, RemoteLearner
+from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
+from rollout_actors.pool import ActorPool, PoolTimeouts
+from rollout_actors.vllm_actor import VllmActor
+from shared.config import RunConfig
+from shared.config.derive import batch_algebra
+from shared.errors import ConfigError
+
+# For the raylet's own answer once the resources are known to suffice.
+_PLACEMENT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one run asks of a cluster."""
+
+    num_actors: int
+    actor: dict[str, float]
+    """Resources of each rollout actor, as Ray names them."""
+    learner: dict[str, float]
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """The learner first, then the actors."""
+        return [self.learner, *[self.actor] * self.num_actors]
+
+    def total(self, resource: str) -> float:
+        return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
+
+    @property
+    def transport(self) -> str:
+        """How weights travel: `nccl` between GPUs, `rollmatch_gloo` between processes on CPU."""
+        return "nccl" if self.actor["GPU"] else "rollmatch_gloo"
+
+
+def plan_placement(config: RunConfig, available: dict[str, float]) -> Placement:
+    """What the configuration asks for on a cluster with these resources.
+
+    Raises ConfigError when there is too little, or when only one side of the weight sync has GPUs.
+    """
+    actors = config.rollout_matching.vllm.actors
+    has_gpus = available.get("GPU", 0.0) > 0
+    gpus = actors.gpus_per_actor if actors.gpus_per_actor is not None else float(actors.tensor_parallel_size if has_gpus else 0)
+    learner_gpus = config.learner.gpus if config.learner.gpus is not None else float(has_gpus)
+    if bool(gpus) != bool(learner_gpus):
+        raise ConfigError(
+            f"learner.gpus: {learner_gpus:g} GPUs for the learner and {gpus:g} for each actor (rollout_matching.vllm.actors.gpus_per_actor); "
+            "weights travel between GPUs or between CPUs, give both sides GPUs or neither"
+        )
+    placement = Placement(
+        num_actors=actors.num_actors,
+        actor={"GPU": gpus, "CPU": 1.0 if actors.cpus_per_actor is None else actors.cpus_per_actor},
+        learner={"GPU": learner_gpus, "CPU": 1.0 if config.learner.cpus is None else config.learner.cpus},
+    )
+    short = [resource for resource in ("GPU", "CPU") if placement.total(resource) > available.get(resource, 0.0)]
+    if short:
+        raise ConfigError([_too_little(placement, resource, available.get(resource, 0.0)) for resource in short])
+    return placement
+
+
+def _too_little(placement: Placement, resource: str, there: float) -> str:
+    keys = {"GPU": "rollout_matching.vllm.actors.gpus_per_actor and learner.gpus", "CPU": "rollout_matching.vllm.actors.cpus_per_actor and learner.cpus"}
+    return (
+        f"rollout_matching.vllm.actors.num_actors: {placement.num_actors} actors of {placement.actor[resource]:g} {resource} and a learner of "
+        f"{placement.learner[resource]:g} ask for {placement.total(resource):g} {resource}, the cluster has {there:g}; "
+        f"lower num_actors, or {keys[resource]} (fractions are allowed), or join a larger cluster with cluster.address"
+    )
+
+
+class Cluster:
+    """One run's processes. On exit, good or bad, all of them end; a cluster that was running before the run is left running."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._group: PlacementGroup | None = None
+        self._pool: ActorPool | None = None
+        self._learner: Any = None
+
+    def __enter__(self) -> Cluster:
+        cluster = self._config.cluster
+        own = {} if cluster.address != "local" else {"include_dashboard": cluster.dashboard, "_temp_dir": cluster.temp_dir and str(cluster.temp_dir)}
+        ray.init(address=cluster.address, namespace="rollmatch", log_to_driver=False, logging_level="warning", **own)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        if self._learner is not None:
+            ray.kill(self._learner)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        ray.shutdown()
+
+    def start(self) -> tuple[RemoteLearner, ActorPool]:
+        """Place and start the learner and every actor at once.
+
+        Raises:
+            ConfigError: too few resources, or what the learner finds wrong with model and data.
+            RolloutError, LearnerError: a process that did not come up.
+        """
+        config = self._config
+        placement = plan_placement(config, ray.cluster_resources())
+        self._group = self._reserve(placement)
+        timeouts = config.timeouts
+        self._learner = (
+            ray.remote(LearnerShell)
+            .options(name="learner", num_cpus=placement.learner["CPU"], num_gpus=placement.learner["GPU"], scheduling_strategy=self._bundle(0))
+            .remote(config, config.rollout_matching.vllm.actors.num_actors * config.rollout_matching.vllm.actors.tensor_parallel_size, placement.transport, _device(placement))
+        )
+        names = tuple(f"rollout-actor-{index}" for index in range(placement.num_actors))
+        settings = engine_settings(config, Device.CUDA if placement.actor["GPU"] else Device.CPU, placement.transport)
+        actors = [
+            ray.remote(VllmActor)
+            .options(
+                name=name,
+                num_cpus=placement.actor["CPU"],
+                num_gpus=placement.actor["GPU"],
+                scheduling_strategy=self._bundle(1 + index),
+                runtime_env={"env_vars": engine_environment(settings)},
+            )
+            .remote(name, settings, index)
+            for index, name in enumerate(names)
+        ]
+        self._pool = ActorPool(
+            actors,
+            names,
+            PoolTimeouts(start_s=timeouts.start_s, generate_s=timeouts.generate_s, sync_phase_s=timeouts.sync_phase_s),
+            round_capacity=batch_algebra(config).round_capacity,
+        )
+        learner = RemoteLearner(self._learner, timeouts)
+        # The learner is ready first and knows most about bad input, so it is asked first; the engines start meanwhile.
+        learner.wait_ready()
+        self._pool.start()
+        return learner, self._pool
+
+    def _reserve(self, placement: Placement) -> PlacementGroup:
+        group = placement_group(placement.bundles, strategy="PACK")
+        if not group.wait(_PLACEMENT_TIMEOUT_S):
+            remove_placement_group(group)
+            raise ConfigError(
+                f"rollout_matching.vllm.actors.num_actors: the cluster has the resources but no node has room for each of {placement.bundles} now; "
+                "look at `ray status` for what other jobs hold, or lower what is asked for"
+            )
+        return group
+
+    def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=index)
+
+
+def engine_settings(config: RunConfig, device: Device, transport: str) -> EngineSettings:
+    """What every engine of the run is started with."""
+    vllm = config.rollout_matching.vllm
+    return EngineSettings(
+        # Actors run in a working directory of Ray's.
+        model_path=str(Path(config.model.path).resolve()),
+        dtype=config.model.dtype,
+        max_model_len=vllm.max_model_len or config.global_max_length,
+        max_num_seqs=config.rollout_matching.decode_batch_size,
+        seed=config.training.seed,
+        transport=transport,
+        device=device,
+        tensor_parallel_size=vllm.actors.tensor_parallel_size,
+        kv_cache_memory_bytes=vllm.kv_cache_memory_bytes,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        enforce_eager=vllm.enforce_eager,
+    )
+
+
+def _device(placement: Placement) -> str:
+    return "cuda" if placement.learner["GPU"] else "cpu"

@@ -1,0 +1,60 @@
+"""The page: how learner and rollout actors make one run (DESIGN 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from launch.telemetry import Telemetry
+from shared.evaluation import DetectionCounts
+from shared.metrics import EvaluationReport, StepReport
+from shared.schedule import RunSchedule, StepPlan
+from shared.weight_sync import SendsWeights, TakesWeights, sync_weights
+
+Queue = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+"""`one_ahead` or `one_at_a_time`."""
+
+
+class DrivesLearner(SendsWeights, Protocol):
+    """The learner as the driver sees it; requests and rollouts are references."""
+
+    def next_requests(self, plan: StepPlan) -> list[Any]: ...
+    def accumulate(self, done: Any) -> None: ...
+    def finish_step(self) -> StepReport: ...
+    def held_out_requests(self, step: int) -> list[Any]: ...
+    def score(self, done: Any) -> DetectionCounts: ...
+
+
+class DrivesRollouts(TakesWeights, Protocol):
+    """The rollout actors as the driver sees them."""
+
+    @property
+    def version(self) -> int: ...
+    def split(self, requests: list[Any]) -> list[list[Any]]: ...
+    def generate(self, round_: list[Any]) -> Any: ...
+
+
+def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry) -> None:
+    """Every step of the run. Nothing is generated between a step's update and the sync that follows it."""
+    telemetry.sync(sync_weights(learner, rollouts))
+    for plan in schedule.plans():
+        if plan.evaluate_before:
+            telemetry.evaluation(evaluate(learner, rollouts, plan.step, queue))
+        with telemetry.step(plan) as record:
+            rounds = rollouts.split(learner.next_requests(plan))
+            for done in queue(rollouts.generate, rounds):
+                learner.accumulate(done)
+            record.report = learner.finish_step()
+            if plan.sync_after:
+                record.sync = sync_weights(learner, rollouts)
+    if schedule.evaluates_before(schedule.max_steps):
+        telemetry.evaluation(evaluate(learner, rollouts, schedule.max_steps, queue))
+
+
+def evaluate(learner: DrivesLearner, rollouts: DrivesRollouts, step: int, queue: Queue) -> EvaluationReport:
+    """The held-out report with the weights the actors serve now."""
+    counts = DetectionCounts()
+    requests = learner.held_out_requests(step)
+    for done in queue(rollouts.generate, rollouts.split(requests)):
+        counts = counts + learner.score(done)
+    return EvaluationReport(step=step, weight_version=rollouts.version, num_samples=len(requests), counts=counts)

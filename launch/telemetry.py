@@ -1,0 +1,145 @@
+"""What a run writes down: its folder, one progress line per step, a timeline."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from shared.config import RunConfig
+from shared.config.derive import BatchAlgebra
+from shared.config.pipeline import Channel
+from shared.metrics import EvaluationReport, StepReport
+from shared.rollouts import SyncReport
+from shared.schedule import StepPlan
+from shared.timeline import Span, TraceWriter
+
+TRACK = "driver"
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """Filled by the driver while the step runs."""
+
+    plan: StepPlan
+    report: StepReport | None = None
+    sync: SyncReport | None = None
+
+
+class Telemetry:
+    """Owns the run's folder. Every line is flushed when it is written, so a run that dies keeps what it had."""
+
+    def __init__(self, config: RunConfig, algebra: BatchAlgebra, console: Console) -> None:
+        """Creates the folder and saves configuration and batch algebra. OSError when it cannot be written."""
+        self._folder = config.telemetry.run_dir
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+        (self._folder / "batch_algebra.txt").write_text("\n".join(algebra.describe()) + "\n")
+        self._config = config
+        self._algebra = algebra
+        self._console = console
+        self._metrics = (self._folder / "metrics.jsonl").open("w", buffering=1)
+        self._plans = (self._folder / "plan.jsonl").open("w", buffering=1)
+        self._evaluations = (self._folder / "evaluations.jsonl").open("w", buffering=1)
+        self._trace = TraceWriter(self._folder / "timeline.json") if config.telemetry.timeline else None
+        self._actors: tuple[str, ...] = ()
+        self.evaluations: list[EvaluationReport] = []
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in (self._metrics, self._plans, self._evaluations):
+            file.close()
+        if self._trace is not None:
+            self._trace.close()
+
+    def placed(self, actors: tuple[str, ...]) -> None:
+        """The rollout actors are up, under these names."""
+        self._actors = actors
+
+    @contextmanager
+    def step(self, plan: StepPlan) -> Iterator[StepRecord]:
+        """Write the plan before the step and its metrics after it; nothing of a step that failed but its plan."""
+        starts = [0, *_running_sums(self._algebra.round_sizes)] if plan.channel is Channel.B else []
+        _write(
+            self._plans,
+            {
+                **asdict(plan),
+                "rounds": [[start, end] for start, end in zip(starts, starts[1:], strict=False)],
+                "actors": self._actors,
+                "sync_mode": self._config.rollout_matching.vllm.sync.mode,
+            },
+        )
+        started_s = time.time()
+        record = StepRecord(plan)
+        yield record
+        assert record.report is not None
+        self._step_done(record.report, record.sync, Span(TRACK, f"step {plan.step} ({plan.channel})", started_s, time.time()))
+
+    def sync(self, report: SyncReport) -> None:
+        """A sync outside any step."""
+        self._console.print(f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {_total_s(report):.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False)
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        counts = report.counts
+        values = {
+            "val/f1": counts.f1,
+            "val/precision": counts.precision,
+            "val/recall": counts.recall,
+            "val/valid_object_rate": counts.valid_rate,
+            "val/class_accuracy": counts.class_accuracy,
+        }
+        self.evaluations.append(report)
+        _write(self._evaluations, {"step": report.step, "weight_version": report.weight_version, "num_samples": report.num_samples, **values})
+        self._console.print(
+            f"held out  after {report.step} steps, {report.num_samples} samples: F1@0.5 {counts.f1:.3f}, precision {counts.precision:.3f}, recall {counts.recall:.3f}, "
+            f"valid objects {counts.valid_rate:.3f}, class accuracy on matched boxes {counts.class_accuracy:.3f}",
+            highlight=False,
+        )
+
+    def _step_done(self, report: StepReport, sync: SyncReport | None, span: Span) -> None:
+        metrics = {**report.metrics, "time/step_s": span.duration_s}
+        if sync is not None:
+            metrics |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/canary_max_abs": sync.canary_max_abs, "time/sync_s": _total_s(sync)}
+            metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
+        _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
+        if self._trace is not None:
+            self._trace.write([span, *report.spans])
+        self._console.print(_progress_line(report, metrics, self._config.training.max_steps), highlight=False)
+
+
+def _progress_line(report: StepReport, metrics: Mapping[str, float], max_steps: int) -> str:
+    parts = [f"step {report.step + 1:>4}/{max_steps} {report.channel}", f"loss {metrics['loss/total']:7.4f}", f"rows {metrics['packing/num_rows']:.0f}"]
+    if report.channel is Channel.B:
+        parts += [
+            f"match {metrics['rollout/match_rate']:.2f}",
+            f"dropped {metrics['rollout/num_dropped_objects']:.0f}",
+            f"tokens {metrics['rollout/num_tokens']:.0f}",
+            f"logp {metrics['rollout/logprob_max_abs']:.0e}",
+            f"generate {metrics['time/generate_s']:.2f} s",
+        ]
+    parts.append(f"learn {metrics['time/learn_s']:.2f} s")
+    if "time/sync_s" in metrics:
+        parts.append(f"sync {metrics['time/sync_s']:.2f} s")
+    return "  ".join([*parts, f"step {metrics['time/step_s']:.2f} s", f"v{report.weight_version}"])
+
+
+def _total_s(report: SyncReport) -> float:
+    """Of the receivers' phases; the sender's run beside them."""
+    return sum(seconds for phase, seconds in report.phase_s.items() if not phase.startswith("send_"))
+
+
+def _running_sums(sizes: tuple[int, ...]) -> list[int]:
+    return [sum(sizes[: i + 1]) for i in range(len(sizes))]
+
+
+def _write(file: Any, values: Mapping[str, Any]) -> None:
+    file.write(json.dumps(values) + "\n")

@@ -1,0 +1,103 @@
+"""`python -m launch.train +experiment=stage2_3v1`: the main job from one command.
+
+Nothing heavy is imported before the configuration and the data are known to be sound.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from shared.config import RunConfig, load_config
+from shared.config.derive import batch_algebra
+from shared.errors import ConfigError, LearnerError, RecordError, RolloutError, WeightSyncError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerError)
+"""Errors whose message says where and what to do; a traceback would hide it."""
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def main(composed: DictConfig) -> None:
+    console = Console(soft_wrap=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        config = load_config(_mapping(composed))
+        run(config, console)
+    except EXPLAINED as error:
+        console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
+        console.print(str(error), markup=False, highlight=False)
+        sys.exit(2 if isinstance(error, ConfigError | RecordError) else 1)
+    except KeyboardInterrupt:
+        console.print("interrupted; every process of the run was ended")
+        sys.exit(130)
+
+
+def run(config: RunConfig, console: Console) -> None:
+    """The whole job: place, train, report, save; whatever happens, no process stays."""
+    from launch.preflight import check_data
+
+    started_s = time.monotonic()
+    algebra = batch_algebra(config)
+    for line in algebra.describe():
+        console.print(line, markup=False, highlight=False)
+    check_data(config)
+
+    from launch.cluster import Cluster
+    from launch.driver import train
+    from launch.pipeline import one_ahead, one_at_a_time
+    from launch.telemetry import Telemetry
+    from shared.schedule import RunSchedule
+
+    queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
+    schedule = RunSchedule(config)
+    with Telemetry(config, algebra, console) as telemetry, Cluster(config) as cluster:
+        learner, rollouts = cluster.start()
+        telemetry.placed(rollouts.names)
+        console.print(f"ready     {', '.join(rollouts.names)} and the learner after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}", highlight=False)
+        train(learner, rollouts, schedule, queue, telemetry)
+        if config.checkpoint.save_final:
+            learner.save(config.telemetry.run_dir / "checkpoint")
+            console.print(f"saved     {config.telemetry.run_dir / 'checkpoint'}", highlight=False)
+    if len(telemetry.evaluations) == 2:
+        before, after = (report.counts.f1 for report in telemetry.evaluations)
+        console.print(
+            f"demo: val F1@0.5 warm-up {before:.2f} -> final {after:.2f} (B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s)", highlight=False
+        )
+
+
+def _mapping(composed: DictConfig) -> dict[str, Any]:
+    mapping = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+    assert isinstance(mapping, dict)
+    return {str(key): value for key, value in mapping.items()}
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _as_schema_overrides(arguments: list[str]) -> list[str]:
+    """`a.b=c` becomes `++a.b=c`: any key of the schema may be set from the command line, written in a file or not, and a wrong key gets the schema's answer.
+
+    Options, config groups (`model=...`), Hydra's own keys and overrides with a prefix stay as they are.
+    """
+
+    def converted(argument: str) -> str:
+        key = argument.split("=", 1)[0]
+        plain = "=" in argument and key[:1].isalpha() and not (CONF / key).is_dir() and key.split(".")[0] != "hydra"
+        return f"++{argument}" if plain else argument
+
+    return [converted(argument) for argument in arguments]
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = _as_schema_overrides(sys.argv[1:])
+    main()

@@ -1,0 +1,113 @@
+"""The learner on Ray: a thin shell in its own process, and the driver's end of it with a timeout on every wait."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from learner.learner import Learner
+from shared.config import RunConfig
+from shared.config.timeouts import TimeoutsSection
+from shared.errors import LearnerError
+from shared.evaluation import DetectionCounts
+from shared.metrics import StepReport
+from shared.rollouts import Rollout, WeightOffer
+from shared.schedule import StepPlan
+from shared.weight_sync import SendReport
+
+Share = list[Rollout]
+
+
+class LearnerShell:
+    """`Learner` with references instead of payloads."""
+
+    def __init__(self, config: RunConfig, receiver_ranks: int, transport: str, device: str) -> None:
+        self._learner = Learner(config, receiver_ranks=receiver_ranks, transport=transport, device=torch.device(device))
+
+    def ready(self) -> None:
+        """Returns once the constructor has."""
+
+    def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
+        return [ray.put(request) for request in self._learner.next_requests(plan)]
+
+    def accumulate(self, *shares: Share) -> None:
+        self._learner.accumulate(list(itertools.chain(*shares)))
+
+    def finish_step(self) -> StepReport:
+        return self._learner.finish_step()
+
+    def offer_weights(self) -> WeightOffer:
+        return self._learner.offer_weights()
+
+    def send_weights(self, offer: WeightOffer) -> SendReport:
+        return self._learner.send_weights(offer)
+
+    def held_out_requests(self, step: int) -> list[ray.ObjectRef]:
+        return [ray.put(request) for request in self._learner.held_out_requests(step)]
+
+    def score(self, *shares: Share) -> DetectionCounts:
+        return self._learner.score(list(itertools.chain(*shares)))
+
+    def save(self, folder: Path) -> None:
+        self._learner.save(folder)
+
+    def close(self) -> None:
+        self._learner.close()
+
+
+class RemoteLearner:
+    """A `LearnerShell` as the driver uses it (`launch.driver.DrivesLearner`)."""
+
+    def __init__(self, actor: Any, timeouts: TimeoutsSection) -> None:
+        self._actor = actor
+        self._timeouts = timeouts
+
+    def wait_ready(self) -> None:
+        self._wait(self._actor.ready.remote(), "start", self._timeouts.start_s, "timeouts.start_s")
+
+    def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
+        return self._learn(self._actor.next_requests.remote(plan), "next_requests")
+
+    def accumulate(self, done: Sequence[ray.ObjectRef]) -> None:
+        self._learn(self._actor.accumulate.remote(*done), "accumulate")
+
+    def finish_step(self) -> StepReport:
+        return self._learn(self._actor.finish_step.remote(), "finish_step")
+
+    def held_out_requests(self, step: int) -> list[ray.ObjectRef]:
+        return self._learn(self._actor.held_out_requests.remote(step), "held_out_requests")
+
+    def score(self, done: Sequence[ray.ObjectRef]) -> DetectionCounts:
+        return self._learn(self._actor.score.remote(*done), "score")
+
+    def offer_weights(self) -> WeightOffer:
+        return self._wait(self._actor.offer_weights.remote(), "offer_weights", self._timeouts.sync_phase_s, "timeouts.sync_phase_s")
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        return self._actor.send_weights.remote(offer).future()
+
+    def save(self, folder: Path) -> None:
+        self._learn(self._actor.save.remote(folder), "save")
+
+    def _learn(self, ref: Any, phase: str) -> Any:
+        return self._wait(ref, phase, self._timeouts.learn_s, "timeouts.learn_s")
+
+    def _wait(self, ref: Any, phase: str, timeout_s: float, key: str) -> Any:
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise LearnerError(
+                f"no answer in {timeout_s:g} s ({key}); look at the learner's stack in the Ray dashboard or with `py-spy dump`, or raise {key}", phase=phase
+            ) from error
+        except RayActorError as error:
+            raise LearnerError(f"its process ended; look for a lack of memory (dmesg) and at the worker logs of Ray's session folder: {error}", phase=phase) from error
+        except RayTaskError as error:
+            # What the learner raised, without Ray's wrapping of it.
+            raise error.cause from None

@@ -1,0 +1,77 @@
+"""Does the engine compute what the learner computes? Checked for every rollout; a difference ends the run (DESIGN 9, spec: canonical encoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from learner.segments import EncodedPrompt, Segment
+from shared.errors import RolloutError
+from shared.rollouts import DecodeSettings, Rollout
+
+
+def check_prompt(rollout: Rollout, prompt: EncodedPrompt) -> None:
+    """RolloutError at the first prompt token that the engine saw and the learner does not encode."""
+    engine, learner = rollout.prompt_token_ids, prompt.token_ids
+    if engine == learner:
+        return
+    index = next((i for i, (a, b) in enumerate(zip(engine, learner, strict=False)) if a != b), min(len(engine), len(learner)))
+    raise RolloutError(
+        f"sample {rollout.sample_id}: the prompts differ first at token {index}: engine {_around(engine, index)} ({len(engine)} tokens), "
+        f"learner {_around(learner, index)} ({len(learner)} tokens); actors and learner must load the same checkpoint, with the image size limits in its processor files",
+        actor=rollout.actor,
+        phase="check",
+    )
+
+
+def _around(token_ids: Sequence[int], index: int) -> str:
+    return f"...{list(token_ids[max(0, index - 2) : index + 3])}..."
+
+
+def check_weight_version(rollout: Rollout, version: int) -> None:
+    """RolloutError when a rollout is not of the weights the learner holds (DESIGN 5, decision 13)."""
+    if rollout.weight_version != version:
+        raise RolloutError(
+            f"sample {rollout.sample_id}: generated with weight version {rollout.weight_version}, the learner holds {version}; a sync was skipped or lost",
+            actor=rollout.actor,
+            phase="check",
+        )
+
+
+def compares_logprobs(decode: DecodeSettings) -> bool:
+    """Truncated or penalised sampling renormalises over a set whose border depends on the last bits of the logits: there is nothing exact to compare."""
+    return decode.return_logprobs and decode.top_p >= 1.0 and decode.top_k <= 0 and decode.repetition_penalty == 1.0
+
+
+def check_logprobs(segments: Sequence[Segment], rollouts: Sequence[Rollout], learner_K: torch.Tensor, engine_K: torch.Tensor, *, tolerance: float) -> float:
+    """Compare the log-probabilities of the sampled tokens of a row.
+
+    Args:
+        segments, rollouts: the row's, in the same order.
+        learner_K, engine_K: the segments' sampled tokens, concatenated.
+
+    Returns:
+        The largest absolute difference (0 where nothing was compared).
+
+    Raises:
+        RolloutError: a difference above `tolerance`; names the sample, the token and both values.
+    """
+    if not len(engine_K):
+        return 0.0
+    difference_K = (learner_K - engine_K).abs()
+    # Written so that NaN on either side fails too.
+    wrong = (~(difference_K <= tolerance)).nonzero()
+    if len(wrong):
+        at = first = int(wrong[0, 0])
+        for segment, rollout in zip(segments, rollouts, strict=True):
+            if at < len(segment.target.sampled_logprobs):
+                raise RolloutError(
+                    f"sample {rollout.sample_id}: response token {at} (id {segment.target.token_ids[at]}) has log-probability {engine_K[first]:.6f} in the engine "
+                    f"and {learner_K[first]:.6f} in the learner; {len(wrong)} of {len(engine_K)} tokens of this row differ by more than {tolerance:g} "
+                    "(rollout_matching.logprob_tolerance): the engine does not run the learner's weights, or not in its precision",
+                    actor=rollout.actor,
+                    phase="check",
+                )
+            at -= len(segment.target.sampled_logprobs)
+    return float(difference_K.max())

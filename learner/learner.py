@@ -1,0 +1,261 @@
+"""The learner: owns the data iterator, the model and the optimizer; turns rollouts into one update per step.
+
+    next_requests -> accumulate (per round) -> finish_step
+
+A channel-A step is a step without requests: its targets need no rollouts, so `finish_step` makes and learns them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from learner.canary import canary_probe
+from learner.checkpoint import save_checkpoint
+from learner.checks import check_logprobs, check_prompt, check_weight_version, compares_logprobs
+from learner.collate import collate
+from learner.heldout import HeldOut
+from learner.lengths import require_lengths
+from learner.loading import load_model
+from learner.objectives.registry import build_objectives
+from learner.packing import CarryBuffer
+from learner.rules import target_rules, text_weights
+from learner.segments import EncodedPrompt, PromptEncoder, Segment
+from learner.step import SampledTokens, UpdateResult, Updater, backward_row
+from learner.targets import Target, ground_truth_target, rollout_target
+from learner.weight_sender import WeightSender
+from shared.config import RunConfig
+from shared.dataset import Dataset, SampleStream, load_dataset
+from shared.evaluation import DetectionCounts
+from shared.metrics import MetricSums, StepReport
+from shared.records import Sample
+from shared.rollouts import Rollout, RolloutRequest, WeightOffer
+from shared.config.pipeline import Channel
+from shared.schedule import RunSchedule, StepPlan
+from shared.seeds import request_seed
+from shared.timeline import Span
+from shared.weight_sync import SendReport
+
+TRACK = "learner"
+# Of the canary's response: enough to pass every layer and the head, little enough to cost one short prefill per sync.
+_CANARY_TOKENS = 32
+
+
+@dataclass(slots=True)
+class _StepInProgress:
+    """What a step gathers between `next_requests` and `finish_step`. Lists are in position order."""
+
+    plan: StepPlan
+    samples: list[Sample]
+    prompts: list[EncodedPrompt]
+    rollouts: list[Rollout] = field(default_factory=list)
+    num_targets: int = 0
+    sums: MetricSums = field(default_factory=MetricSums)
+    logprob_max_abs: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+
+class Learner:
+    """One rank. Not thread-safe: its methods are called in the order of the module's first lines."""
+
+    def __init__(self, config: RunConfig, *, receiver_ranks: int, transport: str, device: torch.device) -> None:
+        """`receiver_ranks` is the number of engine workers that take weights, `transport` how they take them (`WeightOffer.transport`)."""
+        self._config = config
+        self._loaded = load_model(config, device)
+        self._rules = target_rules(config)
+        self._encoder = PromptEncoder(self._loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+        self._decode = config.rollout_matching.decode_settings(stop_token_ids=(self._loaded.codec.eos_token_id,), banned_token_ids=self._loaded.banned_token_ids)
+        self._train = _dataset(config, config.data.train)
+        self._stream = SampleStream(len(self._train), seed=config.training.seed, shuffle=config.data.shuffle)
+        require_lengths(
+            self._train,
+            self._encoder,
+            self._loaded.codec,
+            max_new_tokens=config.rollout_matching.max_new_tokens if RunSchedule(config).num_b_steps else 0,
+            global_max_length=config.global_max_length,
+        )
+        self._held_out = self._load_held_out()
+        self._buffer = CarryBuffer(config.global_max_length, config.training.packing_buffer) if config.training.packing else None
+        self._updater = Updater(self._loaded.model, config.training)
+        self._sender = WeightSender(
+            self._loaded.model,
+            transport=transport,
+            receiver_ranks=receiver_ranks,
+            timeout_s=config.timeouts.sync_phase_s,
+            bucket_bytes=config.rollout_matching.vllm.sync.bucket_bytes,
+        )
+        self._canary_prompt = self._encoder.encode(self._train[0])
+        self._version = 0
+        self._step: _StepInProgress | None = None
+
+    # One step
+
+    def next_requests(self, plan: StepPlan) -> list[RolloutRequest]:
+        """Draw the step's samples and ask for their rollouts, in position order; channel A asks for nothing."""
+        assert self._step is None, "finish_step ends a step before the next begins"
+        started_s = time.time()
+        samples = [self._train[index] for index in self._stream.take(plan.num_samples)]
+        self._step = _StepInProgress(plan, samples, [self._encoder.encode(sample) for sample in samples])
+        requests = [] if plan.channel is Channel.A else [self._request(position) for position in range(len(samples))]
+        self._mark("draw samples", started_s)
+        return requests
+
+    def accumulate(self, rollouts: Sequence[Rollout]) -> None:
+        """Check, parse, match and learn from a round's rollouts, in position order. Raises RolloutError when engine and learner disagree."""
+        step, started_s = self._current, time.time()
+        step.spans += _generation_spans(rollouts)
+        for rollout in rollouts:
+            assert rollout.position == step.num_targets, f"expected position {step.num_targets}, got {rollout.position}: rounds arrive in order"
+            check_weight_version(rollout, self._version)
+            check_prompt(rollout, step.prompts[rollout.position])
+            target = rollout_target(rollout, step.samples[rollout.position], self._loaded.codec, self._rules)
+            step.rollouts.append(rollout)
+            step.sums.add(target.counters)
+            self._take(target)
+        self._mark("learn round", started_s, rollouts=len(rollouts))
+
+    def finish_step(self) -> StepReport:
+        """Learn what is left and take exactly one optimizer update."""
+        step, started_s = self._current, time.time()
+        if step.plan.channel is Channel.A:
+            for sample in step.samples:
+                self._take(ground_truth_target(sample, self._loaded.codec, self._rules))
+        assert step.num_targets == step.plan.num_samples, f"{step.num_targets} of {step.plan.num_samples} samples came back"
+        for row in [] if self._buffer is None else self._buffer.flush():
+            self._learn(row)
+        update = self._updater.update(step.plan.step)
+        self._mark("finish step", started_s)
+        self._step = None
+        return StepReport(step.plan.step, step.plan.channel, self._version, _metrics(step, update, self._config.global_max_length), tuple(step.spans))
+
+    # Weights
+
+    def offer_weights(self) -> WeightOffer:
+        """The next version of the weights, with the probe that proves their arrival."""
+        self._version += 1
+        response = ground_truth_target(self._train[0], self._loaded.codec, self._rules).token_ids[:_CANARY_TOKENS]
+        tolerance = self._config.rollout_matching.vllm.sync.canary_tolerance
+        return self._sender.offer(self._version, canary_probe(self._loaded, self._canary_prompt, self._train[0].images, response, tolerance=tolerance))
+
+    def send_weights(self, offer: WeightOffer) -> SendReport:
+        """Returns when the weights are out. Raises WeightSyncError."""
+        return self._sender.send(offer)
+
+    def save(self, folder: Path) -> None:
+        save_checkpoint(self._loaded.model, self._loaded.processor, folder)
+
+    def close(self) -> None:
+        self._sender.close()
+
+    # The held-out report
+
+    def held_out_requests(self, step: int) -> list[RolloutRequest]:
+        assert self._held_out is not None, "there is a report only with data.val"
+        return self._held_out.requests(step)
+
+    def score(self, rollouts: Sequence[Rollout]) -> DetectionCounts:
+        assert self._held_out is not None
+        return self._held_out.score(rollouts)
+
+    # Inside
+
+    @property
+    def _current(self) -> _StepInProgress:
+        assert self._step is not None, "next_requests begins a step"
+        return self._step
+
+    def _load_held_out(self) -> HeldOut | None:
+        data = self._config.data
+        if data.val is None:
+            return None
+        samples = _dataset(self._config, data.val)[: data.max_val_samples]
+        return HeldOut(samples, self._encoder, self._loaded.codec, self._decode, self._rules.geometry, self._config.training.seed)
+
+    def _request(self, position: int) -> RolloutRequest:
+        step = self._current
+        sample = step.samples[position]
+        return RolloutRequest(
+            step=step.plan.step,
+            position=position,
+            sample_id=sample.sample_id,
+            prompt_token_ids=step.prompts[position].request_token_ids,
+            images=tuple(image.with_data() for image in sample.images),
+            decode=self._decode,
+            seed=request_seed(self._config.training.seed, step.plan.step, position),
+        )
+
+    def _take(self, target: Target) -> None:
+        """Buffer the next position's target, and learn full rows at the window's end.
+
+        Rows are taken only after a multiple of `packing_window` targets, so that neither arrival nor the number of actors decides them (DESIGN 5, decision 7).
+        """
+        step = self._current
+        segment = Segment(step.num_targets, step.prompts[step.num_targets], target)
+        step.num_targets += 1
+        if self._buffer is None:
+            self._learn([segment])
+            return
+        self._buffer.insert(segment)
+        if step.num_targets % self._config.training.packing_window == 0:
+            while self._buffer.num_tokens >= self._buffer.capacity:
+                self._learn(self._buffer.pop_row())
+
+    def _learn(self, segments: list[Segment]) -> None:
+        """Forward and backward of one row, and the comparison of its sampled tokens with the engine's."""
+        step, channel = self._current, self._current.plan.channel
+        pipeline = self._config.rollout_matching.pipeline
+        row = collate(
+            segments,
+            text_weights=text_weights(pipeline, channel),
+            num_samples=step.plan.num_samples,
+            rope_index=self._loaded.model.model.get_rope_index,
+        ).to(self._loaded.device)
+        sampled = SampledTokens(self._decode.temperature, self._loaded.banned_token_ids)
+        result = backward_row(self._loaded.model, row, build_objectives(pipeline, channel), coord_ids_C=self._loaded.coord_ids_C, sampled=sampled)
+        if channel is Channel.B and compares_logprobs(self._decode):
+            rollouts = [step.rollouts[segment.position] for segment in segments]
+            tolerance = self._config.rollout_matching.logprob_tolerance
+            difference = check_logprobs(segments, rollouts, result.sampled_logprobs_K, row.sampled_logprobs_K.cpu(), tolerance=tolerance)
+            step.logprob_max_abs = max(step.logprob_max_abs, difference)
+        underfilled = row.num_tokens < self._config.training.packing_min_fill_ratio * self._config.global_max_length
+        step.sums.add({"loss/total": result.loss, **result.terms})
+        step.sums.add({"packing/num_rows": 1, "packing/num_segments": len(segments), "packing/num_tokens": row.num_tokens})
+        step.sums.add({"packing/num_underfilled_rows": float(underfilled)})
+
+    def _mark(self, name: str, started_s: float, **args: int) -> None:
+        self._current.spans.append(Span(TRACK, name, started_s, time.time(), {"step": self._current.plan.step, **args}))
+
+
+def _dataset(config: RunConfig, path: Path) -> Dataset:
+    data = config.data
+    return load_dataset(path, on_bad_row=data.on_bad_row, sort_objects=data.sort_objects, check_images=data.check_images)
+
+
+def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:
+    """One span per actor's share of the round."""
+    spans = []
+    for actor, share in groupby(rollouts, key=lambda rollout: rollout.actor):
+        of_actor = list(share)
+        start_s, end_s = min(r.started_s for r in of_actor), max(r.started_s + r.generate_s for r in of_actor)
+        tokens = sum(len(r.response_token_ids) for r in of_actor)
+        spans.append(Span(actor, "generate", start_s, end_s, {"step": of_actor[0].step, "positions": f"{of_actor[0].position}..{of_actor[-1].position}", "tokens": tokens}))
+    return spans
+
+
+def _metrics(step: _StepInProgress, update: UpdateResult, capacity: int) -> dict[str, float]:
+    metrics = step.sums.as_dict()
+    metrics["packing/fill_ratio"] = metrics["packing/num_tokens"] / (metrics["packing/num_rows"] * capacity)
+    metrics["optim/learning_rate"] = update.learning_rate
+    metrics["optim/grad_norm"] = update.grad_norm
+    metrics["time/learn_s"] = sum(span.duration_s for span in step.spans if span.track == TRACK)
+    if step.rollouts:
+        generation = [span for span in step.spans if span.track != TRACK]
+        metrics["time/generate_s"] = max(span.end_s for span in generation) - min(span.start_s for span in generation)
+        metrics["rollout/match_rate"] = metrics["rollout/num_matched"] / max(1.0, metrics["rollout/num_ground_truth"])
+        metrics["rollout/logprob_max_abs"] = step.logprob_max_abs
+    return metrics

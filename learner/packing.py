@@ -1,0 +1,141 @@
+"""Which buffered segments share a row (DESIGN 7.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shared.errors import ConfigError
+
+try:
+    import binpacking
+except ModuleNotFoundError:
+    binpacking = None
+
+# Cells of the exact search's table, about 40 MB of int16; past that the candidates of the heuristics compete.
+_EXACT_CELLS = 20_000_000
+
+
+def require_binpacking() -> None:
+    """ConfigError where packing is on and `binpacking` is not installed: there is no silent second heuristic."""
+    if binpacking is None:
+        raise ConfigError("training.packing: the package `binpacking` is not installed; run `pip install binpacking`, or set training.packing: false")
+
+
+def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
+    """Indices of the segments of the next row, in insertion order.
+
+    Always holds index 0 (the oldest), never exceeds `capacity`, never totals less than taking segments in order while they fit;
+    prefers the larger total, then fewer segments, then the lexicographically smallest index set.
+
+    Args:
+        lengths: tokens per buffered segment, oldest first.
+        capacity: tokens of a row.
+
+    Raises:
+        ValueError: nothing to select from, or a segment that fits no row.
+        ConfigError: `binpacking` is not installed.
+    """
+    require_binpacking()
+    if not lengths:
+        raise ValueError("no segments to select from")
+    for index, length in enumerate(lengths):
+        _require_fits(length, capacity, f"segment {index}")
+    if len(lengths) * (capacity + 1) <= _EXACT_CELLS:
+        return _select_exact(lengths, capacity)
+    candidates = [_select_fifo(lengths, capacity), _select_binpacking(lengths, capacity)]
+    return min(candidates, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen))
+
+
+def _require_fits(length: int, capacity: int, what: str) -> None:
+    if length > capacity:
+        raise ValueError(
+            f"{what} has {length} tokens, a row holds {capacity}; raise global_max_length, lower rollout_matching.max_new_tokens, "
+            "or set training.packing: false"
+        )
+
+
+def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
+    """Subset sum by dynamic programming: `fewest[i][c]` segments among `i..` total exactly `c` tokens."""
+    n, room = len(lengths), capacity - lengths[0]
+    unreachable = np.int16(np.iinfo(np.int16).max)
+    fewest = np.full((n + 1, room + 1), unreachable, dtype=np.int16)
+    fewest[n, 0] = 0
+    for i in range(n - 1, 0, -1):
+        fewest[i] = fewest[i + 1]
+        length = lengths[i]
+        if length <= room:
+            with_i = fewest[i + 1, : room + 1 - length]
+            np.minimum(fewest[i, length:], np.where(with_i == unreachable, unreachable, with_i + 1), out=fewest[i, length:])
+    total = int(np.flatnonzero(fewest[1] != unreachable)[-1])
+    chosen = [0]
+    for i in range(1, n):
+        # Taking i whenever an optimum takes it gives the lexicographically smallest set of the fewest segments.
+        if lengths[i] <= total and fewest[i + 1, total - lengths[i]] != unreachable and fewest[i, total] == fewest[i + 1, total - lengths[i]] + 1:
+            chosen.append(i)
+            total -= lengths[i]
+    return chosen
+
+
+def _select_fifo(lengths: Sequence[int], capacity: int) -> list[int]:
+    chosen, total = [], 0
+    for index, length in enumerate(lengths):
+        if total + length <= capacity:
+            chosen.append(index)
+            total += length
+    return chosen
+
+
+def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
+    """Index 0 and the fullest bin that `to_constant_volume` makes of the others in the room left."""
+    room = capacity - lengths[0]
+    others = {index: length for index, length in enumerate(lengths) if index and length <= room}
+    if not others:
+        return [0]
+    bins = binpacking.to_constant_volume(others, room)
+    fullest = max(bins, key=lambda bin_: (sum(bin_.values()), -len(bin_), [-index for index in sorted(bin_)]))
+    return [0, *sorted(fullest)]
+
+
+class CarryBuffer:
+    """Segments waiting for a row, oldest first. A segment is anything with a `len()`: its tokens."""
+
+    def __init__(self, capacity: int, max_segments: int) -> None:
+        require_binpacking()
+        self.capacity = capacity
+        self.max_segments = max_segments
+        self._segments: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment) for segment in self._segments)
+
+    def insert(self, segment: Any) -> None:
+        """ValueError when the segment fits no row or the buffer is full; the buffer is then as it was."""
+        _require_fits(len(segment), self.capacity, "the segment")
+        if len(self._segments) >= self.max_segments:
+            raise ValueError(
+                f"the packing buffer holds {len(self._segments)} segments and is full; raise training.packing_buffer (now {self.max_segments}), "
+                "or lower the raw rollouts per step"
+            )
+        self._segments.append(segment)
+
+    def pop_row(self) -> list[Any]:
+        """The segments of the next row. ValueError when the buffer is empty."""
+        chosen = select_segments([len(segment) for segment in self._segments], self.capacity)
+        row = [self._segments[i] for i in chosen]
+        taken = set(chosen)
+        self._segments = [segment for i, segment in enumerate(self._segments) if i not in taken]
+        return row
+
+    def flush(self) -> list[list[Any]]:
+        """Every segment left, as rows; the buffer is empty afterwards."""
+        rows = []
+        while self._segments:
+            rows.append(self.pop_row())
+        return rows

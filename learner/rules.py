@@ -1,0 +1,33 @@
+"""What the configuration says about one channel, as the values the learner computes with."""
+
+from __future__ import annotations
+
+from learner.targets import MatchSettings, TargetRules, TextWeights
+from shared.config import RunConfig
+from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
+from shared.records import GeometryKind
+
+
+def target_rules(config: RunConfig) -> TargetRules:
+    matching = config.rollout_matching
+    return TargetRules(
+        geometry=frozenset({GeometryKind.BBOX}),
+        field_order=config.custom.object_field_order,
+        matching=MatchSettings(
+            candidate_top_k=matching.candidate_top_k,
+            maskiou_gate=matching.maskiou_gate,
+            maskiou_resolution=matching.maskiou_resolution,
+            fp_cost=matching.fp_cost,
+            fn_cost=matching.fn_cost,
+        ),
+    )
+
+
+def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
+    """Of `token_ce`'s active entry. Without one no text token is supervised, and the weights only place `text_gate`."""
+    entry = next((entry for entry in pipeline.active(channel) if isinstance(entry, TokenCEEntry)), None)
+    if entry is None:
+        return TextWeights(desc=1.0, matched_structure=0.0)
+    if channel is Channel.A:
+        return TextWeights(desc=entry.config.desc_ce_weight, matched_structure=0.0)
+    return TextWeights(desc=entry.config.rollout_fn_desc_weight, matched_structure=entry.config.rollout_matched_prefix_struct_weight)

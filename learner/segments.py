@@ -1,0 +1,78 @@
+"""A target together with its prompt: the atomic unit of packing.
+
+Shape legend: P prompt tokens (image placeholders expanded), I images, R image patches, D patch values.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+
+from learner.targets import Target
+from shared.prompts import detection_messages
+from shared.records import ImageRef, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """One prompt in both forms (FACTS 4): as the engine is asked, and as both sides compute it."""
+
+    request_token_ids: tuple[int, ...]
+    """One placeholder per image: what a request carries."""
+    token_ids: tuple[int, ...]
+    """[P], placeholders expanded: what the learner's forward sees and the engine must report back."""
+    modality_P: torch.Tensor
+    """int [P]: 0 text, 1 image (transformers' `mm_token_type_ids`)."""
+    pixel_values_RD: torch.Tensor
+    image_grid_I3: torch.Tensor
+    """Patches in time, height and width per image (`image_grid_thw`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    position: int
+    """The sample's place in the step."""
+    prompt: EncodedPrompt
+    target: Target
+
+    def __len__(self) -> int:
+        return len(self.prompt.token_ids) + len(self.target.token_ids)
+
+
+class PromptEncoder:
+    """Encodes prompts with the checkpoint's own processor and chat template."""
+
+    def __init__(self, processor: Any, *, system_prompt: str | None, user_prompt: str) -> None:
+        self._processor = processor
+        self._system_prompt = system_prompt
+        self._user_prompt = user_prompt
+
+    def request_ids(self, sample: Sample) -> tuple[int, ...]:
+        """The unexpanded prompt; reads no image."""
+        return tuple(self._processor.tokenizer(self._text(sample), add_special_tokens=False)["input_ids"])
+
+    def encode(self, sample: Sample) -> EncodedPrompt:
+        """Both forms of the prompt, and the image features' inputs. RecordError when an image file is gone or changed."""
+        encoded = self._processor(text=[self._text(sample)], images=[decode_image(image) for image in sample.images], return_tensors="pt")
+        return EncodedPrompt(
+            request_token_ids=self.request_ids(sample),
+            token_ids=tuple(encoded["input_ids"][0].tolist()),
+            modality_P=encoded["mm_token_type_ids"][0],
+            pixel_values_RD=encoded["pixel_values"],
+            image_grid_I3=encoded["image_grid_thw"],
+        )
+
+    def _text(self, sample: Sample) -> str:
+        messages = detection_messages(len(sample.images), system_prompt=self._system_prompt, user_prompt=self._user_prompt)
+        return str(self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def decode_image(image: ImageRef) -> Image.Image:
+    """RGB pixels. RecordError when the file is gone or changed."""
+    data = image.with_data().data
+    assert data is not None
+    return Image.open(io.BytesIO(data)).convert("RGB")

@@ -1,0 +1,59 @@
+"""What the driver knows of every step before it happens: a pure function of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shared.config import RunConfig
+from shared.config.derive import batch_algebra
+from shared.config.pipeline import Channel
+from shared.seeds import request_seed
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One optimizer step before it happens."""
+
+    step: int
+    channel: Channel
+    num_samples: int
+    """Samples of the step over all learner ranks; the denominator of its loss (DESIGN 5, decision 6)."""
+    rollout_seed_base: int
+    """`request_seed(run_seed, step, 0)`, logged with the plan."""
+    evaluate_before: bool
+    """The held-out report is due with the weights this step starts from."""
+    sync_after: bool
+    """The weights this step leaves behind are going to generate: the next step's rollouts, or a report."""
+
+
+class RunSchedule:
+    """Every step of a run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        algebra = batch_algebra(config)
+        self.max_steps = config.training.max_steps
+        self.num_b_steps = algebra.b_steps
+        self._num_samples = {Channel.A: algebra.effective_batch_size, Channel.B: algebra.raw_rollouts_per_step}
+
+    def plans(self, first_step: int = 0) -> Iterator[StepPlan]:
+        return (self.plan(step) for step in range(first_step, self.max_steps))
+
+    def plan(self, step: int) -> StepPlan:
+        channel = self._config.channel(step)
+        return StepPlan(
+            step=step,
+            channel=channel,
+            num_samples=self._num_samples[channel],
+            rollout_seed_base=request_seed(self._config.training.seed, step, 0),
+            evaluate_before=self.evaluates_before(step),
+            sync_after=self._generates(step + 1) or self.evaluates_before(step + 1),
+        )
+
+    def evaluates_before(self, step: int) -> bool:
+        """A held-out report is due when the warm-up ends and at the end of the run, where there is validation data."""
+        return self._config.data.val is not None and step in (self._config.stage2_ab.schedule.warmup_steps, self.max_steps)
+
+    def _generates(self, step: int) -> bool:
+        return step < self.max_steps and self._config.channel(step) is Channel.B

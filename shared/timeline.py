@@ -1,0 +1,55 @@
+"""Spans of time, and the trace file that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time on one track (an actor, the learner, the driver). Unix seconds."""
+
+    track: str
+    name: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def overlaps(self, other: Span) -> bool:
+        return self.start_s < other.end_s and other.start_s < self.end_s
+
+
+class TraceWriter:
+    """Writes spans as they come, in the JSON array form of the Trace Event Format: one thread per track, times in microseconds.
+
+    The format does not need the closing bracket, so the file of a run that was killed opens as well.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+        self._tracks: dict[str, int] = {}
+        self._event({"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "rollmatch"}}, first=True)
+
+    def write(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            if span.track not in self._tracks:
+                self._tracks[span.track] = len(self._tracks) + 1
+                self._event({"ph": "M", "pid": 1, "tid": self._tracks[span.track], "name": "thread_name", "args": {"name": span.track}})
+            times = {"ts": round(span.start_s * 1e6), "dur": round(span.duration_s * 1e6)}
+            self._event({"ph": "X", "pid": 1, "tid": self._tracks[span.track], "name": span.name, **times, "args": dict(span.args)})
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.write("\n]\n")
+        self._file.close()
+
+    def _event(self, event: dict[str, Any], *, first: bool = False) -> None:
+        self._file.write(("[\n" if first else ",\n") + json.dumps(event))
