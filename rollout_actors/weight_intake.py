@@ -1,0 +1,166 @@
+"""How one engine takes weights: the receiver's phases of `shared.weight_sync`, driven through vLLM's weight-transfer API (DESIGN 9)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout_actors.vllm_plugin import TRANSPORT
+from shared.canary import CanaryProbe
+from shared.errors import RolloutError, WeightSyncError
+from shared.rollouts import SyncReport, WeightOffer
+from shared.weight_sync import MARGIN_S, SyncPhase, Terms
+
+Score = Callable[[CanaryProbe], Awaitable[tuple[list[int], list[float]]]]
+"""Expanded token ids, and the log-probability of each but the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one worker of the engine loaded in one update."""
+
+    checksums: list[int]
+    """One per bucket, of what was handed to the model."""
+    missing: list[str]
+    """The engine's parameters that were not loaded."""
+    unexpected: list[str]
+    """Loaded names that are none of the engine's parameters."""
+    load_s: float
+    verify_s: float
+
+
+class WeightIntake:
+    """One engine's part in every sync. Keeps the transfer group from sync to sync."""
+
+    def __init__(self, name: str, llm: AsyncLLM, *, transport: str, rank_offset: int, score: Score) -> None:
+        self._name = name
+        self._llm = llm
+        self._transport = transport
+        self._rank_offset = rank_offset
+        self._score = score
+        self._joined: tuple[str, int] | None = None
+        # Of the sync under way, or of the last one:
+        self._receipts: list[Receipt] = []
+        self._finish_s = 0.0
+        self._phase_s: dict[SyncPhase, float] = {}
+        self._canary_max_abs = 0.0
+        self._phases: dict[SyncPhase, Callable[[WeightOffer, Terms], Awaitable[None]]] = {
+            SyncPhase.PAUSE: self._pause,
+            SyncPhase.RENDEZVOUS: self._rendezvous,
+            SyncPhase.WIRE: self._wire,
+            SyncPhase.VERIFY: self._verify,
+            SyncPhase.RESET: self._reset,
+            SyncPhase.CANARY: self._canary,
+        }
+
+    async def run(self, phase: SyncPhase, offer: WeightOffer) -> None:
+        """Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and EngineDeadError."""
+        terms = Terms.of(offer)
+        started = time.perf_counter()
+        try:
+            await self._bounded(phase, self._phases[phase](offer, terms), terms.timeout_s)
+        except WeightSyncError:
+            if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE):
+                await self._abandon(terms)
+            raise
+        self._phase_s[phase] = time.perf_counter() - started
+
+    def report(self, offer: WeightOffer) -> SyncReport:
+        """Of the sync that took this offer, after its last phase."""
+        # Receiving, checksums and loading alternate within one call to vLLM: the worker's own account takes them apart.
+        load_s = max(receipt.load_s for receipt in self._receipts)
+        verify_s = max(receipt.verify_s for receipt in self._receipts)
+        phase_s = {str(phase): seconds for phase, seconds in self._phase_s.items()}
+        phase_s["wire"] -= load_s + verify_s + self._finish_s
+        phase_s["load"] = load_s + self._finish_s
+        phase_s["verify"] += verify_s
+        return SyncReport(version=offer.version, bytes=Terms.of(offer).num_bytes, phase_s=phase_s, canary_max_abs=self._canary_max_abs)
+
+    async def _pause(self, offer: WeightOffer, terms: Terms) -> None:
+        if offer.transport != self._transport:
+            raise self._error(f"the learner offers {offer.transport}, the engine was started for {self._transport}", SyncPhase.PAUSE)
+        # "wait": what still runs ends under the weights it began with.
+        await self._llm.pause_generation(mode="wait", clear_cache=False)
+
+    async def _rendezvous(self, offer: WeightOffer, terms: Terms) -> None:
+        if self._joined == (terms.host, terms.port):
+            return
+        await self._llm.shutdown_weight_transfer_engine()
+        self._joined = None
+        info: dict[str, Any] = {
+            "master_address": terms.host,
+            "master_port": terms.port,
+            "rank_offset": self._rank_offset,
+            "world_size": terms.world_size,
+            "packed_buffer_size_bytes": terms.bucket_bytes,
+        }
+        info |= {"timeout_s": terms.timeout_s} if self._transport == TRANSPORT else {"packed": True, "packed_num_buffers": 2}
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        self._joined = (terms.host, terms.port)
+
+    async def _wire(self, offer: WeightOffer, terms: Terms) -> None:
+        await self._llm.collective_rpc("begin_receipt")
+        await self._llm.start_weight_update()
+        tensors = terms.tensors
+        update = {"names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        started = time.perf_counter()
+        await self._llm.finish_weight_update()
+        self._finish_s = time.perf_counter() - started
+        self._receipts = [Receipt(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
+
+    async def _verify(self, offer: WeightOffer, terms: Terms) -> None:
+        for receipt in self._receipts:
+            names = [f"not loaded: {name}" for name in receipt.missing] + [f"not a parameter: {name}" for name in receipt.unexpected]
+            if names:
+                raise self._error(f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}", SyncPhase.VERIFY, "set of loaded names", len(names))
+            wrong = [i for i, (got, sent) in enumerate(zip(receipt.checksums, terms.checksums, strict=True)) if got != sent]
+            if wrong:
+                arrived = f"buckets {wrong} of {len(terms.checksums)} did not arrive as they were sent"
+                raise self._error(arrived, SyncPhase.VERIFY, "bucket checksums", len(wrong))
+
+    async def _reset(self, offer: WeightOffer, terms: Terms) -> None:
+        # Loading resets no cache, and what they hold was computed with the old weights.
+        if not await self._llm.reset_prefix_cache():
+            raise self._error("the prefix cache is in use", SyncPhase.RESET)
+        await self._llm.reset_mm_cache()
+        await self._llm.reset_encoder_cache()
+
+    async def _canary(self, offer: WeightOffer, terms: Terms) -> None:
+        await self._llm.resume_generation()
+        probe = offer.canary
+        assert isinstance(probe, CanaryProbe)
+        self._canary_max_abs = probe.check(self._name, *await self._score(probe))
+        # Only now: a version that was not verified is never the label of a rollout.
+        await self._llm.update_weight_version(str(offer.version))
+
+    async def _abandon(self, terms: Terms) -> None:
+        """Leave the group, so that the sender's wait ends, and make the model whole, so that its next forward does not kill the process.
+
+        An engine that cannot do even this is stuck inside a collective: its actor has to be ended.
+        """
+        self._joined = None
+        await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), terms.timeout_s)
+
+    async def _bounded(self, phase: SyncPhase, work: Awaitable[None], timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(work, timeout_s + MARGIN_S)
+        except (WeightSyncError, EngineDeadError):
+            raise
+        except TimeoutError as error:
+            late = f"not done after timeouts.sync_phase_s = {timeout_s:g} s; check that the learner and every other actor are alive"
+            raise self._error(late, phase) from error
+        except RolloutError as error:
+            raise self._error(error.message, phase) from error
+        except Exception as error:  # vLLM reports whatever failed in its worker as a plain Exception
+            raise self._error(str(error), phase) from error
+
+    def _error(self, message: str, phase: SyncPhase, quantity: str = "", size: float | None = None) -> WeightSyncError:
+        return WeightSyncError(message, actor=self._name, phase=phase, quantity=quantity, size=size)

@@ -1,0 +1,193 @@
+"""The engine's end of a weight sync, inside vLLM's worker process (DESIGN 9, FACTS 5).
+
+`GlooWeightReceiver` is the transport for weights in host memory, loaded into vLLM by its plugin. `ReceiptWorker` is mixed into vLLM's
+worker (`worker_extension_cls`) and is the same for every transport: it watches what goes into the model and writes a receipt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group, stateless_init_torch_distributed_process_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from shared.checksum import BLOCK, bucket_checksum, tensor_checksum
+from shared.weight_sync import TensorSpec, buckets, offsets
+
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """Where to join. Field names are those of vLLM's NCCL transport."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """This engine's first rank; each engine has its own."""
+    world_size: int
+    packed_buffer_size_bytes: int
+    timeout_s: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """What will come, in order: the metadata of a whole sync, once."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(name, dtype, tuple(shape), torch.Size(shape).numel() * torch_dtype(dtype).itemsize)
+            for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
+        )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = torch.__dict__[name]
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+class GlooWeightReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Receives packed buckets from rank 0 and loads each as it comes."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+    supports_draft_weight_update = False
+
+    _group: Any = None
+    _bucket_bytes = 0
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        self.shutdown()
+        config = self.parallel_config
+        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        self._bucket_bytes = init_info.packed_buffer_size_bytes
+        self._group = stateless_init_torch_distributed_process_group(
+            init_info.master_address, init_info.master_port, rank, init_info.world_size, "gloo", timeout=timedelta(seconds=init_info.timeout_s)
+        )
+
+    def start_weight_update(self) -> None:
+        # Linear weights are packed on CPU, so nothing may be copied into them directly: the reload unpacks and repacks each layer.
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class then waits for an accelerator, which is not there.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        if self._group is None:
+            raise RuntimeError("the weight transfer group was not joined")
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        for bucket in buckets(update_info.tensors(), self._bucket_bytes):
+            *starts, size = offsets(bucket)
+            # A new buffer per bucket: the reload keeps views of it until the last parameter of a layer has come, maybe in the next bucket.
+            packed = torch.empty(size, dtype=torch.uint8)
+            self._group.broadcast([packed], options).wait()
+            self.model.load_weights(
+                [
+                    (spec.name, packed[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape))
+                    for spec, start in zip(bucket, starts, strict=True)
+                ]
+            )
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # Tied embeddings: the reload fills the embedding, whose memory the head shares, but on CPU the head multiplies with a packed
+        # copy of its own, which nobody renews. Without this the engine samples with the old head, silently.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            stateless_destroy_torch_distributed_process_group(self._group)
+            self._group = None
+
+
+class LoadWatch(nn.Module):
+    """Stands in for the model while an update runs: passes every bucket on, and keeps account of it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.expected = {name for name, _ in model.named_parameters()}
+        self.loaded: set[str] = set()
+        self.checksums: list[int] = []
+        self.load_s = 0.0
+        self.verify_s = 0.0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        tensors = list(weights)
+        started = time.perf_counter()
+        self.checksums.append(bucket_checksum(_checksum(tensor) for _, tensor in tensors))
+        checked = time.perf_counter()
+        loaded = self.hand_over(tensors)
+        self.loaded |= loaded
+        self.verify_s += checked - started
+        self.load_s += time.perf_counter() - checked
+        return loaded
+
+    def hand_over(self, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
+        """One bucket, after its checksum, to vLLM's loader; the names of the parameters it filled. What goes wrong from here on, only the canary sees."""
+        loaded: set[str] = self.model.load_weights(tensors)
+        return loaded
+
+
+class ReceiptWorker:
+    """What a rollout engine asks of its worker besides vLLM's own update calls. Becomes a base class of vLLM's `Worker`."""
+
+    weight_transfer_engine: WeightTransferEngine[Any, Any]
+    _watch: LoadWatch
+
+    def begin_receipt(self) -> None:
+        """Before `start_weight_update`: while the parameters are still in place, and their names known."""
+        engine = self.weight_transfer_engine
+        self._watch = self.make_watch(engine.model)
+        engine.set_weight_update_target(self._watch, engine.model_config)
+
+    def make_watch(self, model: nn.Module) -> LoadWatch:
+        return LoadWatch(model)
+
+    def receipt(self) -> dict[str, Any]:
+        """After `finish_weight_update`: the fields of `rollout_actors.weight_intake.Receipt`."""
+        watch = self._watch
+        return {
+            "checksums": watch.checksums,
+            "missing": sorted(watch.expected - watch.loaded),
+            "unexpected": sorted(watch.loaded - watch.expected),
+            "load_s": watch.load_s,
+            "verify_s": watch.verify_s,
+        }
+
+    def abandon_update(self) -> None:
+        """After a failure: leave the group, which ends the sender's wait, and bring the model back from the meta device.
+
+        The weights are then the old ones, the new ones, or some of each: good for nothing but a full sync.
+        """
+        self.weight_transfer_engine.shutdown()
+        if not self._weight_update_active:
+            self.start_weight_update()
+        self.finish_weight_update()
+
+    # vLLM's, declared for the type checker alone: a definition here would collide with the worker's.
+    _weight_update_active: bool
+    start_weight_update: Any
+    finish_weight_update: Any
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    positions = torch.arange(1, min(BLOCK, tensor.numel()) + 1, device=tensor.device)
+    return tensor_checksum(tensor.reshape(-1).view(INTEGER_OF_SIZE[tensor.element_size()]), positions)
