@@ -24,8 +24,8 @@ CANVAS = 96
 """Width and height of a scene, in pixels."""
 GRID = 8
 """Positions and sizes are multiples of this many pixels (one patch of the demo's model), so that a box can be learned exactly."""
-HEIGHTS = (24, 32, 40)
-WIDTH_LIMITS = (16, 40)
+HEIGHTS = (32, 40, 48)
+MIN_WIDTH = 16
 MAX_DIGITS = 4
 NUM_TRAIN_DIGITS = 1500
 FAINTEST_INK = 3
@@ -93,8 +93,7 @@ def _place_anywhere(digit: Digit, rng: np.random.Generator) -> Placement:
     """At a random height and position; the width keeps the digit's proportions as closely as the grid allows."""
     height = int(rng.choice(HEIGHTS))
     rows, columns = digit.ink.shape
-    narrowest, widest = WIDTH_LIMITS
-    width = min(max(round(height * columns / rows / GRID) * GRID, narrowest), widest)
+    width = max(math.floor(height * columns / rows / GRID + 0.5) * GRID, MIN_WIDTH)
     left = int(rng.integers((CANVAS - width) // GRID + 1)) * GRID
     top = int(rng.integers((CANVAS - height) // GRID + 1)) * GRID
     return Placement(digit=digit, left=left, top=top, width=width, height=height)

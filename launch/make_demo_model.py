@@ -24,6 +24,7 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.utils import logging
 
 from launch.make_demo_data import CANVAS, GRID, NAMES
 from launch.make_once import make_once
@@ -174,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/demo/model"), help="folder to make (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=17)
     options = parser.parse_args(arguments)
+    logging.disable_progress_bar()
     made = make_demo_model(options.out, seed=options.seed, prompt=DEFAULT_USER_PROMPT)
     print(f"demo model: Qwen3-VL architecture, random weights, in {options.out}" + ("" if made else " (there already)"))
 
