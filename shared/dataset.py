@@ -78,10 +78,10 @@ def load_dataset(path: str | Path, *, on_bad_row: Literal["error", "skip"], sort
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, numbered from 1."""
+    """Lines that are not blank, without their ends, numbered from 1."""
     try:
         with path.open("rb") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            yield from ((number, line.rstrip(b"\r\n")) for number, line in enumerate(file, 1) if line.strip())
     except OSError as error:
         remedy = "correct the path, or make the data first"
         raise RecordError(f"cannot be read: {error.strerror}", field="file", remedy=remedy, file=str(path)) from error

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from shared.grounding.geometry import Point, Raster, aabb, bin_box, bin_points, box_iou, exact_iou, mask_iou, pixels_of, vertices
+from shared.records import GeometryKind, GroundTruthObject
+
+
+def box(*bins: int) -> GroundTruthObject:
+    return GroundTruthObject(GeometryKind.BBOX, bins, "box")
+
+
+def poly(*bins: int) -> GroundTruthObject:
+    return GroundTruthObject(GeometryKind.POLY, bins, "poly")
+
+
+def slow_mask(shape: GroundTruthObject, resolution: int) -> np.ndarray:
+    """Pixel by pixel, in exact fractions: an odd number of edges to the left of the centre."""
+    ring = [(Fraction(x * (resolution - 1), 999), Fraction(y * (resolution - 1), 999)) for x, y in vertices(shape)]
+    mask = np.zeros((resolution, resolution), dtype=bool)
+    for row, column in itertools.product(range(resolution), repeat=2):
+        cx, cy = column + Fraction(1, 2), row + Fraction(1, 2)
+        for (ax, ay), (bx, by) in zip(ring, [*ring[1:], ring[0]], strict=True):
+            if (ay <= cy) != (by <= cy) and ax + (cy - ay) * (bx - ax) / (by - ay) <= cx:
+                mask[row, column] ^= True
+    return mask
+
+
+def random_shape(generator: random.Random, reach: int = 999) -> GroundTruthObject:
+    if generator.random() < 0.4:
+        x, y = sorted(generator.choices(range(reach + 1), k=2)), sorted(generator.choices(range(reach + 1), k=2))
+        return box(x[0], y[0], x[1], y[1])
+    return poly(*generator.choices(range(reach + 1), k=2 * generator.randint(3, 7)))
+
+
+def test_the_example_of_the_design() -> None:
+    assert mask_iou(box(100, 100, 300, 300), box(200, 200, 400, 400)) == pytest.approx(0.149359, abs=5e-7)
+
+
+@pytest.mark.parametrize("resolution", [2, 7, 16, 21])
+def test_rasters_are_those_of_the_definition(resolution: int) -> None:
+    generator = random.Random(resolution)
+    for _ in range(20):
+        shape = random_shape(generator)
+        raster = Raster.of(shape, resolution)
+        expected = slow_mask(shape, resolution)
+        assert raster.num_pixels == expected.sum()
+        if raster.mask is not None:
+            np.testing.assert_array_equal(raster.mask, expected)
+        as_polygon = Raster.of(poly(*(value for point in vertices(shape) for value in point)), resolution)
+        assert as_polygon.mask is not None
+        np.testing.assert_array_equal(as_polygon.mask, expected)
+
+
+def test_mask_iou_is_the_ratio_of_the_rasters() -> None:
+    generator = random.Random(3)
+    compared = 0
+    for _ in range(40):
+        a, b = random_shape(generator), random_shape(generator)
+        mask_a, mask_b = slow_mask(a, 20), slow_mask(b, 20)
+        if min(mask_a.sum(), mask_b.sum()) >= 16:
+            compared += 1
+            assert mask_iou(a, b, resolution=20) == (mask_a & mask_b).sum() / (mask_a | mask_b).sum() == mask_iou(b, a, resolution=20)
+    assert compared > 10
+
+
+def test_coordinates_beyond_the_bins_are_clamped() -> None:
+    assert mask_iou(box(-50, 0, 2000, 999), box(0, 0, 999, 999)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (box(10, 10, 14, 14), box(12, 10, 16, 14), 1 / 3),
+        (box(10, 10, 11, 11), box(10, 10, 11, 12), 1 / 2),
+        (box(10, 10, 12, 12), box(11, 11, 13, 13), 1 / 7),
+        (box(500, 500, 510, 510), box(0, 0, 999, 999), 100 / 999**2),
+        (box(10, 10, 12, 12), poly(10, 10, 12, 10, 12, 12), 1 / 2),
+        (poly(10, 10, 14, 10, 14, 14), poly(10, 10, 14, 14, 10, 14), 0.0),
+        (poly(10, 10, 14, 10, 10, 14), poly(14, 14, 10, 14, 14, 10), 0.0),
+        (poly(10, 10, 14, 10, 10, 14), poly(10, 10, 14, 10, 14, 14), 1 / 3),
+        # An L against the square that is missing in it, and against the square around both.
+        (poly(0, 0, 8, 0, 8, 4, 4, 4, 4, 8, 0, 8), box(4, 4, 8, 8), 0.0),
+        (poly(0, 0, 8, 0, 8, 4, 4, 4, 4, 8, 0, 8), box(0, 0, 8, 8), 3 / 4),
+        # A bow tie: two triangles, half of the box.
+        (poly(0, 0, 8, 8, 8, 0, 0, 8), box(0, 0, 8, 8), 1 / 2),
+        (box(10, 10, 10, 20), box(10, 10, 20, 20), 0.0),
+        (box(10, 10, 10, 20), box(10, 10, 10, 30), 0.0),
+    ],
+)
+def test_small_shapes_are_compared_by_exact_area(a: GroundTruthObject, b: GroundTruthObject, expected: float) -> None:
+    assert mask_iou(a, b) == pytest.approx(expected, abs=1e-12) == mask_iou(b, a)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        box(0, 0, 0, 0),
+        box(999, 999, 999, 999),
+        box(5, 5, 5, 900),
+        box(7, 8, 9, 10),
+        box(0, 0, 999, 999),
+        poly(5, 5, 5, 5, 5, 5),
+        poly(1, 1, 2, 2, 3, 3),
+        poly(7, 7, 9, 8, 8, 11),
+    ],
+)
+def test_identical_shapes_have_iou_1_at_any_size(shape: GroundTruthObject) -> None:
+    assert mask_iou(shape, shape) == 1.0
+    assert mask_iou(shape, GroundTruthObject(shape.kind, shape.bins, "another name")) == 1.0
+
+
+def test_a_random_shape_is_identical_to_itself_and_to_itself_begun_elsewhere() -> None:
+    generator = random.Random(5)
+    for _ in range(60):
+        shape = random_shape(generator, reach=generator.choice([5, 40, 999]))
+        ring = vertices(shape)
+        turned = poly(*(value for point in [*ring[1:], ring[0]] for value in point))
+        assert mask_iou(shape, shape) == 1.0 and mask_iou(shape, turned) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_exact_areas_agree_with_a_fine_grid() -> None:
+    generator = random.Random(6)
+    centres = (np.arange(8 * 40) + 0.5) / 40
+
+    def inside(ring: list[Point]) -> np.ndarray:
+        x, y = np.meshgrid(centres, centres)
+        odd = np.zeros_like(x, dtype=bool)
+        for (ax, ay), (bx, by) in zip(ring, [*ring[1:], ring[0]], strict=True):
+            if ay != by:
+                odd ^= ((ay <= y) != (by <= y)) & (ax + (y - ay) * (bx - ax) / (by - ay) <= x)
+        return odd
+
+    for _ in range(60):
+        a, b = vertices(random_shape(generator, reach=8)), vertices(random_shape(generator, reach=8))
+        mask_a, mask_b = inside(a), inside(b)
+        if (mask_a | mask_b).sum() > 2000:
+            assert exact_iou(a, b) == pytest.approx((mask_a & mask_b).sum() / (mask_a | mask_b).sum(), abs=0.02)
+
+
+def test_a_canvas_needs_pixels() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        mask_iou(box(0, 0, 1, 1), box(0, 0, 1, 1), resolution=1)
+
+
+def test_the_box_around_a_polygon() -> None:
+    assert aabb(poly(5, 90, 3, 7, 80, 20)) == (3, 7, 80, 90) and aabb(box(1, 2, 3, 4)) == (1, 2, 3, 4)
+
+
+def test_box_iou_is_that_of_continuous_areas() -> None:
+    a, b = np.array([[0, 0, 10, 10], [5, 5, 5, 5]]), np.array([[0, 0, 10, 10], [5, 0, 15, 10], [10, 0, 20, 10], [5, 5, 5, 5]])
+    np.testing.assert_array_equal(box_iou(a, b), [[1.0, 50 / 150, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+
+
+def test_pixels_become_bins_rounded_outwards() -> None:
+    assert bin_box((0, 0, 767, 511), width=768, height=512) == (0, 0, 999, 999)
+    assert bin_box((10, 20, 30, 40), width=96, height=96) == (
+        math.floor(10 * 999 / 95),
+        math.floor(20 * 999 / 95),
+        math.ceil(30 * 999 / 95),
+        math.ceil(40 * 999 / 95),
+    )
+    assert bin_box((-5, -5, 5000, 5000), width=100, height=100) == (0, 0, 999, 999)
+    # Every pixel of an axis of 1,000 is a bin of its own: nothing to round, in floats too.
+    assert all(bin_box((k, k, k, k), width=1000, height=1000) == (k, k, k, k) for k in range(1000))
+    assert all(bin_box((k, k, k, k), width=334, height=334) == (3 * k, 3 * k, 3 * k, 3 * k) for k in range(334))
+
+
+def test_polygon_vertices_become_the_nearest_bins() -> None:
+    assert bin_points((0, 0, 95, 95, 47.5, 30), width=96, height=96) == (0, 0, 999, 999, 500, 315)
+    assert bin_points((-1, 200), width=96, height=96) == (0, 999)
+
+
+def test_bins_become_pixels() -> None:
+    assert pixels_of((0, 999, 333, 0), width=334, height=101) == (0.0, 100.0, 111.0, 0.0)
+
+
+def test_an_axis_of_one_pixel_has_no_scale() -> None:
+    with pytest.raises(ValueError, match="at least 2 pixels"):
+        bin_box((0, 0, 0, 0), width=1, height=10)

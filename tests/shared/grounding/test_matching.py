@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from shared.grounding.geometry import aabb, mask_iou
+from shared.grounding.matching import MatchedPair, MatchResult, match_objects
+from shared.grounding.objects import ParsedObject
+from shared.records import GeometryKind, GroundTruthObject
+
+
+def truth(*bins: int, desc: str = "truth") -> GroundTruthObject:
+    return GroundTruthObject(GeometryKind.BBOX if len(bins) == 4 else GeometryKind.POLY, bins, desc)
+
+
+def guess(*bins: int, desc: str = "guess") -> ParsedObject:
+    kind = GeometryKind.BBOX if len(bins) == 4 else GeometryKind.POLY
+    return ParsedObject("object_1", 1, kind, desc, bins, tuple(range(len(bins))), (0, len(bins)))
+
+
+def slow_match(predictions: list[ParsedObject], ground_truth: list[GroundTruthObject], *, gate: float, fp_cost: float, fn_cost: float) -> float:
+    """The least total cost over every way to pair some predictions with different ground truths."""
+    best = float("inf")
+    table = [[mask_iou(prediction, other) for other in ground_truth] for prediction in predictions]
+    for size in range(min(len(predictions), len(ground_truth)) + 1):
+        for chosen in itertools.combinations(range(len(predictions)), size):
+            for partners in itertools.permutations(range(len(ground_truth)), size):
+                ious = [table[i][j] for i, j in zip(chosen, partners, strict=True)]
+                if all(iou >= gate for iou in ious):
+                    best = min(best, sum(1 - iou for iou in ious) + (len(predictions) - size) * fp_cost + (len(ground_truth) - size) * fn_cost)
+    return best
+
+
+def random_bins(generator: random.Random) -> tuple[int, ...]:
+    x, y = generator.randint(0, 700), generator.randint(0, 700)
+    width, height = generator.randint(100, 299), generator.randint(100, 299)
+    return (x, y, x + width, y + height) if generator.random() < 0.7 else (x, y, x + width, y, x, y + height)
+
+
+def check_partition(result: MatchResult, num_predictions: int, num_ground_truth: int) -> None:
+    assert sorted([pair.prediction for pair in result.pairs] + list(result.unmatched_predictions)) == list(range(num_predictions))
+    assert sorted([pair.ground_truth for pair in result.pairs] + list(result.unmatched_ground_truth)) == list(range(num_ground_truth))
+
+
+def test_the_assignment_has_the_least_cost_of_all() -> None:
+    generator = random.Random(11)
+    for _ in range(80):
+        predictions = [guess(*random_bins(generator)) for _ in range(generator.randint(0, 4))]
+        ground_truth = [truth(*random_bins(generator)) for _ in range(generator.randint(0, 4))]
+        gate, fp_cost, fn_cost = generator.choice([0.0, 0.1, 0.3]), generator.choice([0.2, 1.0]), generator.choice([0.2, 1.0])
+        result = match_objects(predictions, ground_truth, maskiou_gate=gate, fp_cost=fp_cost, fn_cost=fn_cost)
+        check_partition(result, len(predictions), len(ground_truth))
+        assert all(pair.iou == mask_iou(predictions[pair.prediction], ground_truth[pair.ground_truth]) >= gate for pair in result.pairs)
+        cost = sum(1 - pair.iou for pair in result.pairs) + len(result.unmatched_predictions) * fp_cost + len(result.unmatched_ground_truth) * fn_cost
+        assert cost == pytest.approx(slow_match(predictions, ground_truth, gate=gate, fp_cost=fp_cost, fn_cost=fn_cost))
+
+
+def test_pairs_under_the_gate_are_rejected_before_the_assignment() -> None:
+    result = match_objects([guess(100, 100, 300, 300)], [truth(200, 200, 400, 400)])
+    assert result == MatchResult((), (0,), (0,), gating_rejections=1)
+    result = match_objects([guess(100, 100, 300, 300)], [truth(200, 200, 400, 400)], maskiou_gate=0.149)
+    assert [pair[:2] for pair in result.pairs] == [(0, 0)] and result.gating_rejections == 0
+
+
+def test_names_do_not_matter() -> None:
+    result = match_objects([guess(0, 0, 100, 100, desc="cat")], [truth(0, 0, 100, 100, desc="dog")])
+    assert result.pairs == (MatchedPair(0, 0, 1.0),)
+
+
+def test_a_better_total_beats_a_better_pair() -> None:
+    # Prediction 0 fits both; prediction 1 fits only the first ground truth.
+    predictions, ground_truth = [guess(0, 0, 200, 100), guess(0, 0, 120, 100)], [truth(0, 0, 200, 100), truth(60, 0, 260, 100)]
+    result = match_objects(predictions, ground_truth)
+    assert [pair[:2] for pair in result.pairs] == [(0, 1), (1, 0)]
+
+
+def test_with_costs_too_low_nothing_is_worth_matching() -> None:
+    result = match_objects([guess(0, 0, 200, 100)], [truth(0, 0, 100, 100)], fp_cost=0.2, fn_cost=0.2)
+    assert result == MatchResult((), (0,), (0,), gating_rejections=0)
+
+
+@pytest.mark.parametrize(("num_predictions", "num_ground_truth"), [(0, 0), (2, 0), (0, 2)])
+def test_either_side_may_be_empty(num_predictions: int, num_ground_truth: int) -> None:
+    result = match_objects([guess(0, 0, 9, 9)] * num_predictions, [truth(0, 0, 9, 9)] * num_ground_truth)
+    assert result == MatchResult((), tuple(range(num_predictions)), tuple(range(num_ground_truth)), 0)
+
+
+def test_degenerate_twins_are_matched() -> None:
+    assert match_objects([guess(5, 5, 5, 9)], [truth(400, 400, 900, 900), truth(5, 5, 5, 9)], candidate_top_k=1).pairs == (MatchedPair(0, 1, 1.0),)
+
+
+def test_only_the_top_k_by_box_overlap_are_compared() -> None:
+    # The diagonal band overlaps the wide box most by its enclosing box; the second best would be the better mask.
+    band = guess(0, 0, 60, 0, 600, 540, 600, 600, 540, 600, 0, 60)
+    ground_truth = [truth(0, 0, 600, 600), truth(0, 0, 60, 0, 560, 500, 560, 560, 500, 560, 0, 60)]
+    assert match_objects([band], ground_truth, candidate_top_k=1).gating_rejections == 1
+    assert [pair.ground_truth for pair in match_objects([band], ground_truth, candidate_top_k=2).pairs] == [1]
+
+
+def slow_candidates(prediction: ParsedObject, ground_truth: list[GroundTruthObject], top_k: int) -> list[int]:
+    px1, py1, px2, py2 = aabb(prediction)
+
+    def key(j: int) -> tuple[float, int, int]:
+        x1, y1, x2, y2 = aabb(ground_truth[j])
+        width, height = max(0, min(px2, x2) - max(px1, x1)), max(0, min(py2, y2) - max(py1, y1))
+        union = (px2 - px1) * (py2 - py1) + (x2 - x1) * (y2 - y1) - width * height
+        distance = (px1 + px2 - x1 - x2) ** 2 + (py1 + py2 - y1 - y2) ** 2
+        return (-width * height / union, 0, j) if width * height else (0.0, distance, j)
+
+    return sorted(range(len(ground_truth)), key=key)[:top_k]
+
+
+def test_candidates_are_by_overlap_then_by_distance_then_by_index() -> None:
+    from shared.grounding.matching import _candidates
+
+    generator = random.Random(2)
+    for _ in range(60):
+        predictions = [guess(*random_bins(generator)) for _ in range(3)]
+        ground_truth = [truth(*random_bins(generator)) for _ in range(8)]
+        ground_truth.append(ground_truth[generator.randrange(8)])  # ties
+        for top_k in (1, 3, 20):
+            actual = [list(map(int, row)) for row in _candidates(predictions, ground_truth, top_k)]
+            assert actual == [slow_candidates(prediction, ground_truth, top_k) for prediction in predictions]
+
+
+def test_no_candidates_are_refused() -> None:
+    with pytest.raises(ValueError, match="candidate_top_k"):
+        match_objects([], [], candidate_top_k=0)
+
+
+def test_matching_twice_gives_the_same() -> None:
+    generator = random.Random(4)
+    predictions, ground_truth = [guess(*random_bins(generator)) for _ in range(20)], [truth(*random_bins(generator)) for _ in range(20)]
+    assert match_objects(predictions, ground_truth) == match_objects(predictions, ground_truth)

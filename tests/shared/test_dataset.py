@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from shared.dataset import Dataset, SampleStream, StreamState, load_dataset
+from shared.errors import RecordError
+
+
+def row(**changes: Any) -> str:
+    return json.dumps({"images": ["a.png"], "width": 8, "height": 8, "objects": [{"bbox_2d": [1, 2, 3, 4], "desc": "cat"}], **changes})
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+
+    def write_file(*lines: str | bytes) -> Path:
+        path = tmp_path / "train.jsonl"
+        path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
+        return path
+
+    return write_file
+
+
+def load(path: Path, **options: Any) -> Dataset:
+    return load_dataset(path, **{"on_bad_row": "error", "sort_objects": True, "check_images": True, **options})
+
+
+def refusal(path: Path, **options: Any) -> RecordError:
+    with pytest.raises(RecordError) as caught:
+        load(path, **options)
+    return caught.value
+
+
+def test_rows_are_a_sequence_in_file_order(write) -> None:
+    path = write(row(), "", row(id="x"), "  \r", row(width=9) + "\r")
+    dataset = load(path)
+    assert [sample.sample_id for sample in dataset] == ["train:1", "x", "train:5"] and len(dataset) == 3
+    assert dataset[2].width == 9 and dataset[-1] is dataset[2] and dataset[:2] == (dataset[0], dataset[1])
+    assert dataset.path == path and dataset.num_skipped == 0 and dataset.skipped == ()
+    assert dataset[0].images[0].path == path.parent / "a.png" and dataset[0].images[0].sha256
+
+
+BAD_ROWS = [
+    ('{"images": [', "row", "not JSON at column 13"),
+    ("[]", "row", "is a list"),
+    (row().encode().replace(b"cat", b"c\xffat"), "row", "not UTF-8 at byte"),
+    (row(objects=[{"bbox_2d": [1, 2, 3, 4], "desc": "cat"}, {"bbox_2d": [1, 2, 3, 1000], "desc": "dog"}]), "objects[1].bbox_2d", "1000"),
+    (row(images=["b.png"]), "images[0]", "cannot read"),
+    (row(id="first"), "sample_id", "line 1"),
+    ('{"width": 1, "width": 2}', "width", "given twice"),
+]
+
+
+@pytest.mark.parametrize(("line", "field", "problem"), BAD_ROWS)
+def test_a_bad_row_is_an_error_with_file_line_field_and_remedy(write, line: str | bytes, field: str, problem: str) -> None:
+    path = write(row(id="first"), "", line, "also bad")
+    error = refusal(path)
+    assert (error.file, error.line, error.field) == (str(path), 3, field) and error.remedy
+    assert str(error).startswith(f"{path}:3: {field}: ") and problem in str(error)
+
+
+def test_bad_rows_are_skipped_counted_and_logged_when_told_to(write, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(row(id="first"), *(line for line, _, _ in BAD_ROWS), row(id="last"))
+    with caplog.at_level(logging.WARNING):
+        dataset = load(path, on_bad_row="skip")
+    assert [sample.sample_id for sample in dataset] == ["first", "last"] and dataset.num_skipped == len(BAD_ROWS)
+    assert all(reason.startswith(f"{path}:{line}: {field}: ") for line, (reason, (_, field, _)) in enumerate(zip(dataset.skipped, BAD_ROWS, strict=True), 2))
+    assert len(caplog.records) == len(BAD_ROWS) and all(reason in caplog.text for reason in dataset.skipped)
+
+
+@pytest.mark.parametrize("lines", [(), ("", "  ", "\n")])
+def test_an_empty_file_is_an_error(write, lines: tuple[str, ...]) -> None:
+    error = refusal(write(*lines), on_bad_row="skip")
+    assert error.field == "file" and "is empty" in str(error)
+
+
+def test_a_file_of_bad_rows_only_is_an_error_even_when_they_may_be_skipped(write) -> None:
+    assert "no usable row: 2 were bad" in str(refusal(write("{", "}"), on_bad_row="skip"))
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "."])
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, name: str) -> None:
+    error = refusal(tmp_path / name, on_bad_row="skip")
+    assert (error.file, error.field) == (str(tmp_path / name), "file") and "cannot be read" in str(error)
+
+
+def test_images_are_not_read_where_nobody_asks(write) -> None:
+    assert load(write(row(images=["b.png"])), check_images=False)[0].images[0].sha256 == ""
+
+
+def test_unsorted_objects_are_an_error_where_they_are_not_sorted(write) -> None:
+    objects = [{"bbox_2d": [1, 20, 3, 40], "desc": "cat"}, {"bbox_2d": [1, 2, 3, 4], "desc": "dog"}]
+    path = write(row(objects=objects))
+    assert [object_.desc for object_ in load(path)[0].objects] == ["dog", "cat"]
+    assert refusal(path, sort_objects=False).field == "objects[1]"
+
+
+def test_an_unknown_way_with_bad_rows_is_refused(write) -> None:
+    with pytest.raises(ValueError, match="on_bad_row"):
+        load(write(row()), on_bad_row="ignore")
+
+
+def test_each_epoch_has_every_index_once_in_another_order() -> None:
+    stream = SampleStream(20, seed=5, shuffle=True)
+    epochs = [stream.take(20) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert SampleStream(20, seed=5, shuffle=True).take(60) == list(itertools.chain(*epochs))
+    assert SampleStream(20, seed=6, shuffle=True).take(20) != epochs[0]
+    assert all(type(index) is int for index in epochs[0])
+
+
+def test_without_shuffling_the_order_is_the_files() -> None:
+    assert SampleStream(3, seed=5, shuffle=False).take(7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_stream_is_an_iterator_without_end() -> None:
+    assert list(itertools.islice(SampleStream(1, seed=0, shuffle=True), 5)) == [0] * 5
+
+
+@pytest.mark.parametrize("taken", [0, 1, 6, 7, 8, 20])
+def test_a_restored_stream_goes_on_where_the_saved_one_stood(taken: int) -> None:
+    stream = SampleStream(7, seed=1, shuffle=True)
+    stream.take(taken)
+    state = stream.state
+    assert type(state.epoch) is int and type(state.offset) is int
+    resumed = SampleStream(7, seed=1, shuffle=True)
+    resumed.restore(StreamState(state.epoch, state.offset))
+    assert resumed.take(30) == stream.take(30)
+
+
+@pytest.mark.parametrize("state", [StreamState(-1, 0), StreamState(0, -1), StreamState(0, 8)])
+def test_a_place_outside_the_data_is_refused(state: StreamState) -> None:
+    with pytest.raises(ValueError, match="resume"):
+        SampleStream(7, seed=1, shuffle=True).restore(state)
+
+
+@pytest.mark.parametrize(("num_samples", "seed"), [(0, 1), (3, -1)])
+def test_a_stream_needs_samples_and_a_seed(num_samples: int, seed: int) -> None:
+    with pytest.raises(ValueError):
+        SampleStream(num_samples, seed, shuffle=True)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from shared.errors import RecordError
+from shared.records import GeometryKind, GroundTruthObject, load_record
+
+BOX = {"bbox_2d": [1, 2, 3, 4], "desc": "cat"}
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {"images": ["a.png"], "width": 768, "height": 512, "objects": [BOX], **changes}
+
+
+def load(mapping: Any, **options: Any):
+    return load_record(mapping, root="/nowhere", require_images=False, **options)
+
+
+def refusal(mapping: Any, **options: Any) -> RecordError:
+    with pytest.raises(RecordError) as caught:
+        load(mapping, **options)
+    return caught.value
+
+
+def test_a_row_becomes_a_sample() -> None:
+    sample = load(
+        row(
+            objects=[{"desc": "größe 猫", "bbox_2d": ["<|coord_0|>", 2, "<|coord_999|>", 4]}, {"poly": [5, 6, 7, 8, 9, 10], "desc": "dog"}],
+            messages=[{"role": "user"}],
+            source="here",
+        )
+    )
+    assert sample.objects == (
+        GroundTruthObject(GeometryKind.BBOX, (0, 2, 999, 4), "größe 猫"),
+        GroundTruthObject(GeometryKind.POLY, (5, 6, 7, 8, 9, 10), "dog"),
+    )
+    assert (sample.width, sample.height) == (768, 512) and sample.metadata == {"messages": [{"role": "user"}], "source": "here"}
+    assert sample.images[0].path == Path("/nowhere/a.png") and sample.images[0].sha256 == "" and sample.images[0].data is None
+
+
+def test_no_objects_are_a_valid_answer() -> None:
+    assert load(row(objects=[])).objects == ()
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({"sample_id": "s"}, "s"), ({"id": 7}, "7"), ({"id": "x", "sample_id": "x"}, "x"), ({}, "train:3")])
+def test_the_id_comes_from_the_row_or_from_the_caller(changes: dict[str, Any], expected: str) -> None:
+    assert load(row(**changes), default_id="train:3").sample_id == expected
+
+
+def test_without_any_id_it_is_a_digest_of_the_row() -> None:
+    assert load(row()).sample_id == load(dict(reversed(row().items()))).sample_id != load(row(width=9)).sample_id
+
+
+@pytest.mark.parametrize("changes", [{"id": True}, {"id": None}, {"id": ""}, {"id": 1.5}, {"id": "a", "sample_id": "b"}])
+def test_an_id_that_is_none_is_refused(changes: dict[str, Any]) -> None:
+    assert refusal(row(**changes)).field in ("id", "sample_id")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "field"),
+    [
+        ([], "row"),
+        (None, "row"),
+        ({}, "images"),
+        (row(images=[]), "images"),
+        (row(images="a.png"), "images"),
+        (row(images=["a.png", 3]), "images[1]"),
+        (row(images=[""]), "images[0]"),
+        (row(width=0), "width"),
+        (row(width=True), "width"),
+        (row(height=5.0), "height"),
+        (row(height="5"), "height"),
+        ({key: value for key, value in row().items() if key != "height"}, "height"),
+        (row(objects={}), "objects"),
+        (row(objects=[BOX, 3]), "objects[1]"),
+        (row(objects=[BOX, {"desc": "cat"}]), "objects[1]"),
+        (row(objects=[BOX | {"poly": [1, 2, 3, 4, 5, 6]}]), "objects[0]"),
+        (row(objects=[BOX | {"score": 1}]), "objects[0].score"),
+        (row(objects=[{"bbox_2d": [1, 2, 3, 4]}]), "objects[0].desc"),
+        (row(objects=[BOX | {"desc": ""}]), "objects[0].desc"),
+        (row(objects=[BOX | {"desc": " \t"}]), "objects[0].desc"),
+        (row(objects=[BOX | {"desc": 7}]), "objects[0].desc"),
+        (row(objects=[BOX | {"desc": None}]), "objects[0].desc"),
+        (row(objects=[BOX | {"desc": "a <|im_end|>"}]), "objects[0].desc"),
+        (row(objects=[BOX | {"desc": "\ud800"}]), "objects[0].desc"),
+        (row(objects=[BOX | {"bbox_2d": "1, 2, 3, 4"}]), "objects[0].bbox_2d"),
+        (row(objects=[BOX | {"bbox_2d": [1, 2, 3]}]), "objects[0].bbox_2d"),
+        (row(objects=[BOX | {"bbox_2d": [1, 2, 3, 4, 5]}]), "objects[0].bbox_2d"),
+        (row(objects=[BOX | {"bbox_2d": [3, 2, 1, 4]}]), "objects[0].bbox_2d"),
+        (row(objects=[BOX | {"bbox_2d": [1, 4, 3, 2]}]), "objects[0].bbox_2d"),
+        (row(objects=[BOX, {"poly": [1, 2, 3, 4], "desc": "dog"}]), "objects[1].poly"),
+        (row(objects=[BOX, {"poly": [1, 2, 3, 4, 5, 6, 7], "desc": "dog"}]), "objects[1].poly"),
+        (row(objects=[BOX, {"poly": [[1, 2], [3, 4], [5, 6]], "desc": "dog"}]), "objects[1].poly"),
+    ],
+)
+def test_a_bad_row_is_refused_by_the_name_of_its_field(mapping: Any, field: str) -> None:
+    error = refusal(mapping)
+    assert error.field == field and error.remedy and str(error).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("value", [-1, 1000, 1.0, True, None, "5", "<|coord_1000|>", "<|coord_01|>", [1]])
+def test_a_coordinate_is_an_integer_bin_or_a_coord_token(value: object) -> None:
+    error = refusal(row(objects=[BOX, BOX | {"bbox_2d": [1, 2, value, 999]}]))
+    assert error.field == "objects[1].bbox_2d" and f"value 2 is {value!r}" in str(error)
+
+
+UNSORTED = [
+    {"bbox_2d": [5, 50, 60, 60], "desc": "c"},
+    {"bbox_2d": [9, 10, 20, 20], "desc": "b"},
+    {"poly": [30, 90, 4, 40, 2, 10], "desc": "a"},
+]
+
+
+def test_objects_are_brought_into_reading_order() -> None:
+    assert [object_.desc for object_ in load(row(objects=UNSORTED)).objects] == ["a", "b", "c"]
+
+
+def test_equal_places_keep_their_order() -> None:
+    objects = [BOX | {"desc": name} for name in "zay"]
+    assert [object_.desc for object_ in load(row(objects=objects), sort_objects=False).objects] == list("zay")
+    assert [object_.desc for object_ in load(row(objects=objects)).objects] == list("zay")
+
+
+def test_without_sorting_the_row_has_to_be_in_reading_order() -> None:
+    error = refusal(row(objects=UNSORTED), sort_objects=False)
+    assert error.field == "objects[1]" and "sort" in error.remedy
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_images_are_read_and_their_digest_is_kept(tmp_path: Path, format: str) -> None:
+    (tmp_path / "sub").mkdir()
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "sub" / "image", format=format)
+    (image,) = load_record(row(images=["sub/image"]), root=tmp_path).images
+    data = (tmp_path / "sub" / "image").read_bytes()
+    assert image.path == tmp_path / "sub" / "image" and image.data is None and image.sha256 == hashlib.sha256(data).hexdigest()
+    assert image.with_data().data == data
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"<svg/>", b"RIFF....WAVE", b"\x89PN"])
+def test_a_file_that_is_no_image_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(RecordError, match=r"images\[0\]: .* is not an image"):
+        load_record(row(), root=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["missing.png", ".", "null\x00.png"])
+def test_an_image_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RecordError, match=r"images\[0\]: cannot read") as caught:
+        load_record(row(images=[name]), root=tmp_path)
+    assert pickle.loads(pickle.dumps(caught.value)).field == "images[0]"
+
+
+def test_an_image_that_changes_under_the_job_is_noticed(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
+    (image,) = load_record(row(), root=tmp_path).images
+    Image.new("RGB", (8, 8), "blue").save(tmp_path / "a.png")
+    with pytest.raises(RecordError, match="changed"):
+        image.with_data()

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models
+
+from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
+
+TEXTS = ["black cat", "größe 猫 🙂 \n\t", '{"a": [1, "\\u0041"]}}', "<|coord_0|><|coord_999|> <|im_end|>", "\x00\x7f¡ÿĀ", ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_exact_bytes_of_the_text(codec: HFTokenCodec, text: str) -> None:
+    assert b"".join(map(codec.piece_bytes, codec.encode(text))) == text.encode()
+
+
+def test_a_character_may_be_split_over_tokens(codec: HFTokenCodec) -> None:
+    pieces = [codec.piece_bytes(token_id) for token_id in codec.encode("鱼")]
+    assert len(pieces) > 1 and b"".join(pieces) == "鱼".encode()
+
+
+def test_random_unicode_survives(codec: HFTokenCodec) -> None:
+    generator = random.Random(0)
+    for _ in range(200):
+        text = "".join(chr(generator.choice([*range(1, 0x2FF), *range(0x4E00, 0x4E80), *range(0x1F600, 0x1F640)])) for _ in range(20))
+        assert b"".join(map(codec.piece_bytes, codec.encode(text))) == text.encode()
+
+
+def test_coord_tokens_are_bins_and_special_tokens_are_known(codec: HFTokenCodec) -> None:
+    assert [codec.coord_bin(codec.coord_id(bin)) for bin in range(1000)] == list(range(1000))
+    assert codec.encode("<|coord_417|>") == [codec.coord_id(417)]
+    assert codec.coord_bin(codec.eos_token_id) is None
+    assert codec.piece_bytes(codec.eos_token_id) == b"<|im_end|>"
+    assert {codec.piece_bytes(token_id) for token_id in codec.special_ids} == {b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>"}
+
+
+def test_an_id_in_the_padding_of_the_embeddings_has_no_text(codec: HFTokenCodec) -> None:
+    assert codec.piece_bytes(1_000_000) == b"" and codec.coord_bin(1_000_000) is None
+
+
+def test_missing_tokens_are_refused_until_they_are_added(plain_tokenizer: Any) -> None:
+    tokenizer = plain_tokenizer()
+    with pytest.raises(ValueError, match="add_coord_tokens"):
+        HFTokenCodec(tokenizer)
+    assert add_coord_tokens(tokenizer) == 1001
+    codec = HFTokenCodec(tokenizer)
+    assert codec.encode("<|coord_3|><|im_end|>") == [codec.coord_id(3), codec.eos_token_id]
+    assert add_coord_tokens(tokenizer) == 0
+
+
+def test_a_single_missing_coord_token_is_named(plain_tokenizer: Any) -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    tokenizer.add_tokens([f"<|coord_{k}|>" for k in range(1000) if k != 613])
+    with pytest.raises(ValueError, match=r"no <\|coord_613\|> \(1 of"):
+        HFTokenCodec(tokenizer)
+
+
+def test_a_vocabulary_that_is_not_byte_level_is_refused() -> None:
+    class Other:
+        added_tokens_decoder: ClassVar[dict[int, AddedToken]] = {}
+
+        def get_vocab(self) -> dict[str, int]:
+            return Tokenizer(models.WordLevel({"▁猫": 0}, unk_token="▁猫")).get_vocab()
+
+    with pytest.raises(ValueError, match="byte-level"):
+        HFTokenCodec(Other())
+
+
+def test_it_reads_the_fast_tokenizers_of_transformers(plain_tokenizer: Any) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer()._tokenizer)
+    assert add_coord_tokens(tokenizer) == 1001
+    codec = HFTokenCodec(tokenizer)
+    assert codec.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") and codec.special_ids == {codec.eos_token_id}
+    for text in TEXTS:
+        token_ids = codec.encode(text)
+        assert b"".join(map(codec.piece_bytes, token_ids)) == text.encode() == tokenizer.decode(token_ids).encode()
