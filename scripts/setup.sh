@@ -81,7 +81,7 @@ main() {
         extra=gpu
     fi
     # An editable install holds the path of the clone, so a clone that was moved is set up again.
-    stamp=$({ echo "$PWD $extra"; cat pyproject.toml scripts/*; } | sha256sum)
+    stamp=$({ echo "$PWD $extra"; cat pyproject.toml scripts/setup.sh scripts/torchvision_cpu_hook.py; } | sha256sum)
     if [[ -f $STAMP && $(<"$STAMP") == "$stamp" ]]; then
         return
     fi
