@@ -80,8 +80,8 @@ main() {
     if has_gpu; then
         extra=gpu
     fi
-    # An editable install holds the path of the clone, so a clone that was moved is set up again.
-    stamp=$({ echo "$PWD $extra"; cat pyproject.toml scripts/setup.sh scripts/torchvision_cpu_hook.py; } | sha256sum)
+    # An editable install holds the path of the clone, so a clone that was moved is set up again. Settings of the linters do not matter.
+    stamp=$({ echo "$PWD $extra"; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat scripts/setup.sh scripts/torchvision_cpu_hook.py; } | sha256sum)
     if [[ -f $STAMP && $(<"$STAMP") == "$stamp" ]]; then
         return
     fi
