@@ -138,9 +138,7 @@ def rollout_target(rollout: Rollout, sample: Sample, codec: TokenCodec, rules: T
     slots: list[tuple[int, int]] = []
     for pair in match.pairs:
         prediction = parsed.objects[pair.prediction]
-        # The object's end may have been re-tokenised by the cut: then everything from there to the prefix's end is its closing brace.
-        start, end = prediction.span
-        roles[start : offset if end > parsed.num_unchanged else end] = TokenRole.MATCHED_STRUCTURE
+        roles[slice(*prediction.span)] = TokenRole.MATCHED_STRUCTURE
         roles[list(prediction.desc_positions)] = TokenRole.NEUTRAL
         roles[list(prediction.coord_positions)] = TokenRole.COORD
         slots += zip(prediction.coord_positions, sample.objects[pair.ground_truth].bins, strict=True)

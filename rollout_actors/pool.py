@@ -60,6 +60,10 @@ class ActorPool:
         self._wait(call, {name: actor.start.remote() for name, actor in self._actors.items()})
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._actors)
+
+    @property
     def version(self) -> int:
         """The version that every actor serves; 0 before the first sync."""
         return self._version
@@ -138,6 +142,6 @@ def _value(call: _Call, name: str, answer: Any) -> Any:
         # Ray hides the actor's own exception in one of its own kind.
         if isinstance(error.cause, Error):
             raise error.cause from error
-        raise call.error(str(error), actor=name, phase=call.phase) from error
+        raise call.error(f"{type(error.cause).__name__}: {error.cause}", actor=name, phase=call.phase) from error
     except RayActorError as error:
         raise call.error(f"its process has ended ({error}); check the actor's log and the machine's memory", actor=name, phase=call.phase) from error

@@ -1,0 +1,71 @@
+"""Fixtures that are dear: one Ray cluster, one demo checkpoint and three engines for the whole session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from engine_support import EnginePool
+
+# Nothing is ever fetched, and Ray leaves the environment of its workers alone.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Threads that spin while they wait for each other cost more than they bring beside engines on the same two cores.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+# The pool reports every failed call itself.
+os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A cluster of this session's own, of 8 CPUs by its own account. A short path, because sockets live in it."""
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="rm", dir="/tmp")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with its random weights: tokenizer, processor and all."""
+    from launch.make_demo_model import make_demo_model
+    from shared.prompts import DEFAULT_USER_PROMPT
+
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    make_demo_model(folder, seed=17, prompt=DEFAULT_USER_PROMPT)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few of the demo's scenes: `train.jsonl` and `val.jsonl` with their images."""
+    from launch.make_demo_data import make_demo_data
+
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    make_demo_data(folder, seed=17, num_train=64, num_val=16)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
+    """Three actors with real engines, started at once. Version and weights are whatever the test before left: sync first."""
+    from engine_support import TIMEOUTS, EnginePool, create_actor, engine_settings
+
+    from rollout_actors.pool import ActorPool
+
+    names = [f"actor-{i}" for i in range(3)]
+    actors = {name: create_actor(name, engine_settings(demo_checkpoint), i) for i, name in enumerate(names)}
+    pool = ActorPool(list(actors.values()), names, TIMEOUTS, round_capacity=24)
+    pool.start()
+    yield EnginePool(actors, pool)
+    pool.close()
