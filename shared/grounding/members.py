@@ -10,26 +10,23 @@ from typing import NamedTuple, TypeAlias
 from shared.grounding.scanner import SPACE, STRING_CHARACTERS, unescape
 
 _LITERAL = rb"true|false|null|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+_PUNCTUATION = SPACE + rb"([,\]}])"
 
 _EMPTY = re.compile(rb"\{" + SPACE + rb"\}")
 _KEY = re.compile(SPACE + rb'"(' + STRING_CHARACTERS + rb')"' + SPACE + rb":")
-# A value that opens no container comes with the punctuation behind it: 1 string, 2 coord token, 3 number or word, 4 empty array,
-# 5 empty object, 6 the punctuation. 7 opens a container that is not empty.
+# A value that opens nothing comes with the punctuation behind it; the number of the last group says what it is.
 _VALUE = re.compile(
     SPACE
-    + rb'(?:(?:"('
-    + STRING_CHARACTERS
-    + rb')"|(<\|coord_[0-9]{1,3}\|>)|('
-    + _LITERAL
-    + rb")|(\["
-    + SPACE
-    + rb"\])|(\{"
-    + SPACE
-    + rb"\}))"
-    + SPACE
-    + rb"([,\]}])|([\[{]))"
+    + rb"(?:"
+    + (rb'"(' + STRING_CHARACTERS + rb')"' + _PUNCTUATION)
+    + (rb"|(<\|coord_[0-9]{1,3}\|>)" + _PUNCTUATION)
+    + (rb"|(" + _LITERAL + rb")" + _PUNCTUATION)
+    + (rb"|(\[" + SPACE + rb"\])" + _PUNCTUATION)
+    + (rb"|(\{" + SPACE + rb"\})" + _PUNCTUATION)
+    + rb"|(\[)|(\{))"
 )
-_BEHIND = re.compile(SPACE + rb"([,\]}])")
+_STRING, _COORD, _EMPTY_ARRAY, _EMPTY_OBJECT, _OPEN_ARRAY, _OPEN_OBJECT = 2, 4, 8, 10, 11, 12
+_BEHIND = re.compile(_PUNCTUATION)
 
 
 class Leaf(NamedTuple):
@@ -74,35 +71,34 @@ def read_members(text: bytes, span: tuple[int, int], coords: Mapping[tuple[int, 
                 return None
             name, position = key[1], key.end()
         found = _VALUE.match(text, position, end)
-        if found is None:
+        if found is None or found.lastindex is None:
             return None
-        position = found.end()
-        value = _value(found, coords)
+        what, position = found.lastindex, found.end()
+        value = _value(found, what, coords)
         if value is None:
             return None
         if array is not None:
             array.append(value)
         elif len(opened) == 1:
             fields.append((unescape(name), value))
-        nested = nested or found[5] is not None or found[7] == b"{"
-        if found[7] is not None:
-            opened.append(value if found[7] == b"[" and isinstance(value, list) else None)
-            continue
-        behind = _close(text, position, end, found[6], opened)
-        if behind is None:
-            return None
-        position = behind
+        nested = nested or what in (_EMPTY_OBJECT, _OPEN_OBJECT)
+        if what >= _OPEN_ARRAY:
+            opened.append(value if what == _OPEN_ARRAY and isinstance(value, list) else None)
+        elif found[what] != b",":
+            behind = _close(text, position, end, found[what], opened)
+            if behind is None:
+                return None
+            position = behind
     return Members(tuple(fields), nested) if position == end else None
 
 
-def _value(found: re.Match[bytes], coords: Mapping[tuple[int, int], int]) -> Value | None:
-    """What a match of `_VALUE` holds; None for an unquoted coord token that is not a token."""
-    for group in (1, 2, 3):
-        start, end = found.span(group)
-        if start >= 0:
-            position = coords.get((start, end))
-            return None if group == 2 and position is None else Leaf(start, end, group == 1, position)
-    return []
+def _value(found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], int]) -> Value | None:
+    """What a match of `_VALUE` holds, containers still empty; None for an unquoted coord token that is not a token."""
+    if what >= _EMPTY_ARRAY:
+        return []
+    span = found.span(what - 1)
+    position = coords.get(span)
+    return None if what == _COORD and position is None else Leaf(*span, what == _STRING, position)
 
 
 def _close(text: bytes, position: int, end: int, punctuation: bytes, opened: list[list[Value] | None]) -> int | None:

@@ -136,26 +136,28 @@ def _judge(entry: Entry, response: _Response, codec: TokenCodec, geometry: froze
     members = read_members(response.text, entry.value, response.coords)
     if members is None:
         return DropReason.MALFORMED
-    descs = [value for key, value in members.fields if key == "desc"]
-    shapes = [(GeometryKind(key), value) for key, value in members.fields if key in ALL_GEOMETRY]
-    reason = _judge_keys(members, num_descs=len(descs), num_kinds=len({kind for kind, _ in shapes}))
+    reason = _judge_keys(members)
     if reason is not None:
         return reason
 
-    leaf = descs[0] if descs else None
-    desc = unescape(response.text[leaf.start : leaf.end]) if isinstance(leaf, Leaf) and leaf.quoted else ""
-    if not isinstance(leaf, Leaf) or not desc.strip():
+    # `desc` comes at most once now, and all geometry keys are the same one.
+    leaf = next((value for key, value in members.fields if key == "desc"), None)
+    if not isinstance(leaf, Leaf) or not leaf.quoted:
         return DropReason.MISSING_DESC
+    desc = unescape(response.text[leaf.start : leaf.end])
+    if not desc.strip():
+        return DropReason.MISSING_DESC
+    shapes = [(key, value) for key, value in members.fields if key in ALL_GEOMETRY]
     arrays = [value for _, value in shapes if isinstance(value, list)]
     if not arrays:
         return DropReason.MISSING_GEOM
-    kind = shapes[0][0]
+    kind = GeometryKind(shapes[0][0])
     if not all(_holds_only_coords(array, nested=kind is GeometryKind.POLY) for array in arrays):
         return DropReason.NON_COORD_TOKEN
     positions = _positions(arrays[0], kind)
     if positions is None or len(shapes) > 1:
         return DropReason.WRONG_ARITY
-    bins = tuple(bin for position in positions if (bin := codec.coord_bin(response.token_ids[position])) is not None)
+    bins = tuple([bin for position in positions if (bin := codec.coord_bin(response.token_ids[position])) is not None])
     if kind is GeometryKind.BBOX and not (bins[0] <= bins[2] and bins[1] <= bins[3]):
         return DropReason.BBOX_INVALID
     if kind not in geometry:
@@ -163,11 +165,13 @@ def _judge(entry: Entry, response: _Response, codec: TokenCodec, geometry: froze
     return _Shape(kind, desc, (leaf.start, leaf.end), positions, bins)
 
 
-def _judge_keys(members: Members, *, num_descs: int, num_kinds: int) -> DropReason | None:
-    """`key_invalid` and `unknown_geom`, which depend on the keys and on what kind of value they have."""
+def _judge_keys(members: Members) -> DropReason | None:
+    """`key_invalid` and `unknown_geom`: what can be said from the keys and the kind of their values."""
+    keys = [key for key, _ in members.fields]
     unknown = [value for key, value in members.fields if key != "desc" and key not in ALL_GEOMETRY]
     lone_array = len(unknown) == 1 and isinstance(unknown[0], list)
-    if members.nested or num_descs > 1 or num_kinds > 1 or (unknown and not lone_array):
+    two_geometries = ALL_GEOMETRY.issubset(keys)
+    if members.nested or keys.count("desc") > 1 or two_geometries or (unknown and not lone_array):
         return DropReason.KEY_INVALID
     return DropReason.UNKNOWN_GEOM if unknown else None
 
