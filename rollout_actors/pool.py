@@ -37,6 +37,8 @@ class _Call:
     timeout_key: str
     check: str
     error: type[Error]
+    margin_s: float = 0.0
+    """Waited beyond the timeout, where the actor keeps the same timeout itself and can say more."""
 
 
 class ActorPool:
@@ -107,7 +109,7 @@ class ActorPool:
         check = "that the learner and every other actor are alive"
         # Phase by phase over all actors: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
-            call = _Call(phase, self._timeouts.sync_phase_s + 2 * MARGIN_S, "timeouts.sync_phase_s", check, WeightSyncError)
+            call = _Call(phase, self._timeouts.sync_phase_s, "timeouts.sync_phase_s", check, WeightSyncError, margin_s=2 * MARGIN_S)
             answers = self._wait(call, {name: actor.run_sync_phase.remote(phase, shared_offer) for name, actor in self._actors.items()})
         reports: list[SyncReport] = list(answers.values())
         self._version = offer.version
@@ -122,15 +124,14 @@ class ActorPool:
         """Every actor's answer. The first failure ends the wait, whatever the others are doing."""
         values: dict[str, Any] = {}
         name_of = {answer: name for name, answer in answers.items()}
-        deadline = time.monotonic() + call.timeout_s
+        deadline = time.monotonic() + call.timeout_s + call.margin_s
         while len(values) < len(answers):
             waiting = [answer for answer in name_of if name_of[answer] not in values]
             ready, _ = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = ", ".join(name_of[answer] for answer in waiting)
-                raise call.error(
-                    f"no answer from {late} in {call.timeout_s:g} s ({call.timeout_key}); check {call.check}", actor=name_of[waiting[0]], phase=call.phase
-                )
+                told = f"no answer from {late} after {call.timeout_key} = {call.timeout_s:g} s; check {call.check}"
+                raise call.error(told, actor=name_of[waiting[0]], phase=call.phase)
             values[name_of[ready[0]]] = _value(call, name_of[ready[0]], ready[0])
         return {name: values[name] for name in answers}
 

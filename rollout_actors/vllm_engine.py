@@ -14,6 +14,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -102,7 +103,7 @@ class VllmEngine:
         prompt = _prompt(request.prompt_token_ids, self._images(request.images, request.sample_id))
         try:
             output = await self._complete(prompt, _sampling_params(request.decode, request.seed), f"{request.step}/{request.position}")
-        except ValueError as error:
+        except VLLMClientError as error:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         completion = output.outputs[0]
         self._check_version(completion, request)

@@ -46,6 +46,8 @@ class WeightIntake:
         self._rank_offset = rank_offset
         self._score = score
         self._joined: tuple[str, int] | None = None
+        # A new sync begins when the clean-up of a failed one is over.
+        self._turn = asyncio.Lock()
         # Of the sync under way, or of the last one:
         self._receipts: list[Receipt] = []
         self._finish_s = 0.0
@@ -63,14 +65,15 @@ class WeightIntake:
     async def run(self, phase: SyncPhase, offer: WeightOffer) -> None:
         """Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and EngineDeadError."""
         terms = Terms.of(offer)
-        started = time.perf_counter()
-        try:
-            await self._bounded(phase, self._phases[phase](offer, terms), terms.timeout_s)
-        except WeightSyncError:
-            if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE):
-                await self._abandon(terms)
-            raise
-        self._phase_s[phase] = time.perf_counter() - started
+        async with self._turn:
+            started = time.perf_counter()
+            try:
+                await self._bounded(phase, self._phases[phase](offer, terms), terms.timeout_s)
+            except WeightSyncError:
+                if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE):
+                    await self._abandon(terms)
+                raise
+            self._phase_s[phase] = time.perf_counter() - started
 
     def report(self, offer: WeightOffer) -> SyncReport:
         """Of the sync that took this offer, after its last phase."""

@@ -41,7 +41,9 @@ def make_learner(config: RunConfig) -> Learner:
     return Learner(config, receiver_ranks=1, transport="rollmatch_gloo", device=torch.device("cpu"))
 
 
-def scripted_rollouts(requests: Sequence[RolloutRequest], samples: Sequence[Sample], encoder: PromptEncoder, responses: Sequence[Sequence[int]], *, version: int = 0) -> list[Rollout]:
+def scripted_rollouts(
+    requests: Sequence[RolloutRequest], samples: Sequence[Sample], encoder: PromptEncoder, responses: Sequence[Sequence[int]], *, version: int = 0
+) -> list[Rollout]:
     """Rollouts with these responses, as an engine would report them but for the log-probabilities."""
     return [
         Rollout(

@@ -1,0 +1,115 @@
+"""Weights that arrive are the learner's, and a sync that went wrong is noticed, named and gone over (DESIGN 9)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, engine_settings
+
+from rollout_actors.pool import ActorPool
+from shared.errors import RolloutError, WeightSyncError
+from shared.weight_sync import sync_weights
+
+pytestmark = pytest.mark.engine
+
+LANGUAGE_TENSOR = "model.language_model.layers.1.mlp.gate_proj.weight"
+VISION_TENSOR = "model.visual.blocks.1.attn.proj.weight"
+
+
+@pytest.fixture(scope="module")
+def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    learner = SmallLearner(demo_checkpoint, num_receivers=3)
+    learner.version = engine_pool.pool.version
+    yield learner
+    learner.close()
+
+
+def arm(engine_pool: EnginePool, name: str, **spoils: str) -> None:
+    ray.get(engine_pool.actors[name].arm.remote(**spoils))
+
+
+def test_after_a_sync_every_actor_generates_what_the_learner_would(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    for seed in (11, 12):  # the second goes over the group that the first has opened
+        learner.learn(seed)
+        report = sync_weights(learner, engine_pool.pool)
+        assert report.version == engine_pool.pool.version == learner.version
+        assert report.canary_max_abs <= 1e-4
+        assert {"pause", "rendezvous", "wire", "load", "verify", "reset", "canary", "send_wire"} <= set(report.phase_s)
+        requests = [learner.request(position) for position in range(3)]
+        for request, rollout in zip(requests, engine_pool.generate(requests), strict=True):
+            tokens, logprobs = learner.greedy(request)
+            assert (rollout.response_token_ids, rollout.weight_version) == (tokens, learner.version)
+            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_tied_embeddings_are_renewed_at_the_output_too(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    """FACTS 5.2: on CPU the output head multiplies with a packed copy of the embedding, which vLLM's reload leaves as it was."""
+    request = learner.request(0)
+    learner.learn(21)
+    sync_weights(learner, engine_pool.pool)
+    before = engine_pool.generate([request])[0]
+    learner.scale_embeddings(3.0)
+    sync_weights(learner, engine_pool.pool)
+    after = engine_pool.generate([request])[0]
+    tokens, logprobs = learner.greedy(request)
+    assert after.response_token_ids == tokens
+    assert after.logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert after.logprobs != before.logprobs
+
+
+@pytest.mark.parametrize("tensor", [LANGUAGE_TENSOR, VISION_TENSOR])
+def test_a_tensor_that_is_damaged_after_its_checksum_is_caught_by_the_canary(engine_pool: EnginePool, learner: SmallLearner, tensor: str) -> None:
+    learner.learn(31)
+    served = engine_pool.pool.version
+    arm(engine_pool, "actor-1", spoil=tensor)
+    with pytest.raises(WeightSyncError, match="canary on actor-1") as caught:
+        sync_weights(learner, engine_pool.pool)
+    assert (caught.value.actor, caught.value.phase, caught.value.quantity) == ("actor-1", "canary", "canary log-probability")
+    assert caught.value.size is not None
+    assert caught.value.size > 1e-4
+    assert engine_pool.pool.version == served
+    with pytest.raises(RolloutError, match=r"actor-1.*serves no rollouts"):
+        engine_pool.generate([learner.request(0)], "actor-1")
+    sync_weights(learner, engine_pool.pool)
+    assert engine_pool.generate([learner.request(0)], "actor-1")[0].weight_version == learner.version
+
+
+def test_an_error_in_one_receiver_blocks_nobody_and_the_next_sync_succeeds(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    learner.learn(41)
+    arm(engine_pool, "actor-2", fail=VISION_TENSOR)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="told to fail") as caught:
+        sync_weights(learner, engine_pool.pool)
+    assert (caught.value.actor, caught.value.phase) == ("actor-2", "wire")
+    assert time.monotonic() - started < TIMEOUTS.sync_phase_s / 2, "nobody waited for a timeout"
+    sync_weights(learner, engine_pool.pool)
+    request = learner.request(0)
+    assert engine_pool.generate([request], "actor-2")[0].response_token_ids == learner.greedy(request)[0]
+
+
+def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    request = learner.request(5)
+    for seed in (51, 52):  # the same prompt and image, so that every cache would hit
+        learner.learn(seed)
+        sync_weights(learner, engine_pool.pool)
+        assert engine_pool.generate([request], "actor-0")[0].response_token_ids == learner.greedy(request)[0]
+
+
+def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner) -> None:
+    actor = create_actor("doomed", engine_settings(demo_checkpoint), 0)
+    pool = ActorPool([actor], ["doomed"], TIMEOUTS, round_capacity=8)
+    pool.start()
+    shell, *children = ray.get(actor.process_ids.remote())
+    psutil.Process(children[0]).kill()
+    with pytest.raises(RolloutError, match="generate on doomed"):
+        pool.generate([ray.put(learner.request(0))]).result()
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(process) for process in (shell, *children)):
+        assert time.monotonic() < deadline, "the actor goes on without its engine"
+        time.sleep(0.2)
+    pool.close()

@@ -1,0 +1,40 @@
+"""vLLM finds the transport by its entry point, in every process and however often it asks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
+from rollout_actors.vllm_plugin import TRANSPORT, register
+
+SETTINGS = EngineSettings("model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport="rollmatch_gloo", device=Device.CPU)
+
+
+def test_the_plugin_is_installed_as_an_entry_point() -> None:
+    (entry,) = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "rollmatch"]
+    assert entry.value == "rollout_actors.vllm_plugin:register"
+
+
+def test_registering_again_does_nothing() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    register()
+    register()
+    with pytest.raises(ValueError, match="already registered"):
+        WeightTransferEngineFactory.register_engine(TRANSPORT, "elsewhere", "Other")
+
+
+def test_a_cpu_engine_runs_on_one_thread_and_loads_no_foreign_plugin() -> None:
+    environment = engine_environment(SETTINGS)
+    assert (environment["OMP_NUM_THREADS"], environment["VLLM_CPU_OMP_THREADS_BIND"], environment["VLLM_PLUGINS"]) == ("1", "nobind", "rollmatch")
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_whoever_places_the_actors_need_not_import_vllm_or_torch() -> None:
+    code = "import sys, rollout_actors.pool, rollout_actors.vllm_actor, rollout_actors.engine_settings; print({'vllm', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

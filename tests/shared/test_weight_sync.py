@@ -1,0 +1,73 @@
+"""Both ends cut the weights alike, and of two failures the receiver's is shown."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from shared.errors import WeightSyncError
+from shared.rollouts import SyncReport, WeightOffer
+from shared.weight_sync import SendReport, TensorSpec, Terms, buckets, offsets, sync_weights
+
+TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
+TERMS = Terms("127.0.0.1", 1234, world_size=2, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS, checksums=(0, 0))
+
+
+class Side:
+    """A learner and the rollout actors in one, whose futures end as they are told; None: never."""
+
+    def __init__(self, sent: SendReport | Exception | None, received: SyncReport | Exception | None) -> None:
+        self._sent, self._received = sent, received
+
+    def offer_weights(self) -> WeightOffer:
+        return WeightOffer(4, "rollmatch_gloo", {"terms": TERMS}, None)
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        return self._future(self._sent)
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        return self._future(self._received)
+
+    @staticmethod
+    def _future(end: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if isinstance(end, Exception):
+            future.set_exception(end)
+        elif end is not None:
+            future.set_result(end)
+        return future
+
+
+SENT = SendReport(bytes=320, phase_s={"rendezvous": 0.1, "wire": 0.2})
+RECEIVED = SyncReport(version=4, bytes=320, phase_s={"wire": 0.3}, canary_max_abs=0.0)
+RECEIVER_ERROR = WeightSyncError("no room", actor="actor-1", phase="wire")
+SENDER_ERROR = WeightSyncError("connection closed", actor="learner", phase="wire")
+
+
+def test_a_bucket_is_closed_by_the_tensor_that_takes_it_past_its_size() -> None:
+    assert [[tensor.name for tensor in bucket] for bucket in buckets(TENSORS, 100)] == [["t0", "t1"], ["t2", "t3", "t4"]]
+    assert [len(bucket) for bucket in buckets(TENSORS, 0)] == [1, 1, 1, 1, 1]
+    assert list(buckets((), 100)) == []
+
+
+def test_tensors_of_a_bucket_begin_at_aligned_offsets_and_do_not_overlap() -> None:
+    assert offsets(TENSORS) == [0, 16, 128, 144, 160, 368]
+
+
+def test_a_report_holds_both_sides_seconds() -> None:
+    report = sync_weights(*[Side(SENT, RECEIVED)] * 2)
+    assert (report.version, report.phase_s) == (4, {"wire": 0.3, "send_rendezvous": 0.1, "send_wire": 0.2})
+
+
+def test_when_both_fail_the_receivers_error_is_raised_from_the_senders() -> None:
+    with pytest.raises(WeightSyncError, match="no room") as caught:
+        sync_weights(*[Side(SENDER_ERROR, RECEIVER_ERROR)] * 2)
+    assert caught.value.__cause__ is SENDER_ERROR
+
+
+@pytest.mark.parametrize(("sent", "received", "shown"), [(SENDER_ERROR, RECEIVED, "connection closed"), (SENT, RECEIVER_ERROR, "no room")])
+def test_the_only_failure_is_raised(sent: Any, received: Any, shown: str) -> None:
+    with pytest.raises(WeightSyncError, match=shown):
+        sync_weights(*[Side(sent, received)] * 2)

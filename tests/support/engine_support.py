@@ -1,0 +1,172 @@
+"""What tests with real engines share: the actors, and a learner's side small enough to be read beside a test."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from learner.weight_sender import WeightSender
+from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
+from rollout_actors.pool import ActorPool, PoolTimeouts
+from rollout_actors.vllm_actor import VllmActor
+from shared.canary import CanaryProbe
+from shared.records import ImageRef
+from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
+from shared.weight_sync import SendReport
+
+SUPPORT = Path(__file__).parent
+TIMEOUTS = PoolTimeouts(start_s=240.0, generate_s=120.0, sync_phase_s=30.0)
+
+
+def engine_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
+    settings = EngineSettings(
+        model_path=str(checkpoint),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        seed=0,
+        transport="rollmatch_gloo",
+        device=Device.CPU,
+        kv_cache_memory_bytes=64 << 20,
+        worker_extension="spoiling_worker.SpoilingWorker",
+    )
+    return replace(settings, **changes)
+
+
+class SpoilableActor(VllmActor):
+    """An ordinary actor whose worker can be told to spoil its next sync, and which tells its processes."""
+
+    async def arm(self, spoil: str = "", fail: str = "") -> None:
+        await self._engine._llm.collective_rpc("arm", args=(spoil, fail))
+
+    async def process_ids(self) -> list[int]:
+        return [os.getpid(), *(process.pid for process in self._engine._llm.engine_core.resources.engine_manager.processes)]
+
+
+def create_actor(name: str, settings: EngineSettings, index: int) -> Any:
+    environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
+    return ray.remote(SpoilableActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(name, settings, index)
+
+
+@dataclass(frozen=True)
+class EnginePool:
+    """Three actors and the pool over them."""
+
+    actors: dict[str, Any]
+    pool: ActorPool
+
+    def over(self, *names: str) -> ActorPool:
+        """Another pool over some of the same actors. Not to be closed."""
+        return ActorPool([self.actors[name] for name in names], names, TIMEOUTS, round_capacity=32)
+
+    def generate(self, requests: Sequence[RolloutRequest], *names: str) -> list[Rollout]:
+        pool = self.over(*names) if names else self.pool
+        shares = pool.generate([ray.put(request) for request in requests]).result()
+        return [rollout for share in ray.get(shares) for rollout in share]
+
+
+def noise_image(seed: int) -> ImageRef:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (96, 96, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return ImageRef(path=None, data=buffer.getvalue(), sha256=hashlib.sha256(buffer.getvalue()).hexdigest())
+
+
+class SmallLearner:
+    """transformers' model and processor, a sender, and nothing that is tested elsewhere."""
+
+    def __init__(self, checkpoint: Path, num_receivers: int) -> None:
+        self._processor = AutoProcessor.from_pretrained(checkpoint)
+        self._tokenizer = self._processor.tokenizer
+        self._model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self._start = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+        self._image_pad = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.stop = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.banned = tuple(self._tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]))
+        self.sender = WeightSender(self._model, transport="rollmatch_gloo", receiver_ranks=num_receivers, timeout_s=TIMEOUTS.sync_phase_s, bucket_bytes=1 << 20)
+        self._threads = ThreadPoolExecutor(1)
+        self.version = 0
+
+    def learn(self, seed: int) -> None:
+        """New weights, a function of the seed: the checkpoint's plus noise that is large enough to change every greedy token."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(self._start[name] + 0.05 * torch.randn(parameter.shape, generator=generator))
+
+    def scale_embeddings(self, factor: float) -> None:
+        with torch.no_grad():
+            self._model.get_input_embeddings().weight.mul_(factor)
+
+    def prompt_ids(self) -> tuple[int, ...]:
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Detect every object in the image."}]}]
+        return tuple(self._tokenizer(self._processor.apply_chat_template(messages, add_generation_prompt=True), add_special_tokens=False).input_ids)
+
+    def request(self, position: int, *, temperature: float = 0.0, max_new_tokens: int = 16) -> RolloutRequest:
+        decode = DecodeSettings(
+            mode=DecodeMode.SAMPLE if temperature else DecodeMode.GREEDY,
+            temperature=temperature,
+            top_p=1.0,
+            top_k=-1,
+            repetition_penalty=1.0,
+            max_new_tokens=max_new_tokens,
+            num_beams=1,
+            stop_token_ids=(self.stop,),
+            banned_token_ids=self.banned,
+            return_logprobs=True,
+        )
+        return RolloutRequest(1, position, f"sample-{position}", self.prompt_ids(), (noise_image(position),), decode, 1000 + position)
+
+    def logits(self, token_ids: Sequence[int], image: ImageRef) -> tuple[tuple[int, ...], torch.Tensor]:
+        """The expanded tokens and their logits [T, V]."""
+        assert image.data is not None
+        pixels = self._processor.image_processor(images=[Image.open(io.BytesIO(image.data)).convert("RGB")], return_tensors="pt")
+        num_pads = int(pixels["image_grid_thw"].prod()) // self._processor.image_processor.merge_size**2
+        expanded = tuple(token for token_id in token_ids for token in ([token_id] * num_pads if token_id == self._image_pad else [token_id]))
+        ids_1T = torch.tensor([expanded])
+        with torch.no_grad():
+            output = self._model(input_ids=ids_1T, mm_token_type_ids=(ids_1T == self._image_pad).int(), use_cache=False, **pixels)
+        return expanded, output.logits[0]
+
+    def greedy(self, request: RolloutRequest) -> tuple[tuple[int, ...], list[float]]:
+        """The response without its stop token, and the log-probability of each token, by one forward per token."""
+        token_ids, logprobs = list(request.prompt_token_ids), []
+        for _ in range(request.decode.max_new_tokens):
+            logits_V = self.logits(token_ids, request.images[0])[1][-1]
+            logits_V[list(self.banned)] = -torch.inf
+            best = int(logits_V.argmax())
+            if best == self.stop:
+                break
+            token_ids.append(best)
+            logprobs.append(float(logits_V.log_softmax(-1)[best]))
+        return tuple(token_ids[len(request.prompt_token_ids) :]), logprobs
+
+    def canary(self) -> CanaryProbe:
+        image = noise_image(999)
+        token_ids = (*self.prompt_ids(), *self._tokenizer('{"object_1": {', add_special_tokens=False).input_ids)
+        expanded, logits_TV = self.logits(token_ids, image)
+        logprobs = logits_TV[:-1].log_softmax(-1).gather(1, torch.tensor(expanded[1:])[:, None])[:, 0]
+        return CanaryProbe(token_ids, (image,), expanded, tuple(logprobs.tolist()), tolerance=1e-4)
+
+    def offer_weights(self) -> WeightOffer:
+        self.version += 1
+        return self.sender.offer(self.version, self.canary())
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        return self._threads.submit(self.sender.send, offer)
+
+    def close(self) -> None:
+        self.sender.close()
+        self._threads.shutdown()

@@ -1,0 +1,51 @@
+"""Ray actors with the methods of `VllmActor` and no engine: they answer, fail, sleep or die as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from shared.errors import RolloutError, WeightSyncError
+from shared.rollouts import RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import SyncPhase
+
+
+class FakeActor:
+    """`trouble` is `sleep`, `die`, `fail` or nothing, in `phase`: `start`, `generate` or one of a sync."""
+
+    def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
+        self._name, self._phase, self._trouble = name, phase, trouble
+
+    async def start(self) -> None:
+        await self._reach("start")
+
+    async def generate(self, *requests: RolloutRequest) -> tuple[list[Any], int]:
+        await self._reach("generate")
+        return [(self._name, request) for request in requests], len(requests)
+
+    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        await self._reach(phase)
+        seconds = {"actor-0": 1.0, "actor-1": 2.0}[self._name]
+        return SyncReport(offer.version, 10, {"wire": seconds}, canary_max_abs=seconds * 1e-6) if phase is SyncPhase.CANARY else None
+
+    async def _reach(self, phase: str) -> None:
+        if phase != self._phase:
+            return
+        match self._trouble:
+            case "sleep":
+                await asyncio.sleep(3600)
+            case "die":
+                os._exit(1)
+            case "fail" if phase in ("start", "generate"):
+                raise RolloutError("told to fail", actor=self._name, phase=phase)
+            case "fail":
+                raise WeightSyncError("told to fail", actor=self._name, phase=phase, quantity="nothing", size=2.5)
+
+
+def create_fake_actor(name: str, phase: str = "", trouble: str = "") -> Any:
+    environment = {"PYTHONPATH": str(Path(__file__).parent)}
+    return ray.remote(FakeActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(name, phase, trouble)
