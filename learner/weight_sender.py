@@ -185,6 +185,8 @@ class GlooWire:
         from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group
 
         stateless_destroy_torch_distributed_process_group(self._group)
+        # Gloo closes its connections when the last reference goes, and the traceback of a failed send holds one to this wire.
+        self._group = None
 
 
 class NcclWire:

@@ -28,6 +28,8 @@ from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, R
 from shared.weight_sync import SyncPhase
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION, "abort": FinishReason.ABORTED}
+WATCH_S = 1.0
+"""How often a waiting call looks whether vLLM's process is alive."""
 BAN = -100.0
 """The lowest logit bias that vLLM accepts; `exp(-100)` is nothing in fp32."""
 
@@ -68,7 +70,7 @@ class VllmEngine:
         started_s, started = time.time(), time.perf_counter()
         tasks = [asyncio.create_task(self._rollout(request, started_s, started)) for request in requests]
         try:
-            return list(await asyncio.gather(*tasks))
+            return await self._all(tasks)
         finally:
             for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the others
                 task.cancel()
@@ -98,6 +100,18 @@ class VllmEngine:
             self._llm.shutdown()
         self._llm = self._intake = None
         self._shut = "it was closed"
+
+    async def _all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> list[Rollout]:
+        """Every result, or the first error. A request that vLLM took in while its process was dying is never answered: hence the watch."""
+        assert self._llm is not None
+        pending: set[asyncio.Task[Rollout]] = set(tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if pending and self._llm.errored:
+                raise self._llm.dead_error
+        return [task.result() for task in tasks]
 
     async def _rollout(self, request: RolloutRequest, started_s: float, started: float) -> Rollout:
         prompt = _prompt(request.prompt_token_ids, self._images(request.images, request.sample_id))
