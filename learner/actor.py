@@ -91,7 +91,7 @@ class RemoteLearner:
         return self._wait(self._actor.offer_weights.remote(), "offer_weights", self._timeouts.sync_phase_s, "timeouts.sync_phase_s")
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        return self._actor.send_weights.remote(offer).future()
+        return _without_rays_wrapping(self._actor.send_weights.remote(offer).future())
 
     def save(self, folder: Path) -> None:
         self._learn(self._actor.save.remote(folder), "save")
@@ -111,3 +111,18 @@ class RemoteLearner:
         except RayTaskError as error:
             # What the learner raised, without Ray's wrapping of it.
             raise error.cause from None
+
+
+def _without_rays_wrapping(source: Future[Any]) -> Future[Any]:
+    """The same outcome, but what the learner raised in place of Ray's exception around it."""
+    target: Future[Any] = Future()
+
+    def deliver(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            target.set_result(done.result())
+        else:
+            target.set_exception(error.cause if isinstance(error, RayTaskError) else error)
+
+    source.add_done_callback(deliver)
+    return target

@@ -57,6 +57,25 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model after some steps of channel A on those few scenes: it writes objects, not yet in the right places."""
+    from config_support import configuration
+    from learner_support import make_learner
+
+    from shared.schedule import RunSchedule
+
+    folder = tmp_path_factory.mktemp("warm")
+    changes = {"training__max_steps": 60, "stage2_ab__schedule__warmup_steps": 60, "training__effective_batch_size": 16, "global_max_length": 512}
+    config = configuration(demo_checkpoint, demo_data, folder, training__learning_rate=2e-3, **changes)
+    learner = make_learner(config)
+    for plan in RunSchedule(config).plans():
+        learner.next_requests(plan)
+        learner.finish_step()
+    learner.save(folder / "checkpoint")
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="session")
 def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
     """Three actors with real engines, started at once. Version and weights are whatever the test before left: sync first."""
     from engine_support import TIMEOUTS, EnginePool, create_actor, engine_settings

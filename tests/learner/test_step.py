@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from learner_support import configuration
+from config_support import configuration
 
 from learner.collate import collate
 from learner.loading import load_model

@@ -67,9 +67,13 @@ class EnginePool:
     actors: dict[str, Any]
     pool: ActorPool
 
-    def over(self, *names: str) -> ActorPool:
+    def over(self, *names: str, round_capacity: int = 32) -> ActorPool:
         """Another pool over some of the same actors. Not to be closed."""
-        return ActorPool([self.actors[name] for name in names], names, TIMEOUTS, round_capacity=32)
+        return ActorPool([self.actors[name] for name in names], names, TIMEOUTS, round_capacity=round_capacity)
+
+    def spoil(self, name: str, tensor: str) -> None:
+        """Permute this tensor in this actor's engine in its next sync, after the checksum."""
+        ray.get(self.actors[name].arm.remote(spoil=tensor))
 
     def generate(self, requests: Sequence[RolloutRequest], *names: str) -> list[Rollout]:
         pool = self.over(*names) if names else self.pool

@@ -1,0 +1,65 @@
+"""The import rules of DESIGN section 3, by executing the imports and looking at `sys.modules`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}
+
+
+def modules_of(package: str) -> list[str]:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+
+
+def loaded_by(modules: list[str]) -> set[str]:
+    """Top-level names in `sys.modules` after importing these in a fresh process."""
+    code = f"import importlib, json, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_shared_is_pure():
+    loaded = loaded_by(modules_of("shared"))
+    assert not loaded & (HEAVY | {"learner", "rollout_actors", "launch", "PIL"})
+
+
+def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_only_in_its_actor():
+    loaded = loaded_by([name for name in modules_of("learner") if name != "learner.actor"])
+    assert "torch" in loaded
+    assert not loaded & {"ray", "vllm", "rollout_actors", "launch", "hydra", "omegaconf"}
+
+
+# What imports vllm at its top is left to the engine tests, which import it anyway: ten seconds each.
+ENGINE_MODULES = {"rollout_actors.vllm_engine", "rollout_actors.weight_receiver", "rollout_actors.weight_intake"}
+
+
+def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_actor_and_pool():
+    with_ray = {"rollout_actors.pool", "rollout_actors.vllm_actor"}
+    names = [name for name in modules_of("rollout_actors") if name not in ENGINE_MODULES]
+    assert not loaded_by(names) & {"learner", "launch", "hydra", "omegaconf", "vllm"}
+    assert "ray" not in loaded_by([name for name in names if name not in with_ray])
+
+
+@pytest.mark.engine
+def test_the_engine_modules_import_neither_learner_nor_launch_nor_ray_themselves():
+    for name in sorted(ENGINE_MODULES):
+        source = (ROOT / name.replace(".", "/")).with_suffix(".py").read_text()
+        assert "import ray" not in source
+        assert "from ray" not in source
+    assert not loaded_by(sorted(ENGINE_MODULES)) & {"learner", "launch", "hydra", "omegaconf"}
+
+
+def test_nobody_imports_launch():
+    for package in ("shared", "learner", "rollout_actors"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert "launch" not in {line.split()[1].split(".")[0] for line in path.read_text().splitlines() if line.lstrip().startswith(("import ", "from "))}, path
+
+
+def test_a_wrong_configuration_is_reported_before_anything_heavy_is_imported():
+    assert not loaded_by(["launch.train"]) & {"torch", "ray", "vllm", "transformers"}

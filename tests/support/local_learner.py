@@ -1,0 +1,109 @@
+"""The real learner in the test's own process, as the driver uses it, and a driver run over real engines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+
+from launch.driver import Queue, train
+from launch.telemetry import StepRecord
+from learner.learner import Learner
+from rollout_actors.pool import ActorPool
+from shared.config import RunConfig
+from shared.metrics import EvaluationReport, StepReport
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.schedule import RunSchedule, StepPlan
+from shared.timeline import Span
+from shared.weight_sync import SendReport
+
+
+class LocalLearner:
+    """What `learner.actor.RemoteLearner` is, without a process of its own. Remembers every rollout."""
+
+    def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
+        self.learner = Learner(config, receiver_ranks=receiver_ranks, transport="rollmatch_gloo", device=torch.device("cpu"))
+        self.rollouts: list[Rollout] = []
+        self._threads = ThreadPoolExecutor(1)
+
+    def next_requests(self, plan: StepPlan) -> list[Any]:
+        return _put(self.learner.next_requests(plan))
+
+    def accumulate(self, done: Sequence[Any]) -> None:
+        rollouts = _get(done)
+        self.rollouts += rollouts
+        self.learner.accumulate(rollouts)
+
+    def finish_step(self) -> StepReport:
+        return self.learner.finish_step()
+
+    def held_out_requests(self, step: int) -> list[Any]:
+        return _put(self.learner.held_out_requests(step))
+
+    def score(self, done: Sequence[Any]) -> Any:
+        return self.learner.score(_get(done))
+
+    def offer_weights(self) -> WeightOffer:
+        return self.learner.offer_weights()
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        return self._threads.submit(self.learner.send_weights, offer)
+
+    def close(self) -> None:
+        self.learner.close()
+        self._threads.shutdown()
+
+
+class Reports:
+    """Telemetry that only remembers."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepReport] = []
+        self.syncs: list[SyncReport] = []
+        self.evaluations: list[EvaluationReport] = []
+
+    def sync(self, report: SyncReport) -> None:
+        self.syncs.append(report)
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        self.evaluations.append(report)
+
+    @contextmanager
+    def step(self, plan: StepPlan) -> Iterator[StepRecord]:
+        record = StepRecord(plan)
+        yield record
+        assert record.report is not None
+        self.steps.append(record.report)
+        if record.sync is not None:
+            self.syncs.append(record.sync)
+
+    @property
+    def losses(self) -> list[float]:
+        return [report.metrics["loss/total"] for report in self.steps]
+
+    @property
+    def spans(self) -> list[Span]:
+        return [span for report in self.steps for span in report.spans]
+
+
+def run_job(config: RunConfig, pool: ActorPool, num_actors: int, queue: Queue) -> tuple[Reports, list[Rollout]]:
+    """The whole page over these actors: what was reported, and every rollout."""
+    learner, reports = LocalLearner(config, receiver_ranks=num_actors), Reports()
+    try:
+        train(learner, pool, RunSchedule(config), queue, reports)
+    finally:
+        learner.close()
+    return reports, learner.rollouts
+
+
+def _put(requests: Sequence[RolloutRequest]) -> list[Any]:
+    return [ray.put(request) for request in requests]
+
+
+def _get(shares: Sequence[Any]) -> list[Rollout]:
+    return list(itertools.chain(*ray.get(list(shares))))
