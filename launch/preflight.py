@@ -21,7 +21,9 @@ def check_data(config: RunConfig) -> None:
     """
     model = Path(config.model.path)
     if not (model / "config.json").is_file():
-        raise ConfigError(f"model.path: {model} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote")
+        raise ConfigError(
+            f"model.path: {model} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote"
+        )
     data = config.data
     for key, path in (("data.train", data.train), ("data.val", data.val)):
         if path is None:
@@ -46,7 +48,9 @@ def _check_image(path: Path, sample: Sample) -> None:
             size = image.size
             image.verify()
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise RecordError(f"sample {sample.sample_id}: {path} is not a readable image ({error})", field="images", remedy="replace the file or remove the row") from error
+        raise RecordError(
+            f"sample {sample.sample_id}: {path} is not a readable image ({error})", field="images", remedy="replace the file or remove the row"
+        ) from error
     if size != (sample.width, sample.height):
         raise RecordError(
             f"sample {sample.sample_id}: {path} is {size[0]} x {size[1]} pixels, the row says {sample.width} x {sample.height}",

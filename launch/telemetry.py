@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -73,7 +73,7 @@ class Telemetry:
             self._plans,
             {
                 **asdict(plan),
-                "rounds": [[start, end] for start, end in zip(starts, starts[1:], strict=False)],
+                "rounds": [[start, end] for start, end in itertools.pairwise(starts)],
                 "actors": self._actors,
                 "sync_mode": self._config.rollout_matching.vllm.sync.mode,
             },
@@ -86,7 +86,9 @@ class Telemetry:
 
     def sync(self, report: SyncReport) -> None:
         """A sync outside any step."""
-        self._console.print(f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {_total_s(report):.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False)
+        self._console.print(
+            f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {_total_s(report):.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
+        )
 
     def evaluation(self, report: EvaluationReport) -> None:
         counts = report.counts
@@ -100,8 +102,8 @@ class Telemetry:
         self.evaluations.append(report)
         _write(self._evaluations, {"step": report.step, "weight_version": report.weight_version, "num_samples": report.num_samples, **values})
         self._console.print(
-            f"held out  after {report.step} steps, {report.num_samples} samples: F1@0.5 {counts.f1:.3f}, precision {counts.precision:.3f}, recall {counts.recall:.3f}, "
-            f"valid objects {counts.valid_rate:.3f}, class accuracy on matched boxes {counts.class_accuracy:.3f}",
+            f"held out  after {report.step} steps, {report.num_samples} samples: F1@0.5 {counts.f1:.3f}, precision {counts.precision:.3f}, "
+            f"recall {counts.recall:.3f}, valid objects {counts.valid_rate:.3f}, class accuracy on matched boxes {counts.class_accuracy:.3f}",
             highlight=False,
         )
 

@@ -62,7 +62,10 @@ def run(config: RunConfig, console: Console) -> None:
     with Telemetry(config, algebra, console) as telemetry, Cluster(config) as cluster:
         learner, rollouts = cluster.start()
         telemetry.placed(rollouts.names)
-        console.print(f"ready     {', '.join(rollouts.names)} and the learner after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}", highlight=False)
+        console.print(
+            f"ready     {', '.join(rollouts.names)} and the learner after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}",
+            highlight=False,
+        )
         train(learner, rollouts, schedule, queue, telemetry)
         if config.checkpoint.save_final:
             learner.save(config.telemetry.run_dir / "checkpoint")
@@ -70,7 +73,8 @@ def run(config: RunConfig, console: Console) -> None:
     if len(telemetry.evaluations) == 2:
         before, after = (report.counts.f1 for report in telemetry.evaluations)
         console.print(
-            f"demo: val F1@0.5 warm-up {before:.2f} -> final {after:.2f} (B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s)", highlight=False
+            f"demo: val F1@0.5 warm-up {before:.2f} -> final {after:.2f} (B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s)",
+            highlight=False,
         )
 
 

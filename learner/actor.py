@@ -107,7 +107,9 @@ class RemoteLearner:
                 f"no answer in {timeout_s:g} s ({key}); look at the learner's stack in the Ray dashboard or with `py-spy dump`, or raise {key}", phase=phase
             ) from error
         except RayActorError as error:
-            raise LearnerError(f"its process ended; look for a lack of memory (dmesg) and at the worker logs of Ray's session folder: {error}", phase=phase) from error
+            raise LearnerError(
+                f"its process ended; look for a lack of memory (dmesg) and at the worker logs of Ray's session folder: {error}", phase=phase
+            ) from error
         except RayTaskError as error:
             # What the learner raised, without Ray's wrapping of it.
             raise error.cause from None

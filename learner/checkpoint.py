@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,4 +18,4 @@ def save_checkpoint(model: Any, processor: Any, folder: Path) -> None:
     model.save_pretrained(partial)
     processor.save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    partial.replace(folder)

@@ -19,7 +19,8 @@ def check_prompt(rollout: Rollout, prompt: EncodedPrompt) -> None:
     index = next((i for i, (a, b) in enumerate(zip(engine, learner, strict=False)) if a != b), min(len(engine), len(learner)))
     raise RolloutError(
         f"sample {rollout.sample_id}: the prompts differ first at token {index}: engine {_around(engine, index)} ({len(engine)} tokens), "
-        f"learner {_around(learner, index)} ({len(learner)} tokens); actors and learner must load the same checkpoint, with the image size limits in its processor files",
+        f"learner {_around(learner, index)} ({len(learner)} tokens); actors and learner must load the same checkpoint, "
+        "with the image size limits in its processor files",
         actor=rollout.actor,
         phase="check",
     )
@@ -62,16 +63,14 @@ def check_logprobs(segments: Sequence[Segment], rollouts: Sequence[Rollout], lea
     difference_K = (learner_K - engine_K).abs()
     # Written so that NaN on either side fails too.
     wrong = (~(difference_K <= tolerance)).nonzero()
-    if len(wrong):
-        at = first = int(wrong[0, 0])
-        for segment, rollout in zip(segments, rollouts, strict=True):
-            if at < len(segment.target.sampled_logprobs):
-                raise RolloutError(
-                    f"sample {rollout.sample_id}: response token {at} (id {segment.target.token_ids[at]}) has log-probability {engine_K[first]:.6f} in the engine "
-                    f"and {learner_K[first]:.6f} in the learner; {len(wrong)} of {len(engine_K)} tokens of this row differ by more than {tolerance:g} "
-                    "(rollout_matching.logprob_tolerance): the engine does not run the learner's weights, or not in its precision",
-                    actor=rollout.actor,
-                    phase="check",
-                )
-            at -= len(segment.target.sampled_logprobs)
-    return float(difference_K.max())
+    if not len(wrong):
+        return float(difference_K.max())
+    first = int(wrong[0, 0])
+    number, token = [(n, t) for n, segment in enumerate(segments) for t in range(len(segment.target.sampled_logprobs))][first]
+    raise RolloutError(
+        f"sample {rollouts[number].sample_id}: response token {token} (id {segments[number].target.token_ids[token]}) has log-probability "
+        f"{engine_K[first]:.6f} in the engine and {learner_K[first]:.6f} in the learner; {len(wrong)} of {len(engine_K)} tokens of this row differ "
+        f"by more than {tolerance:g} (rollout_matching.logprob_tolerance): the engine does not run the learner's weights, or not in its precision",
+        actor=rollouts[number].actor,
+        phase="check",
+    )

@@ -88,7 +88,9 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, num_sampl
         coord_bins_S=torch.tensor([bin_ for segment in segments for bin_ in segment.target.coord_bins], dtype=torch.long),
         coord_weight_S=torch.from_numpy(_concat((_coord_weights(segment, num_samples) for segment in segments), np.float32)),
         sampled_index_K=index(sampled_at),
-        sampled_ids_K=torch.tensor([token for segment in segments for token in segment.target.token_ids[: len(segment.target.sampled_logprobs)]], dtype=torch.long),
+        sampled_ids_K=torch.tensor(
+            [token for segment in segments for token in segment.target.token_ids[: len(segment.target.sampled_logprobs)]], dtype=torch.long
+        ),
         sampled_logprobs_K=torch.tensor([logprob for segment in segments for logprob in segment.target.sampled_logprobs], dtype=torch.float32),
     )
 

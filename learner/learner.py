@@ -26,16 +26,16 @@ from learner.objectives.registry import build_objectives
 from learner.packing import CarryBuffer
 from learner.rules import target_rules, text_weights
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
-from learner.step import SampledTokens, UpdateResult, Updater, backward_row
+from learner.step import SampledTokens, Updater, UpdateResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from learner.weight_sender import WeightSender
 from shared.config import RunConfig
+from shared.config.pipeline import Channel
 from shared.dataset import Dataset, SampleStream, load_dataset
 from shared.evaluation import DetectionCounts
 from shared.metrics import MetricSums, StepReport
 from shared.records import Sample
 from shared.rollouts import Rollout, RolloutRequest, WeightOffer
-from shared.config.pipeline import Channel
 from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
 from shared.timeline import Span
@@ -69,7 +69,9 @@ class Learner:
         self._loaded = load_model(config, device)
         self._rules = target_rules(config)
         self._encoder = PromptEncoder(self._loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
-        self._decode = config.rollout_matching.decode_settings(stop_token_ids=(self._loaded.codec.eos_token_id,), banned_token_ids=self._loaded.banned_token_ids)
+        self._decode = config.rollout_matching.decode_settings(
+            stop_token_ids=(self._loaded.codec.eos_token_id,), banned_token_ids=self._loaded.banned_token_ids
+        )
         self._train = _dataset(config, config.data.train)
         self._stream = SampleStream(len(self._train), seed=config.training.seed, shuffle=config.data.shuffle)
         require_lengths(
@@ -243,7 +245,11 @@ def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:
         of_actor = list(share)
         start_s, end_s = min(r.started_s for r in of_actor), max(r.started_s + r.generate_s for r in of_actor)
         tokens = sum(len(r.response_token_ids) for r in of_actor)
-        spans.append(Span(actor, "generate", start_s, end_s, {"step": of_actor[0].step, "positions": f"{of_actor[0].position}..{of_actor[-1].position}", "tokens": tokens}))
+        spans.append(
+            Span(
+                actor, "generate", start_s, end_s, {"step": of_actor[0].step, "positions": f"{of_actor[0].position}..{of_actor[-1].position}", "tokens": tokens}
+            )
+        )
     return spans
 
 

@@ -38,7 +38,9 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     """
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path: {path} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote")
+        raise ConfigError(
+            f"model.path: {path} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote"
+        )
     torch.manual_seed(config.training.seed)
     # The results of a reduction depend on the number of threads: it is part of the configuration of a repeatable run, never left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or os.cpu_count() or 1)

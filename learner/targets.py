@@ -95,7 +95,8 @@ class Target:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        assert self.roles.shape == (length,) and len(self.coord_bins) == len(self.coord_positions)
+        assert self.roles.shape == (length,)
+        assert len(self.coord_bins) == len(self.coord_positions)
         assert all(0 <= position < length for position in self.coord_positions), "a supervised coord slot lies outside the assistant span"
         assert all(self.roles[list(self.coord_positions)] == TokenRole.COORD)
 

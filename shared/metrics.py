@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.evaluation import DetectionCounts
 from shared.config.pipeline import Channel
+from shared.evaluation import DetectionCounts
 from shared.timeline import Span
 
 

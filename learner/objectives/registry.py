@@ -5,8 +5,7 @@ from __future__ import annotations
 from learner.objectives.coord_reg import CoordReg
 from learner.objectives.interface import Objective
 from learner.objectives.token_ce import TokenCE
-from shared.config.pipeline import ObjectiveEntry, PipelineSection, TokenCEEntry
-from shared.config.pipeline import Channel
+from shared.config.pipeline import Channel, ObjectiveEntry, PipelineSection, TokenCEEntry
 
 
 def build_objectives(pipeline: PipelineSection, channel: Channel) -> list[Objective]:

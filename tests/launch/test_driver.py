@@ -174,7 +174,7 @@ def test_every_rollout_of_a_step_is_of_that_steps_weights(tmp_path):
 def test_channel_a_asks_for_nothing_and_syncs_only_before_somebody_generates(tmp_path):
     world = World()
     run(tmp_path, world, training__max_steps=5, stage2_ab__schedule__warmup_steps=4, data__val=None)
-    assert [event for event in world.log if event[0] == "submit"][0][1][0] == (4, 0)
+    assert next(event for event in world.log if event[0] == "submit")[1][0] == (4, 0)
     # At the start, and when the warm-up's last update is followed by a step that generates; the run's last weights go nowhere.
     assert [event for event in world.log if event[0] == "sync"] == [("sync", 1), ("sync", 2)]
 

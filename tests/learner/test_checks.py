@@ -49,7 +49,9 @@ def test_the_first_differing_log_probability_is_shown_with_its_sample_and_token(
     assert check_logprobs(segments, rollouts, engine + 5e-5, engine, tolerance=1e-4) == pytest.approx(5e-5, rel=1e-2)
     learner = engine.clone()
     learner[3] -= 0.01
-    with pytest.raises(RolloutError, match=r"sample second: response token 1 \(id 11\) has log-probability -0.800000 in the engine and -0.810000 in the learner; 1 of 5"):
+    with pytest.raises(
+        RolloutError, match=r"sample second: response token 1 \(id 11\) has log-probability -0.800000 in the engine and -0.810000 in the learner; 1 of 5"
+    ):
         check_logprobs(segments, rollouts, learner, engine, tolerance=1e-4)
 
 

@@ -75,7 +75,9 @@ def test_the_gates_measure_the_probability_on_the_wrong_vocabulary(logits):
 def test_coord_ce_and_token_ce_are_plain_cross_entropy(logits):
     bins = torch.tensor([0, 10, 500, 999])
     p = [softmax(row) for row in logits[:, COORD_IDS]]
-    torch.testing.assert_close(coord_math.coord_cross_entropy(logits[:, COORD_IDS], bins), torch.tensor([-math.log(row[int(b)]) for row, b in zip(p, bins, strict=True)]))
+    torch.testing.assert_close(
+        coord_math.coord_cross_entropy(logits[:, COORD_IDS], bins), torch.tensor([-math.log(row[int(b)]) for row, b in zip(p, bins, strict=True)])
+    )
     p = [softmax(row) for row in logits]
     torch.testing.assert_close(coord_math.token_cross_entropy(logits, bins), torch.tensor([-math.log(row[int(b)]) for row, b in zip(p, bins, strict=True)]))
 

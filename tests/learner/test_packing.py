@@ -52,7 +52,7 @@ def test_a_row_is_at_least_as_full_as_fifo_greedy_and_holds_the_oldest(monkeypat
 def test_oversized_segment_fails_fast_when_it_is_inserted():
     buffer = CarryBuffer(capacity=10, max_segments=4)
     buffer.insert("aaaa")
-    with pytest.raises(ValueError, match="raise global_max_length, lower rollout_matching.max_new_tokens"):
+    with pytest.raises(ValueError, match=r"raise global_max_length, lower rollout_matching\.max_new_tokens"):
         buffer.insert("a" * 11)
     assert len(buffer) == 1
 

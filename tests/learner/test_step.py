@@ -49,7 +49,9 @@ def step(parts, channel, rows):
     loss, terms = 0.0, {}
     for segments in rows:
         row = collate(segments, text_weights=text_weights(pipeline, channel), num_samples=NUM_SEGMENTS, rope_index=loaded.model.model.get_rope_index)
-        result = backward_row(loaded.model, row, build_objectives(pipeline, channel), coord_ids_C=loaded.coord_ids_C, sampled=SampledTokens(0.0, loaded.banned_token_ids))
+        result = backward_row(
+            loaded.model, row, build_objectives(pipeline, channel), coord_ids_C=loaded.coord_ids_C, sampled=SampledTokens(0.0, loaded.banned_token_ids)
+        )
         loss += result.loss
         for name, value in result.terms.items():
             terms[name] = terms.get(name, 0.0) + value
@@ -79,7 +81,7 @@ def test_the_same_rows_twice_give_the_same_bits(parts):
 
 @pytest.mark.parametrize("channel", list(Channel))
 def test_the_loss_is_the_mean_over_segments_of_each_terms_mean_over_its_own_positions(parts, channel):
-    config, loaded, segments = parts
+    _config, loaded, segments = parts
     loss, terms, _ = step(parts, channel, [segments[channel][:4], segments[channel][4:]])
     expected = {"ce": 0.0, "soft": 0.0, "w1": 0.0, "gate": 0.0}
     weights = {TokenRole.STRUCTURE: 1.0, TokenRole.DESC: 1.0, TokenRole.CLOSING: 1.0, TokenRole.MATCHED_STRUCTURE: 1.0}

@@ -29,7 +29,9 @@ def codec(demo_checkpoint):
 
 def response(text, codec, logprobs=True):
     ids = tuple(codec.encode(text))
-    return Rollout(0, 0, "scene", (), ids, None, tuple(-0.5 - i for i in range(len(ids))) if logprobs else None, None, FinishReason.STOP, (), 1, "actor", 0, 7, 0.0)
+    return Rollout(
+        0, 0, "scene", (), ids, None, tuple(-0.5 - i for i in range(len(ids))) if logprobs else None, None, FinishReason.STOP, (), 1, "actor", 0, 7, 0.0
+    )
 
 
 def box(*bins):
@@ -48,7 +50,9 @@ def roles_text(target: Target, codec, role: TokenRole) -> list[str]:
 
 def test_channel_a_trains_on_the_ground_truth_closed_and_with_eos(codec):
     target = ground_truth_target(SAMPLE, codec, RULES)
-    text = '{"object_1": {"desc": "seven", "bbox_2d": ' + box(100, 100, 300, 300) + '}, "object_2": {"desc": "two", "bbox_2d": ' + box(500, 500, 800, 900) + "}}"
+    text = (
+        '{"object_1": {"desc": "seven", "bbox_2d": ' + box(100, 100, 300, 300) + '}, "object_2": {"desc": "two", "bbox_2d": ' + box(500, 500, 800, 900) + "}}"
+    )
     assert text_of(target.token_ids[:-1], codec) == text
     assert target.token_ids[-1] == codec.eos_token_id
     assert roles_text(target, codec, TokenRole.DESC) == ["seven", "two"]
