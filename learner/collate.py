@@ -49,7 +49,8 @@ class PackedRow:
         return self.input_ids_1T.shape[1]
 
     def to(self, device: torch.device) -> PackedRow:
-        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
+        return replace(self, **moved)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "segments"}

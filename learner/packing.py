@@ -9,19 +9,19 @@ import numpy as np
 
 from shared.errors import ConfigError
 
-try:
-    import binpacking
-except ModuleNotFoundError:
-    binpacking = None
-
 # Cells of the exact search's table, about 40 MB of int16; past that the candidates of the heuristics compete.
 _EXACT_CELLS = 20_000_000
 
 
-def require_binpacking() -> None:
-    """ConfigError where packing is on and `binpacking` is not installed: there is no silent second heuristic."""
-    if binpacking is None:
-        raise ConfigError("training.packing: the package `binpacking` is not installed; run `pip install binpacking`, or set training.packing: false")
+def require_binpacking() -> Any:
+    """The package `binpacking`; ConfigError where it is not installed: there is no silent second heuristic."""
+    try:
+        import binpacking
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "training.packing: the package `binpacking` is not installed; run `pip install binpacking`, or set training.packing: false"
+        ) from error
+    return binpacking
 
 
 def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
@@ -94,7 +94,7 @@ def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
     others = {index: length for index, length in enumerate(lengths) if index and length <= room}
     if not others:
         return [0]
-    bins = binpacking.to_constant_volume(others, room)
+    bins: list[dict[int, int]] = require_binpacking().to_constant_volume(others, room)
     fullest = max(bins, key=lambda bin_: (sum(bin_.values()), -len(bin_), [-index for index in sorted(bin_)]))
     return [0, *sorted(fullest)]
 

@@ -18,7 +18,11 @@ def modules_of(package: str) -> list[str]:
 
 def loaded_by(modules: list[str]) -> set[str]:
     """Top-level names in `sys.modules` after importing these in a fresh process."""
-    code = "import importlib, json, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    code = (
+        "import importlib, json, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
     done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))

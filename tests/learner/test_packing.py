@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_carry_buffer_preserves_segments_without_splitting():
 
 
 def test_missing_binpacking_dependency_fails_fast(monkeypatch):
-    monkeypatch.setattr(packing, "binpacking", None)
+    monkeypatch.setitem(sys.modules, "binpacking", None)
     with pytest.raises(ConfigError, match=r"pip install binpacking`, or set training\.packing: false"):
         CarryBuffer(capacity=10, max_segments=2)
     with pytest.raises(ConfigError):
