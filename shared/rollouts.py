@@ -104,3 +104,8 @@ class SyncReport:
     phase_s: Mapping[str, float]
     canary_max_abs: float
     """Largest absolute difference of a canary log-probability between the learner and any actor."""
+
+    @property
+    def wire_gb_per_s(self) -> float | None:
+        """What one actor received per second of the slowest actor's wire phase, in 1e9 bytes; None where nothing went over a wire."""
+        return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None

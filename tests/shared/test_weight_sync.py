@@ -71,3 +71,8 @@ def test_when_both_fail_the_receivers_error_is_raised_from_the_senders() -> None
 def test_the_only_failure_is_raised(sent: Any, received: Any, shown: str) -> None:
     with pytest.raises(WeightSyncError, match=shown):
         sync_weights(*[Side(sent, received)] * 2)
+
+
+def test_the_rate_is_bytes_over_the_wires_seconds() -> None:
+    assert RECEIVED.wire_gb_per_s == pytest.approx(320 / 0.3 / 1e9)
+    assert SyncReport(version=1, bytes=0, phase_s={}, canary_max_abs=0.0).wire_gb_per_s is None
