@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +19,6 @@ from rollout_actors.vllm_actor import VllmActor
 from shared.config import RunConfig
 from shared.config.derive import batch_algebra
 from shared.errors import ConfigError
-
-# For the raylet's own answer once the resources are known to suffice.
-_PLACEMENT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,12 @@ class Cluster:
     def __enter__(self) -> Cluster:
         cluster = self._config.cluster
         own = {} if cluster.address != "local" else {"include_dashboard": cluster.dashboard, "_temp_dir": cluster.temp_dir and str(cluster.temp_dir)}
-        ray.init(address=cluster.address, namespace="rollmatch", log_to_driver=False, logging_level="warning", **own)
+        # Pool and learner report every failed call themselves.
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        try:
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="error", **own)
+        except ConnectionError as error:
+            raise ConfigError(f"cluster.address: no Ray cluster answers at {cluster.address} ({error}); check `ray status` there, or use local") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -114,8 +117,17 @@ class Cluster:
         config = self._config
         placement = plan_placement(config, ray.cluster_resources())
         self._group = self._reserve(placement)
-        timeouts = config.timeouts
-        self._learner = (
+        self._learner = self._place_learner(placement)
+        self._pool = self._place_actors(placement)
+        # The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created above, import vllm meanwhile.
+        learner = RemoteLearner(self._learner, config.timeouts)
+        receivers = placement.num_actors * config.rollout_matching.vllm.actors.tensor_parallel_size
+        learner.start(config, receiver_ranks=receivers, transport=placement.transport, device="cuda" if placement.learner["GPU"] else "cpu")
+        self._pool.start()
+        return learner, self._pool
+
+    def _place_learner(self, placement: Placement) -> Any:
+        return (
             ray.remote(LearnerShell)
             .options(
                 name="learner",
@@ -125,10 +137,13 @@ class Cluster:
                 # Beside engines on the same cores, threads that spin while they wait for each other make a step tens of times slower.
                 runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}},
             )
-            .remote(config, placement.num_actors * config.rollout_matching.vllm.actors.tensor_parallel_size, placement.transport, _device(placement))
+            .remote()
         )
-        names = tuple(f"rollout-actor-{index}" for index in range(placement.num_actors))
+
+    def _place_actors(self, placement: Placement) -> ActorPool:
+        config = self._config
         settings = engine_settings(config, Device.CUDA if placement.actor["GPU"] else Device.CPU, placement.transport)
+        names = [f"rollout-actor-{index}" for index in range(placement.num_actors)]
         actors = [
             ray.remote(VllmActor)
             .options(
@@ -141,24 +156,16 @@ class Cluster:
             .remote(name, settings, index)
             for index, name in enumerate(names)
         ]
-        self._pool = ActorPool(
-            actors,
-            names,
-            PoolTimeouts(start_s=timeouts.start_s, generate_s=timeouts.generate_s, sync_phase_s=timeouts.sync_phase_s),
-            round_capacity=batch_algebra(config).round_capacity,
-        )
-        learner = RemoteLearner(self._learner, timeouts)
-        # The learner is ready first and knows most about bad input, so it is asked first; the engines start meanwhile.
-        learner.wait_ready()
-        self._pool.start()
-        return learner, self._pool
+        timeouts = PoolTimeouts(config.timeouts.start_s, config.timeouts.generate_s, config.timeouts.sync_phase_s)
+        return ActorPool(actors, names, timeouts, round_capacity=batch_algebra(config).round_capacity)
 
     def _reserve(self, placement: Placement) -> PlacementGroup:
         group = placement_group(placement.bundles, strategy="PACK")
-        if not group.wait(_PLACEMENT_TIMEOUT_S):
+        if not group.wait(self._config.timeouts.start_s):
             remove_placement_group(group)
             raise ConfigError(
-                f"rollout_matching.vllm.actors.num_actors: the cluster has the resources but no node has room for each of {placement.bundles} now; "
+                f"rollout_matching.vllm.actors.num_actors: the cluster has the resources, but in {self._config.timeouts.start_s:g} s (timeouts.start_s) "
+                f"no nodes had room for {placement.bundles}; "
                 "look at `ray status` for what other jobs hold, or lower what is asked for"
             )
         return group
@@ -184,7 +191,3 @@ def engine_settings(config: RunConfig, device: Device, transport: str) -> Engine
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         enforce_eager=vllm.enforce_eager,
     )
-
-
-def _device(placement: Placement) -> str:
-    return "cuda" if placement.learner["GPU"] else "cpu"

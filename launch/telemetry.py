@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
 from shared.config import RunConfig
 from shared.config.derive import BatchAlgebra
 from shared.config.pipeline import Channel
+from shared.errors import ConfigError, StorageError
 from shared.metrics import EvaluationReport, StepReport
 from shared.rollouts import SyncReport
 from shared.schedule import StepPlan
@@ -37,18 +38,26 @@ class Telemetry:
     """Owns the run's folder. Every line is flushed when it is written, so a run that dies keeps what it had."""
 
     def __init__(self, config: RunConfig, algebra: BatchAlgebra, console: Console) -> None:
-        """Creates the folder and saves configuration and batch algebra. OSError when it cannot be written."""
-        self._folder = config.telemetry.run_dir
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-        (self._folder / "batch_algebra.txt").write_text("\n".join(algebra.describe()) + "\n")
+        """Creates the folder and saves configuration and batch algebra.
+
+        Raises:
+            ConfigError: the folder holds a run, which would be overwritten.
+            StorageError: it cannot be written.
+        """
+        folder = config.telemetry.run_dir
+        if (folder / "config.json").exists():
+            raise ConfigError(f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run away")
         self._config = config
         self._algebra = algebra
         self._console = console
-        self._metrics = (self._folder / "metrics.jsonl").open("w", buffering=1)
-        self._plans = (self._folder / "plan.jsonl").open("w", buffering=1)
-        self._evaluations = (self._folder / "evaluations.jsonl").open("w", buffering=1)
-        self._trace = TraceWriter(self._folder / "timeline.json") if config.telemetry.timeline else None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+            (folder / "batch_algebra.txt").write_text("\n".join(algebra.describe()) + "\n")
+            self._metrics, self._plans, self._evaluations = ((folder / f"{name}.jsonl").open("w", buffering=1) for name in ("metrics", "plan", "evaluations"))
+            self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
+        except OSError as error:
+            raise StorageError(str(folder), str(error)) from error
         self._actors: tuple[str, ...] = ()
         self.evaluations: list[EvaluationReport] = []
 
@@ -143,5 +152,8 @@ def _running_sums(sizes: tuple[int, ...]) -> list[int]:
     return [sum(sizes[: i + 1]) for i in range(len(sizes))]
 
 
-def _write(file: Any, values: Mapping[str, Any]) -> None:
-    file.write(json.dumps(values) + "\n")
+def _write(file: TextIO, values: Mapping[str, Any]) -> None:
+    try:
+        file.write(json.dumps(values) + "\n")
+    except OSError as error:
+        raise StorageError(file.name, str(error)) from error

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from shared.config import RunConfig, load_config
 from shared.config.derive import batch_algebra
-from shared.errors import ConfigError, LearnerError, RecordError, RolloutError, WeightSyncError
+from shared.errors import ConfigError, LearnerError, RecordError, RolloutError, StorageError, WeightSyncError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerError)
+EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerError, StorageError)
 """Errors whose message says where and what to do; a traceback would hide it."""
 
 
@@ -29,6 +29,7 @@ EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerErr
 def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         config = load_config(_mapping(composed))
         run(config, console)
@@ -85,6 +86,9 @@ def _mapping(composed: DictConfig) -> dict[str, Any]:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
+    # Once: a second signal must not interrupt the ending of the run's processes.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -28,11 +28,11 @@ Share = list[Rollout]
 class LearnerShell:
     """`Learner` with references instead of payloads."""
 
-    def __init__(self, config: RunConfig, receiver_ranks: int, transport: str, device: str) -> None:
-        self._learner = Learner(config, receiver_ranks=receiver_ranks, transport=transport, device=torch.device(device))
+    _learner: Learner
 
-    def ready(self) -> None:
-        """Returns once the constructor has."""
+    def start(self, config: RunConfig, receiver_ranks: int, transport: str, device: str) -> None:
+        """Not in the constructor, whose exceptions Ray turns into a dead actor."""
+        self._learner = Learner(config, receiver_ranks=receiver_ranks, transport=transport, device=torch.device(device))
 
     def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
         return [ray.put(request) for request in self._learner.next_requests(plan)]
@@ -69,8 +69,9 @@ class RemoteLearner:
         self._actor = actor
         self._timeouts = timeouts
 
-    def wait_ready(self) -> None:
-        self._wait(self._actor.ready.remote(), "start", self._timeouts.start_s, "timeouts.start_s")
+    def start(self, config: RunConfig, *, receiver_ranks: int, transport: str, device: str) -> None:
+        """Returns when model and data are loaded. Raises what the learner finds wrong with them."""
+        self._wait(self._actor.start.remote(config, receiver_ranks, transport, device), "start", self._timeouts.start_s, "timeouts.start_s")
 
     def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
         return self._learn(self._actor.next_requests.remote(plan), "next_requests")

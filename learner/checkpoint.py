@@ -6,16 +6,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from shared.errors import StorageError
+
 
 def save_checkpoint(model: Any, processor: Any, folder: Path) -> None:
     """Weights (safetensors), configuration, tokenizer and processor files in `folder`, complete or not there at all.
 
-    Raises OSError with the path: no space left, no permission.
+    Raises StorageError with the path: no space left, no permission.
     """
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    model.save_pretrained(partial)
-    processor.save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.replace(folder)
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial)
+        processor.save_pretrained(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(str(folder), str(error)) from error

@@ -95,3 +95,14 @@ class LearnerError(RuntimeError):
 
 def _learner_error(message: str, phase: str) -> LearnerError:
     return LearnerError(message, phase=phase)
+
+
+class StorageError(RuntimeError):
+    """Something could not be written: `path` is where, `reason` why. No space left and no permission are the usual ones."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"cannot write {path}: {reason}; free space or permit writing there, or choose another folder with telemetry.run_dir")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.path, self.reason)

@@ -42,8 +42,5 @@ class MetricSums:
         for name, value in values.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def __getitem__(self, name: str) -> float:
-        return self._sums[name]
-
     def as_dict(self) -> dict[str, float]:
         return dict(self._sums)

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from learner.learner import Learner
-from learner.segments import PromptEncoder
+from learner.targets import ground_truth_target
 from shared.config import RunConfig
-from shared.records import Sample
-from shared.rollouts import FinishReason, Rollout, RolloutRequest
+from shared.rollouts import FinishReason, Rollout
+from shared.schedule import StepPlan
 
 
 def make_learner(config: RunConfig) -> Learner:
     return Learner(config, receiver_ranks=1, transport="rollmatch_gloo", device=torch.device("cpu"))
 
 
-def scripted_rollouts(
-    requests: Sequence[RolloutRequest], samples: Sequence[Sample], encoder: PromptEncoder, responses: Sequence[Sequence[int]], *, version: int = 0
-) -> list[Rollout]:
-    """Rollouts with these responses, as an engine would report them but for the log-probabilities."""
+def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:
+    """Begin a channel-B step and answer its requests without an engine: each response is the first half of the ground truth's text."""
+    requests = learner.next_requests(plan)
+    step = learner._current
+    responses = [ground_truth_target(sample, learner._loaded.codec, learner._rules).token_ids for sample in step.samples]
     return [
         Rollout(
             step=request.step,
             position=request.position,
             sample_id=request.sample_id,
-            prompt_token_ids=encoder.encode(sample).token_ids,
-            response_token_ids=tuple(response),
+            prompt_token_ids=prompt.token_ids,
+            response_token_ids=response[: len(response) // 2],
             stop_token_id=None,
             logprobs=None,
             stop_token_logprob=None,
             finish_reason=FinishReason.LENGTH,
             forced_positions=(),
-            weight_version=version,
-            actor="scripted",
+            weight_version=0,
+            actor="nobody",
             attempt=0,
             seed=request.seed,
             generate_s=0.0,
         )
-        for request, sample, response in zip(requests, samples, responses, strict=True)
+        for request, prompt, response in zip(requests, step.prompts, responses, strict=True)
     ]

@@ -1,0 +1,115 @@
+"""One rank, step by step, with rollouts nobody had to generate (spec: channel-b step mode; DESIGN 5, decisions 6, 7, 10, 24)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from config_support import configuration
+from learner_support import half_right, make_learner
+
+from shared.config.pipeline import Channel
+from shared.errors import ConfigError, RolloutError
+from shared.schedule import RunSchedule
+from shared.seeds import request_seed
+
+SMALL = {
+    "global_max_length": 512,
+    "training__max_steps": 3,
+    "training__effective_batch_size": 12,
+    "training__packing_window": 4,
+    "stage2_ab__schedule__warmup_steps": 1,
+    "stage2_ab__channel_b__rollouts_per_step": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def config(demo_checkpoint, demo_data, tmp_path_factory):
+    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **SMALL | changes)
+
+
+def channel_b_step(config, rounds):
+    """A fresh learner's first channel-B step, learned in these rounds: its report and the weights after it."""
+    learner = make_learner(config)
+    rollouts = half_right(learner, RunSchedule(config).plan(1))
+    for round_ in rounds:
+        learner.accumulate([rollouts[i] for i in round_])
+    report = learner.finish_step()
+    return report, {name: parameter.detach().clone() for name, parameter in learner._loaded.model.named_parameters()}
+
+
+def test_rows_losses_and_weights_do_not_depend_on_how_the_step_was_cut_into_rounds(config):
+    whole, weights = channel_b_step(config(), [range(12)])
+    assert whole.channel is Channel.B
+    for rounds in ([range(6), range(6, 12)], [range(5), range(5, 7), range(7, 12)]):
+        report, other = channel_b_step(config(), rounds)
+        assert {k: v for k, v in report.metrics.items() if not k.startswith("time/")} == {k: v for k, v in whole.metrics.items() if not k.startswith("time/")}
+        assert all(torch.equal(weights[name], other[name]) for name in weights)
+
+
+def test_12_raw_rollouts_pack_into_fewer_rows_and_one_update(config):
+    report, _ = channel_b_step(config(), [range(12)])
+    assert report.metrics["packing/num_segments"] == 12
+    assert report.metrics["packing/num_rows"] < 12
+    assert report.metrics["rollout/num"] == 12
+
+
+def test_without_packing_every_segment_is_a_row_and_the_loss_is_the_same(config):
+    packed, _ = channel_b_step(config(), [range(12)])
+    single, _ = channel_b_step(config(training__packing=False), [range(12)])
+    assert single.metrics["packing/num_rows"] == 12
+    assert single.metrics["loss/total"] == pytest.approx(packed.metrics["loss/total"], abs=2e-5)
+
+
+def test_a_channel_a_step_asks_for_nothing_and_learns_the_ground_truth(config):
+    learner, schedule = make_learner(config()), RunSchedule(config())
+    assert learner.next_requests(schedule.plan(0)) == []
+    report = learner.finish_step()
+    assert report.channel is Channel.A
+    assert report.metrics["packing/num_segments"] == 12
+    assert not any(name.startswith("rollout/") for name in report.metrics)
+
+
+def test_every_request_has_a_seed_of_its_own_that_its_place_in_the_run_decides(config):
+    learner = make_learner(config())
+    requests = learner.next_requests(RunSchedule(config()).plan(1))
+    assert [request.seed for request in requests] == [request_seed(17, 1, position) for position in range(12)]
+    assert len({request.seed for request in requests}) == 12
+    assert all(image.data for request in requests for image in request.images)
+
+
+def test_two_learners_draw_the_same_samples_in_the_same_order(config):
+    drawn = []
+    for _ in range(2):
+        learner = make_learner(config())
+        for plan in RunSchedule(config()).plans():
+            if plan.channel is Channel.B:
+                break
+            learner.next_requests(plan)
+            drawn.append([sample.sample_id for sample in learner._current.samples])
+    assert drawn[0] == drawn[1]
+
+
+def test_a_rollout_of_other_weights_or_another_prompt_ends_the_run(config):
+    learner = make_learner(config())
+    rollouts = half_right(learner, RunSchedule(config()).plan(1))
+    with pytest.raises(RolloutError, match="weight version 7"):
+        learner.accumulate([replace(rollouts[0], weight_version=7)])
+    with pytest.raises(RolloutError, match="the prompts differ first at token 3"):
+        learner.accumulate([replace(rollouts[0], prompt_token_ids=(*rollouts[0].prompt_token_ids[:3], 5, *rollouts[0].prompt_token_ids[4:]))])
+
+
+def test_a_sample_that_is_too_long_is_refused_before_the_start_with_the_numbers(config):
+    with pytest.raises(
+        ConfigError, match=r"global_max_length: 200 is too short for sample train:\d+ .* prompt \d+ \+ response 160 .* \+ appended objects \d+"
+    ) as caught:
+        make_learner(config(global_max_length=200))
+    needed = int(str(caught.value).rsplit("raise global_max_length to ", 1)[1].split(",")[0])
+    make_learner(config(global_max_length=needed))
+
+
+def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):
+    learner = make_learner(config())
+    learner.save(tmp_path / "checkpoint")
+    learner.save(tmp_path / "checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in (tmp_path / "checkpoint").iterdir()}
