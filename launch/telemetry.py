@@ -123,7 +123,9 @@ class Telemetry:
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
         _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
         if self._trace is not None:
-            self._trace.write([span, *report.spans])
+            # What is left of the step when the learner is done is the sync.
+            sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
+            self._trace.write([span, *report.spans, *sync_span])
         self._console.print(_progress_line(report, metrics, self._config.training.max_steps), highlight=False)
 
 

@@ -74,7 +74,7 @@ def run(config: RunConfig, console: Console) -> None:
     if len(telemetry.evaluations) == 2:
         before, after = (report.counts.f1 for report in telemetry.evaluations)
         console.print(
-            f"demo: val F1@0.5 warm-up {before:.2f} -> final {after:.2f} (B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s)",
+            f"{config.telemetry.name}: val F1@0.5 warm-up {before:.2f} -> final {after:.2f} (B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s)",
             highlight=False,
         )
 

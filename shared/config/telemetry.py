@@ -8,6 +8,9 @@ from shared.config.base import ConfigPath, Section
 
 
 class TelemetrySection(Section):
+    name: str = "run"
+    """What the run's closing line calls it."""
+
     run_dir: ConfigPath = Path("outputs/run")
     """The run's folder: resolved configuration, metrics, plans, timeline, checkpoints."""
 

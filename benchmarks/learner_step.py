@@ -1,0 +1,189 @@
+"""The learner's step on one packed row, beside a step that computes the logits of every position at once.
+
+`python -m benchmarks.learner_step` (a small model, CPU) or, on a GPU, `--size 4b --tokens 12000 --device cuda --dtype bfloat16`. Random weights, segments
+with an image each. Both steps must give the same loss and gradient; printed are seconds, their ratio, tokens per second and, on a GPU, the peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from learner.collate import PackedRow, collate
+from learner.objectives.coord_reg import CoordReg
+from learner.objectives.interface import Supervision
+from learner.objectives.token_ce import TokenCE
+from learner.segments import EncodedPrompt, Segment
+from learner.step import SampledTokens, backward_row
+from learner.targets import Target, TextWeights, TokenRole
+from shared.config.pipeline import CoordRegConfig
+from shared.tokens.vocabulary import NUM_BINS
+
+IMAGE, VIDEO, START, END = 1, 2, 3, 4
+FIRST_COORD = 10
+SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "small": (
+        {
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "vocab_size": 20_000,
+        },
+        {"hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "depth": 3, "out_hidden_size": 256, "deepstack_visual_indexes": [0, 1, 2]},
+    ),
+    "4b": (
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 152_936,
+        },
+        {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "depth": 24, "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]},
+    ),
+}
+OBJECTIVES = [
+    TokenCE(1.0),
+    CoordReg(
+        1.0,
+        CoordRegConfig(
+            coord_ce_weight=0.0,
+            soft_ce_weight=1.0,
+            w1_weight=1.0,
+            coord_gate_weight=1.0,
+            text_gate_weight=0.0,
+            temperature=1.0,
+            target_sigma=2.0,
+            target_truncate=16,
+        ),
+    ),
+]
+
+
+def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
+    text, vision = SIZES[size]
+    half = text["head_dim"] // 2
+    section = [half - 2 * (half // 3), half // 3, half // 3]
+    config = Qwen3VLConfig(
+        text_config=text
+        | {
+            "max_position_embeddings": 32_768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section, "mrope_interleaved": True},
+        },
+        vision_config=vision | {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = Qwen3VLForConditionalGeneration(config)
+    torch.set_default_dtype(previous)
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def make_segment(number: int, length: int, vocabulary: int) -> Segment:
+    """An image of 8 x 8 merged patches, a short prompt, and `length` tokens in all, an eighth of the target coord slots."""
+    draw = np.random.default_rng(number)
+    prompt_ids = (START, *[IMAGE] * 64, END, *draw.integers(2000, vocabulary, 20).tolist())
+    num_target = length - len(prompt_ids)
+    roles = np.full(num_target, TokenRole.STRUCTURE, dtype=np.uint8)
+    slots = np.sort(draw.choice(num_target - 1, num_target // 32 * 4, replace=False))
+    roles[slots], roles[-1] = TokenRole.COORD, TokenRole.CLOSING
+    bins = draw.integers(0, NUM_BINS, len(slots))
+    ids = draw.integers(2000, vocabulary, num_target)
+    ids[slots] = FIRST_COORD + bins
+    modality = torch.tensor([int(token == IMAGE) for token in prompt_ids])
+    prompt = EncodedPrompt(
+        prompt_ids, prompt_ids, modality, torch.from_numpy(draw.standard_normal((256, 3 * 2 * 16 * 16), dtype=np.float32)), torch.tensor([[1, 16, 16]])
+    )
+    return Segment(number, prompt, Target(str(number), tuple(ids.tolist()), roles, tuple(slots.tolist()), tuple(bins.tolist())))
+
+
+def every_position(model: Any, row: PackedRow, coord_ids_C: torch.Tensor) -> float:
+    """The obvious step: logits of the whole row in float32, all losses on them."""
+    logits_TV = model(
+        input_ids=row.input_ids_1T,
+        position_ids=row.position_ids_41T,
+        attention_mask=None,
+        pixel_values=row.pixel_values_RD.to(model.dtype),
+        image_grid_thw=row.image_grid_I3,
+        use_cache=False,
+    ).logits[0]
+    at = row.positions_N
+    supervision = Supervision(
+        at[row.text_index_X], row.text_labels_X, row.text_weight_X, row.gate_weight_X, at[row.coord_index_S], row.coord_bins_S, row.coord_weight_S, coord_ids_C
+    )
+    loss = torch.stack([objective(logits_TV.float(), supervision).loss for objective in OBJECTIVES]).sum()
+    loss.backward()
+    return loss.item()
+
+
+def measure(model: Any, step: Callable[[], float], repeats: int, device: torch.device) -> tuple[float, float, float, torch.Tensor]:
+    """(median seconds, peak bytes, loss, the gradient of the last layer's norm)."""
+    seconds = []
+    for _ in range(repeats + 1):  # the first is a warm-up
+        model.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak = float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0
+    return statistics.median(seconds[1:]), peak, loss, model.model.language_model.norm.weight.grad.float().clone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=sorted(SIZES), default="small")
+    parser.add_argument("--tokens", type=int, default=2000, help="length of the row")
+    parser.add_argument("--segment", type=int, default=500, help="length of each segment")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    device, dtype = torch.device(arguments.device), {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
+    model = make_model(arguments.size, device, dtype)
+    segments = [make_segment(n, arguments.segment, model.config.text_config.vocab_size) for n in range(arguments.tokens // arguments.segment)]
+    row = collate(segments, text_weights=TextWeights(1.0, 1.0), num_samples=len(segments), rope_index=model.model.get_rope_index).to(device)
+    coord_ids_C = torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device)
+
+    def chunked() -> float:
+        return backward_row(model, row, OBJECTIVES, coord_ids_C=coord_ids_C, sampled=SampledTokens(0.0, ())).loss
+
+    ours = measure(model, chunked, arguments.repeats, device)
+    obvious = measure(model, lambda: every_position(model, row, coord_ids_C), arguments.repeats, device)
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    assert abs(ours[2] - obvious[2]) <= tolerance * abs(obvious[2]), (ours[2], obvious[2])
+    assert (ours[3] - obvious[3]).norm() <= 10 * tolerance * obvious[3].norm(), "the gradients differ"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"{parameters / 1e6:.0f} M parameters, {arguments.dtype} on {device}, a row of {row.num_tokens} tokens in {len(segments)} segments, {len(row.positions_N)} supervised"
+    )
+    for name, (seconds, peak, loss, _) in (("learner/step.py", ours), ("every position", obvious)):
+        print(f"{name:16} {seconds:8.3f} s  {row.num_tokens / seconds:8.0f} tokens/s  loss {loss:.5f}" + (f"  peak {peak / 2**30:.1f} GiB" if peak else ""))
+    print(f"ratio {obvious[0] / ours[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
