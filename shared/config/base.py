@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat
 from pydantic_core import PydanticCustomError
 
 ConfigPath = Annotated[Path, Field(strict=False)]
@@ -46,6 +46,16 @@ def refusal(wrong: str, remedy: str, key: str | None = None) -> PydanticCustomEr
     """What a validator raises for a value that the types allow; `key` is the offending key where the value is a mapping."""
     # A custom message is a template: the texts travel in the context so that their braces stay braces.
     return PydanticCustomError("refused", "{wrong}; {remedy}", {"wrong": wrong, "remedy": remedy, "key": key})
+
+
+def _no_fraction(gpus: float) -> float:
+    if not gpus.is_integer():
+        raise refusal(f"must be whole GPUs, or 0, got {gpus:g}: NCCL cannot put two ranks on one GPU", "write a whole number, or 0 for none")
+    return gpus
+
+
+WholeGPUs = Annotated[NonNegativeFloat, AfterValidator(_no_fraction)]
+"""GPUs that Ray reserves for one process."""
 
 
 def dotted(keys: tuple[str | int, ...]) -> str:

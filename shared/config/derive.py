@@ -71,17 +71,15 @@ def batch_algebra(run: RunConfig) -> BatchAlgebra:
     """The sizes of a run. ValueError where not every learner rank could have a rollout of each round (names `decode_batch_size`)."""
     world_size, uses_rollouts = run.learner.world_size, run.custom.trainer_variant.uses_rollouts
     actors, decode_batch_size = run.rollout_matching.vllm.actors, run.rollout_matching.decode_batch_size
-    accumulation = accumulation_steps(run)
-    effective = run.training.per_device_train_batch_size * world_size * accumulation
-    rollouts = (run.stage2_ab.channel_b.rollouts_per_step or effective) if uses_rollouts else 0
+    rollouts = raw_rollouts_per_step(run)
     capacity = world_size * chunk_size(decode_batch_size, [actors.tensor_parallel_size] * actors.num_actors, world_size)
     rounds = tuple(map(len, split_rounds(rollouts, capacity)))
     b_steps = run.stage2_ab.schedule.num_b_steps(run.training.max_steps) if uses_rollouts else 0
     return BatchAlgebra(
         learner_world_size=world_size,
         per_device_train_batch_size=run.training.per_device_train_batch_size,
-        gradient_accumulation_steps=accumulation,
-        effective_batch_size=effective,
+        gradient_accumulation_steps=accumulation_steps(run),
+        effective_batch_size=effective_batch_size(run),
         raw_rollouts_per_step=rollouts,
         share_per_rank=tuple(len(rank_share(rollouts, world_size, rank)) for rank in range(world_size)),
         num_actors=actors.num_actors,
@@ -99,6 +97,18 @@ def batch_algebra(run: RunConfig) -> BatchAlgebra:
     )
 
 
+def effective_batch_size(run: RunConfig) -> int:
+    """Samples per channel-A update over all ranks."""
+    return run.training.per_device_train_batch_size * run.learner.world_size * accumulation_steps(run)
+
+
+def raw_rollouts_per_step(run: RunConfig) -> int:
+    """Rollouts per channel-B update over all ranks; 0 where the variant uses none."""
+    if not run.custom.trainer_variant.uses_rollouts:
+        return 0
+    return run.stage2_ab.channel_b.rollouts_per_step or effective_batch_size(run)
+
+
 def accumulation_steps(run: RunConfig) -> int:
     """Micro-steps per update: as given, or as many as `effective_batch_size` needs (rounded up), or 1."""
     training = run.training
@@ -107,9 +117,9 @@ def accumulation_steps(run: RunConfig) -> int:
     return 1 if training.effective_batch_size is None else needed_accumulation_steps(run, training.effective_batch_size)
 
 
-def needed_accumulation_steps(run: RunConfig, effective_batch_size: int) -> int:
-    """The fewest micro-steps that give at least `effective_batch_size` samples over all ranks."""
-    return -(-effective_batch_size // (run.training.per_device_train_batch_size * run.learner.world_size))
+def needed_accumulation_steps(run: RunConfig, num_samples: int) -> int:
+    """The fewest micro-steps that give at least `num_samples` samples over all ranks."""
+    return -(-num_samples // (run.training.per_device_train_batch_size * run.learner.world_size))
 
 
 def _counted(count: int, noun: str) -> str:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from shared.config.base import Section
+from shared.config.base import Section, WholeGPUs
 
 
 class LearnerSection(Section):
     world_size: PositiveInt = 1
     """Learner ranks."""
 
-    gpus: NonNegativeFloat | None = None
-    """GPUs that Ray reserves for each rank; null: 1 where the cluster has GPUs, else 0."""
+    gpus: WholeGPUs | None = None
+    """Whole GPUs that Ray reserves for each rank; null: 1 where the cluster has GPUs, else 0."""
 
     cpus: NonNegativeFloat | None = None
     """CPU cores that Ray reserves for each rank; null: 1."""
 
     cpu_threads: PositiveInt | None = None
-    """Threads of torch in each rank; null: torch's own choice."""
+    """Threads of torch in each rank; null: as many as the process may use cores.
+
+    Results depend on the number, since it decides the order of float sums: the one that was used is recorded in the run's folder.
+    """

@@ -6,9 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shared.config.base import Fraction01, Section, refusal
+from shared.config.base import Fraction01, Section, WholeGPUs, refusal
 from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
 from shared.rollouts import DecodeMode, DecodeSettings
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises a positive temperature under this one to it, and the learner's log-probabilities would be of another distribution."""
+HIGHEST_TEMPERATURE = 5.0
+"""Ids are banned by a logit bias of -100, which the temperature divides: here e^-20 of a token's probability is left, at 50 it is e^-2."""
 
 
 def _some_or_no_limit(top_k: int) -> int:
@@ -17,9 +22,19 @@ def _some_or_no_limit(top_k: int) -> int:
     return top_k
 
 
+def _greedy_or_within_engines(temperature: float) -> float:
+    if temperature != 0 and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
+        raise refusal(
+            f"must be 0 or within [{LOWEST_TEMPERATURE:g}, {HIGHEST_TEMPERATURE:g}], got {temperature:g}: vLLM samples lower ones at {LOWEST_TEMPERATURE:g}, "
+            "and higher ones let banned token ids through",
+            "write 0.0 for greedy decoding, or a temperature of that range",
+        )
+    return temperature
+
+
 class DecodingSection(Section):
-    temperature: NonNegativeFloat = 0.0
-    """0: greedy; above 0: sampling."""
+    temperature: Annotated[NonNegativeFloat, AfterValidator(_greedy_or_within_engines)] = 0.0
+    """0: greedy; 0.01 to 5: sampling."""
 
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with at least this probability."""
@@ -32,8 +47,8 @@ class ActorsSection(Section):
     num_actors: PositiveInt = 1
     """Rollout actors, one engine each."""
 
-    gpus_per_actor: NonNegativeFloat | None = None
-    """GPUs that Ray reserves for each actor; null: `tensor_parallel_size` where the cluster has GPUs, else 0."""
+    gpus_per_actor: WholeGPUs | None = None
+    """Whole GPUs that Ray reserves for each actor; null: `tensor_parallel_size` where the cluster has GPUs, else 0."""
 
     cpus_per_actor: NonNegativeFloat | None = None
     """CPU cores that Ray reserves for each actor; null: 1."""
@@ -47,7 +62,7 @@ class SyncSection(Section):
     """What a weight sync sends: all merged weights, the LoRA tensors alone, or the second where it can."""
 
     fallback_to_full: bool = True
-    """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
+    """After a failed adapter sync: go on with full syncs (true) or stop (false). No effect in this version, whose syncs are full ones."""
 
     bucket_bytes: PositiveInt = 64 * 2**20
     """Bytes of one packed bucket on the wire."""

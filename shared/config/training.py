@@ -20,7 +20,10 @@ class TrainingSection(Section):
     """Samples per learner rank and micro-step. Under packing a forward takes one row whatever this says."""
 
     per_device_eval_batch_size: PositiveInt = 1
-    """Samples per learner rank in an evaluation forward. Rollouts for evaluation follow `rollout_matching.decode_batch_size`."""
+    """Samples per learner rank in an evaluation forward. No effect in this version: an evaluation has no forward of the learner.
+
+    It generates, at most `rollout_matching.decode_batch_size` sequences per device.
+    """
 
     effective_batch_size: PositiveInt | None = None
     """Samples per update wanted over all learner ranks; the accumulation steps follow from it, rounded up."""
@@ -59,13 +62,13 @@ class TrainingSection(Section):
     """Put several segments into one forward; false: one segment per row."""
 
     packing_buffer: PositiveInt = 256
-    """Most segments waiting for a row."""
+    """Most segments waiting for a row; at least the samples of a step, so that no step can overflow it."""
 
     packing_min_fill_ratio: Fraction01 = 0.7
     """A row filled less than this fraction of `global_max_length` is counted and logged, not refused."""
 
     packing_drop_last: bool = True
-    """Segments left in a carry buffer at the end of the run are dropped. Channel B in step mode leaves none."""
+    """Segments left in a carry buffer at the end of the run are dropped. No effect in this version: every step learns all of its segments."""
 
     packing_window: PositiveInt = 8
     """Rows are taken after every this many rollouts, in index order, so that they do not depend on arrival (DESIGN 5, decision 7)."""

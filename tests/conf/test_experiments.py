@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +44,37 @@ def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16() -> None
     assert run.telemetry.run_dir.is_relative_to("outputs")
 
 
-def test_the_control_is_the_main_job_on_channel_a_alone() -> None:
-    main, control = loaded("+experiment=stage2_3v1").model_dump(), loaded("+experiment=control_channel_a").model_dump()
-    main["stage2_ab"]["schedule"]["b_ratio"] = 0.0
-    main["telemetry"] = control["telemetry"]
-    assert main == control
+def test_the_control_continues_the_warm_up_of_the_main_job_on_channel_a_alone_and_for_more_steps() -> None:
+    main, control = loaded("+experiment=stage2_3v1"), loaded("+experiment=control_channel_a")
+    # Under any other schedule the learning rate would depend on the number of steps, and the two warm-ups would differ.
+    assert main.training.lr_schedule == "constant"
+    assert control.training.max_steps > main.training.max_steps
+    assert batch_algebra(control).b_steps == 0
+    expected = main.model_dump()
+    expected["stage2_ab"]["schedule"]["b_ratio"] = 0.0
+    expected["training"]["max_steps"] = control.training.max_steps
+    expected["telemetry"]["run_dir"] = control.telemetry.run_dir
+    assert control.model_dump() == expected
+
+
+def test_a_run_is_named_on_the_command_line() -> None:
+    assert loaded("+experiment=stage2_3v1").telemetry.name == "run"
+    assert loaded("+experiment=stage2_3v1", "++telemetry.name=demo").telemetry.name == "demo"
+
+
+def test_a_refused_configuration_leaves_no_folder_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", "training.foo=1"]
+    environment = os.environ | {"PYTHONPATH": str(CONF.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "training.foo: is not a known key" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hydra_leaves_the_warnings_of_the_run_alone() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        hydra = compose("train", return_hydra_config=True).hydra
+    assert (hydra.job_logging.root, hydra.hydra_logging.root) == (None, None)
 
 
 def test_values_are_overridden_on_the_command_line() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from shared.config.checks import CHECKS
+from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.config.run import RunConfig
 
 MATCHING = "rollout_matching"
 VLLM = f"{MATCHING}.vllm"
 OBJECTIVE = f"{MATCHING}.pipeline.objective"
+STAGE1 = {"custom.trainer_variant": "stage1_sft"}
 NO_QUEUE = {"stage2_ab.channel_b.enable_pipeline": False}
+
+TOKEN_CE = EXAMPLE_PIPELINE["objective"][0]
 
 REFUSED = [
     ({"custom.trainer_variant": "stage2_rollout_aligned"}, "custom.trainer_variant: 'stage2_rollout_aligned' is not in this version; "),
@@ -21,6 +25,8 @@ REFUSED = [
     ({f"{VLLM}.sync.mode": "auto"}, f"{VLLM}.sync.mode: 'auto' needs LoRA, which is not in this version; "),
     ({**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf"}, f"{MATCHING}.rollout_backend: 'hf' is not in this version; set "),
     ({**NO_QUEUE, f"{VLLM}.mode": ...}, f"{VLLM}.mode: 'colocate' is not in this version; set {VLLM}.mode: actors"),
+    ({**NO_QUEUE, **STAGE1, f"{MATCHING}.rollout_backend": "hf"}, f"{MATCHING}.rollout_backend: 'hf' is not in this version; set "),
+    ({**NO_QUEUE, **STAGE1, f"{VLLM}.mode": "colocate"}, f"{VLLM}.mode: 'colocate' is not in this version; set {VLLM}.mode: actors"),
     ({f"{VLLM}.mode": "server"}, f"{VLLM}.mode: 'server' is not in this version; set {VLLM}.mode: actors"),
     ({f"{MATCHING}.decode_mode": "sample"}, f"{MATCHING}.decode_mode: 'sample' contradicts decoding.temperature 0, which is greedy; raise "),
     (
@@ -34,8 +40,23 @@ REFUSED = [
         {"training.gradient_accumulation_steps": 8},
         "training.gradient_accumulation_steps: 8 contradicts effective_batch_size 32, which takes 32 with 1 per device and 1 learner ranks; remove one",
     ),
-    ({"training.packing_buffer": 7}, "training.packing_buffer: 7 segments cannot hold a packing_window of 8 rollouts; raise it to at least 8"),
-    ({"model.attn_implementation": "flash_attention_2"}, "model.attn_implementation: flash_attention_2 does not compute in float32; set model.dtype: bfloat16"),
+    (
+        {"training.packing_buffer": 31},
+        "training.packing_buffer: 31 segments cannot hold a whole step (32 samples on channel A, 32 raw rollouts on channel B); raise it to at least 32",
+    ),
+    (
+        {"training.packing_buffer": 40, "stage2_ab.channel_b.rollouts_per_step": 48},
+        "training.packing_buffer: 40 segments cannot hold a whole step (32 samples on channel A, 48 raw rollouts on channel B); raise it to at least 48",
+    ),
+    (
+        {"training.effective_batch_size": 300, "training.per_device_train_batch_size": 8},
+        "training.packing_buffer: 256 segments cannot hold a whole step (304 samples on channel A, ",
+    ),
+    ({"model.dtype": "bfloat16"}, "model.dtype: 'bfloat16' is not in this version (it needs fp32 master weights); set model.dtype: float32"),
+    (
+        {"model.attn_implementation": "flash_attention_2"},
+        "model.attn_implementation: 'flash_attention_2' is not in this version (it needs model.dtype bfloat16); set ",
+    ),
     (
         {f"{VLLM}.actors.tensor_parallel_size": 2, f"{VLLM}.actors.gpus_per_actor": 1.0},
         f"{VLLM}.actors.gpus_per_actor: 1 GPUs cannot hold an engine of tensor_parallel_size 2; set it to 2",
@@ -51,7 +72,14 @@ ACCEPTED = [
     {"training.gradient_accumulation_steps": 32},
     {"training.effective_batch_size": 33, "training.per_device_train_batch_size": 8, "training.gradient_accumulation_steps": 5},
     {"training.packing_buffer": 7, "training.packing": False},
-    {"model.attn_implementation": "flash_attention_2", "model.dtype": "bfloat16"},
+    {"training.packing_buffer": 32},
+    {"training.packing_buffer": 32, "training.packing_window": 64},
+    {**STAGE1, "training.packing_buffer": 32, "stage2_ab.channel_b.rollouts_per_step": 48},
+    *({f"{MATCHING}.decoding.temperature": temperature} for temperature in (0, 0.01, 5, 5.0)),
+    {"learner.gpus": 1, f"{VLLM}.actors.gpus_per_actor": 2.0, "learner.cpus": 0.5, f"{VLLM}.actors.cpus_per_actor": 0.5},
+    {"learner.gpus": 0.0, f"{VLLM}.actors.gpus_per_actor": 0},
+    {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": ["B"]}},
+    {f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": ["A", "B"], "enabled": False}},
     {"training.max_steps": 10, "stage2_ab.schedule.warmup_steps": 400, "training.lr_warmup_steps": 50},
     {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[1].channels": ["A"], "stage2_ab.schedule.b_ratio": 0.0},
     {f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].channels": ["B"], "stage2_ab.schedule.warmup_steps": 0},
@@ -68,6 +96,22 @@ def test_contradictions_and_values_of_later_versions_are_refused(problems, chang
 @pytest.mark.parametrize("changes", ACCEPTED)
 def test_values_that_agree_are_accepted(problems, changes):
     assert problems(changes) == []
+
+
+@pytest.mark.parametrize(("channels", "twice"), [(["A"], "A"), (["B"], "B"), (["B", "A"], "B and A")])
+def test_a_module_is_active_once_per_channel(problems, channels, twice):
+    (line,) = problems({f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": channels}})
+    assert line.startswith(f"{OBJECTIVE}[2].name: 'token_ce' is active on channel {twice} already, by {OBJECTIVE}[0]; remove or disable one of the two")
+
+
+def test_every_further_entry_of_a_module_is_reported_once(problems):
+    lines = problems({f"{OBJECTIVE}[2]": TOKEN_CE, f"{OBJECTIVE}[3]": TOKEN_CE})
+    assert [line.split(": ")[0] for line in lines] == [f"{OBJECTIVE}[2].name", f"{OBJECTIVE}[3].name"]
+
+
+def test_number_type_and_attention_of_a_later_version_are_two_problems(problems):
+    lines = problems({"model.dtype": "bfloat16", "model.attn_implementation": "flash_attention_2"})
+    assert [line.split(": ")[0] for line in lines] == ["model.dtype", "model.attn_implementation"]
 
 
 def test_beam_search_is_refused_for_actors_and_the_modes_that_have_it_are_named(problems):
