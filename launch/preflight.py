@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
-
+from learner.samples import load_samples
 from shared.config import RunConfig
-from shared.dataset import Dataset, load_dataset
-from shared.errors import ConfigError, RecordError
-from shared.records import Sample
+from shared.dataset import Dataset
+from shared.errors import ConfigError
 
 
-def check_data(config: RunConfig) -> None:
-    """Read every row of the run's data files and, where `data.check_images`, every image.
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What the rest of the run needs to know of its data."""
+
+    max_images: int
+    """Most images of a row, over training and validation: the engines' limit per prompt."""
+    num_train_skipped: int
+    num_val_skipped: int
+    """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
+
+    def describe(self) -> list[str]:
+        """One line about the rows that were left out; none where none was."""
+        if not self.num_train_skipped + self.num_val_skipped:
+            return []
+        return [f"data      skipped {self.num_train_skipped} bad rows of data.train and {self.num_val_skipped} of data.val (data.on_bad_row: skip)"]
+
+
+def check_data(config: RunConfig) -> DataFacts:
+    """Read every row of the run's data files and, where `data.check_images`, every image, as the learner will.
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
@@ -24,36 +40,16 @@ def check_data(config: RunConfig) -> None:
         raise ConfigError(
             f"model.path: {model} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote"
         )
-    data = config.data
-    for key, path in (("data.train", data.train), ("data.val", data.val)):
-        if path is None:
-            continue
-        if not path.is_file():
-            raise ConfigError(f"{key}: there is no file {path}; run `make demo-data`, or set {key} to a JSONL file")
-        dataset = load_dataset(path, on_bad_row=data.on_bad_row, sort_objects=data.sort_objects, check_images=data.check_images)
-        if data.check_images:
-            _check_images(dataset)
+    train = _load(config, "data.train", config.data.train)
+    val = None if config.data.val is None else _load(config, "data.val", config.data.val)
+    return DataFacts(
+        max_images=max(len(sample.images) for dataset in (train, val) if dataset is not None for sample in dataset),
+        num_train_skipped=train.num_skipped,
+        num_val_skipped=0 if val is None else val.num_skipped,
+    )
 
 
-def _check_images(dataset: Dataset) -> None:
-    for sample in dataset:
-        for image in sample.images:
-            assert image.path is not None
-            _check_image(image.path, sample)
-
-
-def _check_image(path: Path, sample: Sample) -> None:
-    try:
-        with Image.open(path) as image:
-            size = image.size
-            image.verify()
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise RecordError(
-            f"sample {sample.sample_id}: {path} is not a readable image ({error})", field="images", remedy="replace the file or remove the row"
-        ) from error
-    if size != (sample.width, sample.height):
-        raise RecordError(
-            f"sample {sample.sample_id}: {path} is {size[0]} x {size[1]} pixels, the row says {sample.width} x {sample.height}",
-            field="width, height",
-            remedy="correct the row; boxes are relative to this size",
-        )
+def _load(config: RunConfig, key: str, path: Path) -> Dataset:
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {path}; run `make demo-data`, or set {key} to a JSONL file")
+    return load_samples(config, path)

@@ -1,43 +1,115 @@
-"""No run dies of a sample that is too long: the longest sequence that can come up is known before the start (DESIGN 5, decision 24)."""
+"""No run dies of a sample that is too long, or of a text that the tokenizer cannot write: both are known before the start.
+
+DESIGN 5, decision 24: longest prompt + response + append; the append is the ground truth, which has to survive the tokenizer to be a target.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
-from shared.errors import ConfigError
-from shared.grounding.serialize import layout_append
+from shared.errors import ConfigError, RecordError
+from shared.grounding.serialize import SerializedText, layout_append
 from shared.records import Sample
-from shared.tokens.vocabulary import TokenCodec
+from shared.tokens.hf_codec import HFTokenCodec
+from shared.tokens.pieces import piece_spans
 
-# Nine digits are the longest key that parses (DESIGN 5, decision 26), so no append gets longer than from here.
-_LONGEST_KEY_INDEX = 10**8
+# The longest key that parses is object_999999999 (DESIGN 5, decision 26); what is appended behind it starts one higher.
+_LONGEST_PREFIX = '{"object_999999999": {}'
+_LONGEST_KEY_INDEX = 10**9
 # A cut inside a fused token re-tokenises its needed text: a handful of tokens where there was one.
 _CUT_SLACK = 4
 
 
-def require_lengths(dataset: Dataset, encoder: PromptEncoder, codec: TokenCodec, *, max_new_tokens: int, global_max_length: int) -> None:
-    """ConfigError when prompt + response + append of any sample could exceed `global_max_length`.
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """The longest sequence that can come of one sample, in tokens."""
+
+    sample: Sample
+    prompt: int
+    response: int
+    append: int | None
+    """Every object appended, closing brace and EOS; None where nothing is."""
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response + (0 if self.append is None else self.append + _CUT_SLACK)
+
+    def describe(self) -> str:
+        appended = "" if self.append is None else f" + appended objects {self.append} + {_CUT_SLACK} for the cut"
+        return f"prompt {self.prompt} + response {self.response} (rollout_matching.max_new_tokens){appended} = {self.total} tokens"
+
+
+def require_lengths(dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec, *, max_new_tokens: int, global_max_length: int, taught: bool = True) -> None:
+    """Every sample fits, whatever the model answers, and can be written.
 
     Args:
         max_new_tokens: longest response; 0 where no step generates.
+        taught: the objects become targets: they are appended to responses, as text that the tokenizer must keep. False for held-out
+            samples, whose sequences end with the response.
+
+    Raises:
+        ConfigError: prompt + response + append of a sample could exceed `global_max_length`; shows the longest.
+        RecordError: the tokenizer changes a sample's objects, or reads a control or coord token in a description.
     """
     prompt_lengths: dict[tuple[int, int, int], int] = {}
-    worst: tuple[int, Sample, int, int] | None = None
+    longest: _Length | None = None
     for sample in dataset:
         # A prompt's length depends on the number of images and their size alone.
         shape = (len(sample.images), sample.width, sample.height)
         if shape not in prompt_lengths:
             prompt_lengths[shape] = len(encoder.encode(sample).token_ids)
-        prompt = prompt_lengths[shape]
-        append = len(codec.encode(layout_append("{", sample.objects, start_index=_LONGEST_KEY_INDEX).text)) + 1
-        total = prompt + max_new_tokens + append + _CUT_SLACK
-        if worst is None or total > worst[0]:
-            worst = (total, sample, prompt, append)
-    assert worst is not None, "a dataset is never empty"
-    total, sample, prompt, append = worst
-    if total > global_max_length:
+        append = _append_length(dataset, sample, codec) if taught else None
+        length = _Length(sample, prompt_lengths[shape], max_new_tokens, append)
+        if longest is None or length.total > longest.total:
+            longest = length
+    assert longest is not None, "a dataset is never empty"
+    if longest.total > global_max_length:
         raise ConfigError(
-            f"global_max_length: {global_max_length} is too short for sample {sample.sample_id} of {dataset.path}: prompt {prompt} + response {max_new_tokens} "
-            f"(rollout_matching.max_new_tokens) + appended objects {append} + {_CUT_SLACK} for the cut = {total} tokens; "
-            f"raise global_max_length to {total}, lower rollout_matching.max_new_tokens, or remove the sample"
+            f"global_max_length: {global_max_length} is too short for sample {longest.sample.sample_id} of {dataset.path}: {longest.describe()}; "
+            f"raise global_max_length to {longest.total}, lower rollout_matching.max_new_tokens, or remove the sample"
         )
+
+
+def _append_length(dataset: Dataset, sample: Sample, codec: HFTokenCodec) -> int:
+    """Tokens of all objects behind the longest prefix, EOS included. RecordError where their text does not survive the tokenizer."""
+    text = layout_append(_LONGEST_PREFIX, sample.objects, start_index=_LONGEST_KEY_INDEX)
+    token_ids = codec.encode(text.text)
+    changed = _changed_at(text, token_ids, codec)
+    if changed is not None:
+        index = next((i for i, layout in enumerate(text.objects) if layout.value[0] <= changed < layout.value[1]), None)
+        if index is None:
+            raise ConfigError(f"model.path: the tokenizer changes the text {text.text!r} when it encodes it; use one that adds and removes nothing")
+        problem, remedy = "which the tokenizer changes when it encodes it", "write it in the form that the tokenizer keeps (Unicode NFC for most)"
+        raise _bad_desc(dataset, sample, index, problem, remedy)
+    found = _token_in_desc(text, token_ids, codec)
+    if found is not None:
+        index, token = found
+        raise _bad_desc(dataset, sample, index, f"in which the tokenizer reads {token} as a control or coord token", "write it in words")
+    return len(token_ids) + 1
+
+
+def _changed_at(text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec) -> int | None:
+    """The first byte of `text` that its tokens do not give back."""
+    wanted, encoded = text.text.encode(), b"".join(codec.piece_bytes(token_id) for token_id in token_ids)
+    if encoded == wanted:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(wanted, encoded, strict=False)) if a != b), min(len(wanted), len(encoded)))
+
+
+def _token_in_desc(text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec) -> tuple[int, str] | None:
+    """The first object (its index) whose description holds a token that stands for no text, and that token."""
+    starts = [start for start, _ in piece_spans(token_ids, codec)]
+    for index, layout in enumerate(text.objects):
+        for token_id in token_ids[bisect_left(starts, layout.desc[0]) : bisect_left(starts, layout.desc[1])]:
+            if token_id in codec.special_ids or codec.coord_bin(token_id) is not None:
+                return index, codec.piece_bytes(token_id).decode()
+    return None
+
+
+def _bad_desc(dataset: Dataset, sample: Sample, index: int, problem: str, remedy: str) -> RecordError:
+    problem = f"sample {sample.sample_id} (objects in reading order) has {sample.objects[index].desc!r}, {problem}"
+    return RecordError(problem, field=f"objects[{index}].desc", remedy=remedy, file=str(dataset.path))

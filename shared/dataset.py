@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from shared.errors import RecordError
-from shared.records import Sample, load_record
+from shared.records import ALL_GEOMETRY, GeometryKind, ImageSize, Sample, load_record
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -42,13 +42,25 @@ class Dataset(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
         return self.samples[index]
 
+    def first(self, count: int | None) -> Dataset:
+        """The first `count` samples; all of them for None."""
+        return replace(self, samples=self.samples[:count])
 
-def load_dataset(path: str | Path, *, on_bad_row: Literal["error", "skip"], sort_objects: bool, check_images: bool) -> Dataset:
+
+def load_dataset(
+    path: str | Path,
+    *,
+    on_bad_row: Literal["error", "skip"],
+    sort_objects: bool,
+    check_images: bool,
+    geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+    image_size: ImageSize | None = None,
+) -> Dataset:
     """Reads a JSONL file of records (DESIGN 7.1); blank lines mean nothing, image paths are relative to the file.
 
     RecordError names file, line, field and remedy: for the first bad row, or, where `on_bad_row` is "skip" (which logs and counts
-    every bad row), for a file that cannot be read or has no usable row. `check_images` reads every image once. A row without an id is
-    called after its file and line.
+    every bad row), for a file that cannot be read or has no usable row. `check_images`, `image_size` and `geometry` say what a row must
+    be, as `load_record` does. A row without an id is called after its file and line.
     """
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
@@ -59,7 +71,15 @@ def load_dataset(path: str | Path, *, on_bad_row: Literal["error", "skip"], sort
     for number, line in _lines(path):
         try:
             default_id = f"{path.stem}:{number}"
-            sample = load_record(_decode(line), root=path.parent, require_images=check_images, sort_objects=sort_objects, default_id=default_id)
+            sample = load_record(
+                _decode(line),
+                root=path.parent,
+                require_images=check_images,
+                sort_objects=sort_objects,
+                default_id=default_id,
+                geometry=geometry,
+                image_size=image_size,
+            )
             if sample.sample_id in line_of:
                 raise RecordError(f"{sample.sample_id!r} is also on line {line_of[sample.sample_id]}", field="sample_id", remedy="give every row its own id")
         except RecordError as error:
@@ -89,11 +109,21 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _decode(line: bytes) -> Any:
     try:
-        return json.loads(line.decode(), object_pairs_hook=_object)
+        return json.loads(line.decode(), object_pairs_hook=_object, parse_int=_integer)
     except UnicodeDecodeError as error:
         raise RecordError(f"is not UTF-8 at byte {error.start + 1}", field="row", remedy="save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise RecordError(f"is not JSON at column {error.colno}: {error.msg}", field="row", remedy="write one JSON object per line") from error
+    except RecursionError as error:
+        raise RecordError("is nested too deeply to be read", field="row", remedy="flatten it; a row needs three levels") from error
+
+
+def _integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:
+        # Python reads integers of 4,300 digits at most (sys.set_int_max_str_digits).
+        raise RecordError(f"has an integer of {len(digits)} digits, {digits[:8]}...", field="row", remedy="write a number of sensible size") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -105,19 +135,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-@dataclass(frozen=True, slots=True)
-class StreamState:
-    """Where a `SampleStream` stands: the next index is number `offset` of epoch `epoch`. Plain integers, to be saved with a checkpoint."""
-
-    epoch: int
-    offset: int
-
-
 class SampleStream(Iterator[int]):
     """Indices 0 .. num_samples - 1 without end, epoch by epoch: each epoch has every index once.
 
-    With `shuffle` the order of an epoch depends on `seed` and the epoch's number alone, so a restored stream goes on exactly as the
-    saved one would have. ValueError for an empty dataset or a negative seed.
+    With `shuffle` the order of an epoch depends on `seed` and the epoch's number alone. ValueError for an empty dataset or a negative seed.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
@@ -140,17 +161,6 @@ class SampleStream(Iterator[int]):
     def take(self, n: int) -> list[int]:
         """The next `n` indices."""
         return [next(self) for _ in range(n)]
-
-    @property
-    def state(self) -> StreamState:
-        return StreamState(self._epoch, self._offset)
-
-    def restore(self, state: StreamState) -> None:
-        """Goes to where a stream over the same data stood. ValueError for a place that this stream does not have."""
-        if state.epoch < 0 or not 0 <= state.offset <= self._num_samples:
-            raise ValueError(f"{state} is not a place in a stream of {self._num_samples} samples; resume with the data and seed of the saved run")
-        self._epoch, self._offset = state.epoch, state.offset
-        self._order = self._epoch_order()
 
     def _epoch_order(self) -> np.ndarray:
         """int64 [num_samples]."""

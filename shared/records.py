@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,12 @@ class GeometryKind(StrEnum):
 
     BBOX = "bbox_2d"
     POLY = "poly"
+
+
+ALL_GEOMETRY = frozenset(GeometryKind)
+
+ImageSize = Callable[[bytes], tuple[int, int]]
+"""Decodes an encoded image and returns (width, height) in pixels. ValueError, with the reason, where it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +67,80 @@ class Sample:
     objects: tuple[GroundTruthObject, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def with_image_data(self) -> Sample:
+        """The same sample whose images hold their bytes. RecordError when a file is gone or has changed."""
+        return replace(self, images=tuple(image.with_data() for image in self.images))
+
 
 def load_record(
-    mapping: Mapping[str, Any], *, root: str | Path, require_images: bool = True, sort_objects: bool = True, default_id: str | None = None
+    mapping: Mapping[str, Any],
+    *,
+    root: str | Path,
+    require_images: bool = True,
+    sort_objects: bool = True,
+    default_id: str | None = None,
+    geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+    image_size: ImageSize | None = None,
 ) -> Sample:
     """One dataset row, checked (DESIGN 7.1). RecordError names the field, such as `objects[1].bbox_2d`, and the remedy.
 
-    Image paths are relative to `root`. With `require_images` every file is read once: it must be an image, and its digest is kept.
-    Objects are brought into reading order (least y, then least x), or have to be in it already where `sort_objects` is false. The id is
-    the row's `sample_id` or `id`, else `default_id`, else a digest of the row. Keys that mean nothing here become `metadata`.
+    Image paths are relative to `root`. With `require_images` every file is read once: it must be an image, and its digest is kept. With
+    `image_size` too, each must decode and have the row's width and height: the boxes are relative to that size on every image of the row.
+    Objects must be of a kind in `geometry`. They are brought into reading order (least y, then least x), or have to be in it already where
+    `sort_objects` is false. The id is the row's `sample_id` or `id`, else `default_id`, else a digest of the row. Keys that mean nothing
+    here become `metadata`.
     """
     if not isinstance(mapping, Mapping):
         _refuse("row", f"is {_kind(mapping)}", 'write one object per row: {"images": [...], "width": ..., "height": ..., "objects": [...]}')
     for key in ("images", "width", "height", "objects"):
         if key not in mapping:
             _refuse(key, "is missing", "every row needs images, width, height and objects")
-    images = tuple(
-        _load_image(f"images[{i}]", path, Path(root), require_images)
-        for i, path in enumerate(_list("images", mapping["images"], "a list with at least one path", least=1))
-    )
-    objects = tuple(_load_object(f"objects[{i}]", value) for i, value in enumerate(_list("objects", mapping["objects"], "a list of objects; [] for none")))
+    paths = _list("images", mapping["images"], "a list with at least one path", least=1)
+    width, height = _size("width", mapping["width"]), _size("height", mapping["height"])
+    values = _list("objects", mapping["objects"], "a list of objects; [] for none")
+    objects = _in_reading_order(tuple(_load_object(f"objects[{i}]", value, geometry) for i, value in enumerate(values)), sort_objects)
+    sample_id = _sample_id(mapping, default_id)
+    # Last, because it is the only part that costs anything.
+    check = _ImageCheck(Path(root), require_images, image_size, width, height)
     return Sample(
-        sample_id=_sample_id(mapping, default_id),
-        images=images,
-        width=_size("width", mapping["width"]),
-        height=_size("height", mapping["height"]),
-        objects=_in_reading_order(objects, sort_objects),
+        sample_id=sample_id,
+        images=tuple(check.load(f"images[{i}]", path) for i, path in enumerate(paths)),
+        width=width,
+        height=height,
+        objects=objects,
         metadata={key: value for key, value in mapping.items() if key not in _ROW_KEYS},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageCheck:
+    """What the images of one row must be."""
+
+    root: Path
+    require: bool
+    size: ImageSize | None
+    width: int
+    height: int
+
+    def load(self, field: str, value: object) -> ImageRef:
+        if not isinstance(value, str) or not value.strip():
+            _refuse(field, f"is {_kind(value) if not isinstance(value, str) else 'empty'}", "write the path of an image file, relative to the data file")
+        path = self.root / value
+        if not self.require:
+            return ImageRef(path=path, data=None, sha256="")
+        data = _read_image(field, path)
+        if self.size is not None:
+            self._check_size(field, path, data, self.size)
+        return ImageRef(path=path, data=None, sha256=hashlib.sha256(data).hexdigest())
+
+    def _check_size(self, field: str, path: Path, data: bytes, image_size: ImageSize) -> None:
+        try:
+            width, height = image_size(data)
+        except ValueError as error:
+            raise RecordError(f"{path} is not a readable image ({error})", field=field, remedy="replace the file or remove the row") from error
+        if (width, height) != (self.width, self.height):
+            problem = f"{path} is {width} x {height} pixels, the row says {self.width} x {self.height}"
+            _refuse(field, problem, "correct width and height, or the file; boxes are relative to this size, on every image of the row")
 
 
 _ROW_KEYS = frozenset({"images", "width", "height", "objects", "id", "sample_id"})
@@ -135,12 +187,7 @@ def _sample_id(mapping: Mapping[str, Any], default_id: str | None) -> str:
     return hashlib.sha256(json.dumps(mapping, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _load_image(field: str, value: object, root: Path, require: bool) -> ImageRef:
-    if not isinstance(value, str) or not value.strip():
-        _refuse(field, f"is {_kind(value) if not isinstance(value, str) else 'empty'}", "write the path of an image file, relative to the data file")
-    path = root / value
-    if not require:
-        return ImageRef(path=path, data=None, sha256="")
+def _read_image(field: str, path: Path) -> bytes:
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
@@ -151,19 +198,21 @@ def _load_image(field: str, value: object, root: Path, require: bool) -> ImageRe
     if not data.startswith(_SIGNATURES) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
         what = "is empty" if not data else f"begins with {data[:8]!r}"
         _refuse(field, f"{path} is not an image: it {what}", "use a PNG, JPEG, WebP, BMP, GIF or TIFF file")
-    return ImageRef(path=path, data=None, sha256=hashlib.sha256(data).hexdigest())
+    return data
 
 
-def _load_object(field: str, value: object) -> GroundTruthObject:
+def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -> GroundTruthObject:
     if not isinstance(value, Mapping):
         _refuse(field, f"is {_kind(value)}", 'write {"bbox_2d": [x1, y1, x2, y2], "desc": "..."} or {"poly": [x, y, ...], "desc": "..."}')
     for key in value:
-        if key != "desc" and key not in frozenset(GeometryKind):
+        if key != "desc" and key not in ALL_GEOMETRY:
             _refuse(f"{field}.{key}", "is not a key of an object", "remove it; an object has desc and one of bbox_2d, poly")
     kinds = [kind for kind in GeometryKind if kind in value]
     if len(kinds) != 1:
         _refuse(field, "has two geometries" if kinds else "has no geometry", "give it exactly one of bbox_2d, poly")
     kind = kinds[0]
+    if kind not in geometry:
+        _refuse(f"{field}.{kind}", "is a kind of geometry that this run does not learn", f"write it as {', '.join(sorted(geometry))}, or remove the object")
     bins = tuple(_load_bin(f"{field}.{kind}", i, item) for i, item in enumerate(_list(f"{field}.{kind}", value[kind], "a flat list of coordinates")))
     _check_bins(f"{field}.{kind}", kind, bins)
     if "desc" not in value:

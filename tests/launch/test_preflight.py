@@ -2,13 +2,19 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from config_support import configuration
 from PIL import Image
 
-from launch.preflight import check_data
+from launch.preflight import DataFacts, check_data
+from learner.samples import load_samples
 from shared.errors import ConfigError, RecordError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -22,14 +28,28 @@ def run(tmp_path, demo_data):
     return configuration(model, data, tmp_path / "run"), data
 
 
-def change_row(data, number, **changes):
-    lines = (data / "train.jsonl").read_text().splitlines()
+def change_row(data, number, name="train.jsonl", **changes):
+    lines = (data / name).read_text().splitlines()
     lines[number] = json.dumps(json.loads(lines[number]) | changes)
-    (data / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (data / name).write_text("\n".join(lines) + "\n")
 
 
 def test_sound_data_pass(run):
-    check_data(run[0])
+    facts = check_data(run[0])
+    assert facts == DataFacts(max_images=1, num_train_skipped=0, num_val_skipped=0)
+    assert facts.describe() == []
+
+
+def test_the_most_images_of_a_row_are_those_of_training_and_validation(run):
+    config, data = run
+    change_row(data, 2, name="val.jsonl", images=["val/00002.png", "val/00003.png", "val/00004.png"])
+    change_row(data, 2, images=["train/00002.png", "train/00003.png"])
+    assert check_data(config).max_images == 3
+
+
+def test_the_check_loads_neither_torch_nor_what_needs_it():
+    code = "import sys, launch.preflight; print(sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True).stdout == "[]\n"
 
 
 def test_a_missing_file_is_named_with_its_key(run):
@@ -63,12 +83,35 @@ def test_a_truncated_image_is_refused(run):
     config, data = run
     image = data / "train" / "00003.png"
     image.write_bytes(image.read_bytes()[:60])
-    with pytest.raises(RecordError, match=r"00003\.png is not a readable image"):
+    with pytest.raises(RecordError, match=r"train\.jsonl:4: images\[0\]: .*00003\.png is not a readable image"):
         check_data(config)
 
 
 def test_an_image_of_another_size_than_its_row_says_is_refused(run):
     config, data = run
     Image.new("RGB", (50, 40)).save(data / "train" / "00003.png")
-    with pytest.raises(RecordError, match="is 50 x 40 pixels, the row says 96 x 96"):
+    with pytest.raises(RecordError, match=r"train\.jsonl:4: images\[0\]: .* is 50 x 40 pixels, the row says 96 x 96"):
         check_data(config)
+
+
+def test_a_ground_truth_polygon_is_an_error_with_file_line_and_field(run):
+    config, data = run
+    change_row(data, 4, objects=[{"bbox_2d": [1, 2, 3, 4], "desc": "one"}, {"poly": [1, 2, 3, 4, 5, 6], "desc": "two"}])
+    with pytest.raises(RecordError, match=r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d, or remove the object"):
+        check_data(config)
+
+
+def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(run):
+    config, data = run
+    config = config.model_copy(update={"data": config.data.model_copy(update={"on_bad_row": "skip"})})
+    (data / "train" / "00003.png").write_text("not a picture")
+    image = data / "train" / "00005.png"
+    image.write_bytes(image.read_bytes()[:60])
+    Image.new("RGB", (50, 40)).save(data / "train" / "00007.png")
+    change_row(data, 9, objects=[{"poly": [1, 2, 3, 4, 5, 6], "desc": "two"}])
+    (data / "val" / "00000.png").unlink()
+    facts = check_data(config)
+    assert (facts.num_train_skipped, facts.num_val_skipped) == (4, 1)
+    assert facts.describe() == ["data      skipped 4 bad rows of data.train and 1 of data.val (data.on_bad_row: skip)"]
+    # What the learner loads.
+    assert [sample.sample_id for sample in load_samples(config, config.data.train)][:6] == [f"train:{line}" for line in (1, 2, 3, 5, 7, 9)]

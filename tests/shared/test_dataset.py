@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shared.dataset import Dataset, SampleStream, StreamState, load_dataset
+from shared.dataset import Dataset, SampleStream, load_dataset
 from shared.errors import RecordError
+from shared.records import GeometryKind
 
 
 def row(**changes: Any) -> str:
@@ -56,6 +57,9 @@ BAD_ROWS = [
     (row(images=["b.png"]), "images[0]", "cannot read"),
     (row(id="first"), "sample_id", "line 1"),
     ('{"width": 1, "width": 2}', "width", "given twice"),
+    (row(score=0).replace('"score": 0', '"score": ' + "7" * 5000), "row", "integer of 5000 digits"),
+    ("[" * 100_000, "row", "nested too deeply"),
+    (row(extra=0).replace('"extra": 0', '"extra": ' + '{"a": ' * 50_000 + "0" + "}" * 50_000), "row", "nested too deeply"),
 ]
 
 
@@ -96,6 +100,27 @@ def test_images_are_not_read_where_nobody_asks(write) -> None:
     assert load(write(row(images=["b.png"])), check_images=False)[0].images[0].sha256 == ""
 
 
+def test_only_the_runs_kinds_of_geometry_are_taken(write) -> None:
+    polygon = {"poly": [1, 2, 3, 4, 5, 6], "desc": "dog"}
+    path = write(row(), row(objects=[{"bbox_2d": [1, 20, 3, 40], "desc": "cat"}, polygon]))
+    assert [object_.desc for object_ in load(path)[1].objects] == ["dog", "cat"]
+    error = refusal(path, geometry=frozenset({GeometryKind.BBOX}))
+    assert (error.file, error.line, error.field) == (str(path), 2, "objects[1].poly") and "bbox_2d" in error.remedy
+
+
+def test_rows_with_bad_images_are_skipped_like_any_bad_row(write) -> None:
+    path = write(row(id="kept"), row(id="small", width=9), row(id="gone", images=["a.png", "b.png"]))
+    dataset = load(path, on_bad_row="skip", image_size=lambda data: (8, 8))
+    assert [sample.sample_id for sample in dataset] == ["kept"]
+    assert [reason.removeprefix(f"{path}:").split(": ")[:2] for reason in dataset.skipped] == [["2", "images[0]"], ["3", "images[1]"]]
+
+
+def test_the_first_rows_are_a_dataset_of_the_same_file(write) -> None:
+    dataset = load(write(row(id="a"), row(id="b"), "bad", row(id="c")), on_bad_row="skip")
+    assert [[sample.sample_id for sample in dataset.first(count)] for count in (2, 9, None)] == [["a", "b"], ["a", "b", "c"], ["a", "b", "c"]]
+    assert dataset.first(2).path == dataset.path and dataset.first(2).num_skipped == 1
+
+
 def test_unsorted_objects_are_an_error_where_they_are_not_sorted(write) -> None:
     objects = [{"bbox_2d": [1, 20, 3, 40], "desc": "cat"}, {"bbox_2d": [1, 2, 3, 4], "desc": "dog"}]
     path = write(row(objects=objects))
@@ -124,23 +149,6 @@ def test_without_shuffling_the_order_is_the_files() -> None:
 
 def test_the_stream_is_an_iterator_without_end() -> None:
     assert list(itertools.islice(SampleStream(1, seed=0, shuffle=True), 5)) == [0] * 5
-
-
-@pytest.mark.parametrize("taken", [0, 1, 6, 7, 8, 20])
-def test_a_restored_stream_goes_on_where_the_saved_one_stood(taken: int) -> None:
-    stream = SampleStream(7, seed=1, shuffle=True)
-    stream.take(taken)
-    state = stream.state
-    assert type(state.epoch) is int and type(state.offset) is int
-    resumed = SampleStream(7, seed=1, shuffle=True)
-    resumed.restore(StreamState(state.epoch, state.offset))
-    assert resumed.take(30) == stream.take(30)
-
-
-@pytest.mark.parametrize("state", [StreamState(-1, 0), StreamState(0, -1), StreamState(0, 8)])
-def test_a_place_outside_the_data_is_refused(state: StreamState) -> None:
-    with pytest.raises(ValueError, match="resume"):
-        SampleStream(7, seed=1, shuffle=True).restore(state)
 
 
 @pytest.mark.parametrize(("num_samples", "seed"), [(0, 1), (3, -1)])

@@ -110,6 +110,13 @@ def test_a_coordinate_is_an_integer_bin_or_a_coord_token(value: object) -> None:
     assert error.field == "objects[1].bbox_2d" and f"value 2 is {value!r}" in str(error)
 
 
+def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_row() -> None:
+    mapping = row(objects=[BOX | {"bbox_2d": [1, 90, 3, 99]}, {"poly": [1, 2, 3, 4, 5, 6], "desc": "dog"}])
+    assert len(load(mapping, geometry=frozenset(GeometryKind)).objects) == 2
+    error = refusal(mapping, geometry=frozenset({GeometryKind.BBOX}))
+    assert error.field == "objects[1].poly" and error.remedy == "write it as bbox_2d, or remove the object"
+
+
 UNSORTED = [
     {"bbox_2d": [5, 50, 60, 60], "desc": "c"},
     {"bbox_2d": [9, 10, 20, 20], "desc": "b"},
@@ -154,6 +161,37 @@ def test_an_image_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> N
     with pytest.raises(RecordError, match=r"images\[0\]: cannot read") as caught:
         load_record(row(images=[name]), root=tmp_path)
     assert pickle.loads(pickle.dumps(caught.value)).field == "images[0]"
+
+
+def test_every_image_of_a_row_has_the_rows_size_and_is_read_once(tmp_path: Path) -> None:
+    for name, color in (("a.png", "red"), ("b.png", "blue")):
+        Image.new("RGB", (8, 8), color).save(tmp_path / name)
+    measured: list[bytes] = []
+
+    def image_size(data: bytes) -> tuple[int, int]:
+        measured.append(data)
+        return (768, 512) if data == (tmp_path / "a.png").read_bytes() else (512, 768)
+
+    with pytest.raises(RecordError, match=r"images\[1\]: .*b\.png is 512 x 768 pixels, the row says 768 x 512; "):
+        load_record(row(images=["a.png", "b.png"]), root=tmp_path, image_size=image_size)
+    assert measured == [(tmp_path / name).read_bytes() for name in ("a.png", "b.png")]
+
+
+def test_an_image_that_does_not_decode_is_refused_with_the_reason(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+
+    def image_size(data: bytes) -> tuple[int, int]:
+        raise ValueError("broken stream")
+
+    with pytest.raises(RecordError, match=r"images\[0\]: .*a\.png is not a readable image \(broken stream\)"):
+        load_record(row(), root=tmp_path, image_size=image_size)
+
+
+def test_images_are_not_measured_where_they_are_not_read() -> None:
+    def image_size(data: bytes) -> tuple[int, int]:
+        raise AssertionError("nobody asked")
+
+    assert load(row(), image_size=image_size).images[0].sha256 == ""
 
 
 def test_an_image_that_changes_under_the_job_is_noticed(tmp_path: Path) -> None:
