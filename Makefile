@@ -32,10 +32,10 @@ $(MODEL): | setup
 demo-data: $(DATA) $(MODEL)
 
 demo: demo-data
-	@$(PYTHON) -m launch.train +experiment=stage2_3v1
+	@$(PYTHON) -m launch.train +experiment=stage2_3v1 telemetry.name=demo
 
 control: demo-data
-	@$(PYTHON) -m launch.train +experiment=control_channel_a
+	@$(PYTHON) -m launch.train +experiment=control_channel_a telemetry.name=control
 
 lint: setup
 	@$(PYTHON) -m ruff format --check --quiet .

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from learner.collate import PackedRow, collate
 from learner.objectives.coord_reg import CoordReg
-from learner.objectives.interface import Supervision
+from learner.objectives.interface import Objective
 from learner.objectives.token_ce import TokenCE
 from learner.segments import EncodedPrompt, Segment
-from learner.step import SampledTokens, backward_row
+from learner.step import Sampling, backward_row
 from learner.targets import Target, TextWeights, TokenRole
 from shared.config.pipeline import CoordRegConfig
 from shared.tokens.vocabulary import NUM_BINS
@@ -54,22 +54,9 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "depth": 24, "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]},
     ),
 }
-OBJECTIVES = [
-    TokenCE(1.0),
-    CoordReg(
-        1.0,
-        CoordRegConfig(
-            coord_ce_weight=0.0,
-            soft_ce_weight=1.0,
-            w1_weight=1.0,
-            coord_gate_weight=1.0,
-            text_gate_weight=0.0,
-            temperature=1.0,
-            target_sigma=2.0,
-            target_truncate=16,
-        ),
-    ),
-]
+TARGET = CoordRegConfig(
+    coord_ce_weight=0.0, soft_ce_weight=1.0, w1_weight=1.0, coord_gate_weight=1.0, text_gate_weight=0.0, temperature=1.0, target_sigma=2.0, target_truncate=16
+)
 
 
 def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -117,21 +104,19 @@ def make_segment(number: int, length: int, vocabulary: int) -> Segment:
     return Segment(number, prompt, Target(str(number), tuple(ids.tolist()), roles, tuple(slots.tolist()), tuple(bins.tolist())))
 
 
-def every_position(model: Any, row: PackedRow, coord_ids_C: torch.Tensor) -> float:
+def every_position(model: Any, row: PackedRow, objectives: Sequence[Objective]) -> float:
     """The obvious step: logits of the whole row in float32, all losses on them."""
+    inputs = row.inputs
     logits_TV = model(
-        input_ids=row.input_ids_1T,
-        position_ids=row.position_ids_41T,
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
         attention_mask=None,
-        pixel_values=row.pixel_values_RD.to(model.dtype),
-        image_grid_thw=row.image_grid_I3,
+        pixel_values=inputs.pixel_values.to(model.dtype),
+        image_grid_thw=inputs.image_grid_thw,
         use_cache=False,
     ).logits[0]
-    at = row.positions_N
-    supervision = Supervision(
-        at[row.text_index_X], row.text_labels_X, row.text_weight_X, row.gate_weight_X, at[row.coord_index_S], row.coord_bins_S, row.coord_weight_S, coord_ids_C
-    )
-    loss = torch.stack([objective(logits_TV.float(), supervision).loss for objective in OBJECTIVES]).sum()
+    text, coord = row.text._replace(at=row.positions_N[row.text.at]), row.coord._replace(at=row.positions_N[row.coord.at])
+    loss = torch.stack([objective(logits_TV.float(), text, coord).loss for objective in objectives]).sum()
     loss.backward()
     return loss.item()
 
@@ -166,22 +151,18 @@ def main() -> None:
     model = make_model(arguments.size, device, dtype)
     segments = [make_segment(n, arguments.segment, model.config.text_config.vocab_size) for n in range(arguments.tokens // arguments.segment)]
     row = collate(segments, text_weights=TextWeights(1.0, 1.0), num_samples=len(segments), rope_index=model.model.get_rope_index).to(device)
-    coord_ids_C = torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device)
-
-    def chunked() -> float:
-        return backward_row(model, row, OBJECTIVES, coord_ids_C=coord_ids_C, sampled=SampledTokens(0.0, ())).loss
-
-    ours = measure(model, chunked, arguments.repeats, device)
-    obvious = measure(model, lambda: every_position(model, row, coord_ids_C), arguments.repeats, device)
+    objectives = [TokenCE(1.0), CoordReg(1.0, TARGET, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device))]
+    ours = measure(model, lambda: backward_row(model, row, objectives, Sampling(0.0, ())).loss, arguments.repeats, device)
+    obvious = measure(model, lambda: every_position(model, row, objectives), arguments.repeats, device)
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     assert abs(ours[2] - obvious[2]) <= tolerance * abs(obvious[2]), (ours[2], obvious[2])
     assert (ours[3] - obvious[3]).norm() <= 10 * tolerance * obvious[3].norm(), "the gradients differ"
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{parameters / 1e6:.0f} M parameters, {arguments.dtype} on {device}, a row of {row.num_tokens} tokens in {len(segments)} segments, {len(row.positions_N)} supervised"
-    )
+    print(f"{parameters / 1e6:.0f} M parameters, {arguments.dtype} on {device}")
+    print(f"a row of {row.num_tokens} tokens in {len(segments)} segments, {len(row.positions_N)} of them supervised")
     for name, (seconds, peak, loss, _) in (("learner/step.py", ours), ("every position", obvious)):
-        print(f"{name:16} {seconds:8.3f} s  {row.num_tokens / seconds:8.0f} tokens/s  loss {loss:.5f}" + (f"  peak {peak / 2**30:.1f} GiB" if peak else ""))
+        memory = f"  peak {peak / 2**30:.1f} GiB" if peak else ""
+        print(f"{name:16} {seconds:8.3f} s  {row.num_tokens / seconds:8.0f} tokens/s  loss {loss:.5f}{memory}")
     print(f"ratio {obvious[0] / ours[0]:.2f}")
 
 

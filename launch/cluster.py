@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -81,31 +80,31 @@ def _too_little(placement: Placement, resource: str, there: float) -> str:
 class Cluster:
     """One run's processes. On exit, good or bad, all of them end; a cluster that was running before the run is left running."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, max_images: int) -> None:
+        """`max_images` is the largest number of images of a sample."""
         self._config = config
-        self._group: PlacementGroup | None = None
-        self._pool: ActorPool | None = None
-        self._learner: Any = None
+        self._max_images = max_images
+        self._ends = ExitStack()
 
     def __enter__(self) -> Cluster:
+        """Raises ConfigError when there is no such cluster, or none can be started."""
         cluster = self._config.cluster
         own = {} if cluster.address != "local" else {"include_dashboard": cluster.dashboard, "_temp_dir": cluster.temp_dir and str(cluster.temp_dir)}
         # Pool and learner report every failed call themselves.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        self._ends.callback(ray.shutdown)
         try:
             ray.init(address=cluster.address, log_to_driver=False, logging_level="error", **own)
-        except ConnectionError as error:
-            raise ConfigError(f"cluster.address: no Ray cluster answers at {cluster.address} ({error}); check `ray status` there, or use local") from error
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            self._ends.close()
+            raise ConfigError(
+                f"cluster.address: {cluster.address} gives no Ray cluster ({error}); check `ray status` there and cluster.temp_dir, or use local"
+            ) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.close()
-        if self._learner is not None:
-            ray.kill(self._learner)
-        if self._group is not None:
-            remove_placement_group(self._group)
-        ray.shutdown()
+        # A stack, so that an end that fails does not keep the others from theirs.
+        self._ends.close()
 
     def start(self) -> tuple[RemoteLearner, ActorPool]:
         """Place and start the learner and every actor at once.
@@ -116,33 +115,34 @@ class Cluster:
         """
         config = self._config
         placement = plan_placement(config, ray.cluster_resources())
-        self._group = self._reserve(placement)
-        self._learner = self._place_learner(placement)
-        self._pool = self._place_actors(placement)
+        group = self._reserve(placement)
+        learner = self._place_learner(placement, group)
+        pool = self._place_actors(placement, group)
         # The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created above, import vllm meanwhile.
-        learner = RemoteLearner(self._learner, config.timeouts)
         receivers = placement.num_actors * config.rollout_matching.vllm.actors.tensor_parallel_size
         learner.start(config, receiver_ranks=receivers, transport=placement.transport, device="cuda" if placement.learner["GPU"] else "cpu")
-        self._pool.start()
-        return learner, self._pool
+        pool.start()
+        return learner, pool
 
-    def _place_learner(self, placement: Placement) -> Any:
-        return (
+    def _place_learner(self, placement: Placement, group: PlacementGroup) -> RemoteLearner:
+        actor = (
             ray.remote(LearnerShell)
             .options(
                 name="learner",
                 num_cpus=placement.learner["CPU"],
                 num_gpus=placement.learner["GPU"],
-                scheduling_strategy=self._bundle(0),
+                scheduling_strategy=_bundle(group, 0),
                 # Beside engines on the same cores, threads that spin while they wait for each other make a step tens of times slower.
                 runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}},
             )
             .remote()
         )
+        self._ends.callback(ray.kill, actor)
+        return RemoteLearner(actor, self._config.timeouts)
 
-    def _place_actors(self, placement: Placement) -> ActorPool:
+    def _place_actors(self, placement: Placement, group: PlacementGroup) -> ActorPool:
         config = self._config
-        settings = engine_settings(config, Device.CUDA if placement.actor["GPU"] else Device.CPU, placement.transport)
+        settings = engine_settings(config, Device.CUDA if placement.actor["GPU"] else Device.CPU, placement.transport, max_images=self._max_images)
         names = [f"rollout-actor-{index}" for index in range(placement.num_actors)]
         actors = [
             ray.remote(VllmActor)
@@ -150,19 +150,21 @@ class Cluster:
                 name=name,
                 num_cpus=placement.actor["CPU"],
                 num_gpus=placement.actor["GPU"],
-                scheduling_strategy=self._bundle(1 + index),
+                scheduling_strategy=_bundle(group, 1 + index),
                 runtime_env={"env_vars": engine_environment(settings)},
             )
             .remote(name, settings, index)
             for index, name in enumerate(names)
         ]
         timeouts = PoolTimeouts(config.timeouts.start_s, config.timeouts.generate_s, config.timeouts.sync_phase_s)
-        return ActorPool(actors, names, timeouts, round_capacity=batch_algebra(config).round_capacity)
+        pool = ActorPool(actors, names, timeouts, round_capacity=batch_algebra(config).round_capacity)
+        self._ends.callback(pool.close)
+        return pool
 
     def _reserve(self, placement: Placement) -> PlacementGroup:
         group = placement_group(placement.bundles, strategy="PACK")
+        self._ends.callback(remove_placement_group, group)
         if not group.wait(self._config.timeouts.start_s):
-            remove_placement_group(group)
             raise ConfigError(
                 f"rollout_matching.vllm.actors.num_actors: the cluster has the resources, but in {self._config.timeouts.start_s:g} s (timeouts.start_s) "
                 f"no nodes had room for {placement.bundles}; "
@@ -170,16 +172,16 @@ class Cluster:
             )
         return group
 
-    def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=index)
+
+def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
 
 
-def engine_settings(config: RunConfig, device: Device, transport: str) -> EngineSettings:
+def engine_settings(config: RunConfig, device: Device, transport: str, *, max_images: int) -> EngineSettings:
     """What every engine of the run is started with."""
     vllm = config.rollout_matching.vllm
     return EngineSettings(
-        # Actors run in a working directory of Ray's.
-        model_path=str(Path(config.model.path).resolve()),
+        model_path=config.model.path,
         dtype=config.model.dtype,
         max_model_len=vllm.max_model_len or config.global_max_length,
         max_num_seqs=config.rollout_matching.decode_batch_size,
@@ -190,4 +192,5 @@ def engine_settings(config: RunConfig, device: Device, transport: str) -> Engine
         kv_cache_memory_bytes=vllm.kv_cache_memory_bytes,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         enforce_eager=vllm.enforce_eager,
+        max_images_per_prompt=max_images,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,61 +18,50 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from launch.make_once import make_once
+from shared.grounding.geometry import bin_box
 
 CANVAS = 96
 """Width and height of a scene, in pixels."""
 GRID = 8
 """Positions and sizes are multiples of this many pixels (one patch of the demo's model), so that a box can be learned exactly."""
-HEIGHTS = (32, 40, 48)
-MIN_WIDTH = 16
+SIZES = (32, 40, 48)
 MAX_DIGITS = 4
 NUM_TRAIN_DIGITS = 1500
-FAINTEST_INK = 3
-"""Of 16: a lighter pixel of the scan counts as paper when a digit is cropped."""
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PLACEMENT_ATTEMPTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    ink: np.ndarray
-    """[rows, columns] uint8, 0 (paper) to 16, cropped to the ink."""
+    scan: np.ndarray
+    """[8, 8] uint8, 0 (paper) to 16."""
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A digit on the canvas. Pixels; the box of its ink is half-open, `[left, left + width) x [top, top + height)`."""
+    """A digit on the canvas. Pixels; its box is that of its scan, half-open, `[left, left + size) x [top, top + size)`."""
 
     digit: Digit
     left: int
     top: int
-    width: int
-    height: int
+    size: int
 
     def overlaps(self, other: Placement) -> bool:
-        apart_x = self.left + self.width <= other.left or other.left + other.width <= self.left
-        apart_y = self.top + self.height <= other.top or other.top + other.height <= self.top
+        apart_x = self.left + self.size <= other.left or other.left + other.size <= self.left
+        apart_y = self.top + self.size <= other.top or other.top + other.size <= self.top
         return not (apart_x or apart_y)
 
     def bins(self) -> tuple[int, int, int, int]:
-        """(x1, y1, x2, y2) in norm1000 of the first and the last pixel of the ink, rounded outwards (DESIGN 4)."""
-        scale = 999 / (CANVAS - 1)
-        right, bottom = self.left + self.width - 1, self.top + self.height - 1
-        return math.floor(self.left * scale), math.floor(self.top * scale), math.ceil(right * scale), math.ceil(bottom * scale)
+        """(x1, y1, x2, y2) in norm1000 of the first and the last pixel."""
+        return bin_box((self.left, self.top, self.left + self.size - 1, self.top + self.size - 1), width=CANVAS, height=CANVAS)
 
 
 def load_handwriting() -> tuple[list[Digit], list[Digit]]:
     """(digits for training scenes, digits for validation scenes), in the order of the data set."""
     scans = load_digits()
-    digits = [Digit(ink=_crop(scan.astype(np.uint8)), name=NAMES[label]) for scan, label in zip(scans.images, scans.target, strict=True)]
+    digits = [Digit(scan=scan.astype(np.uint8), name=NAMES[label]) for scan, label in zip(scans.images, scans.target, strict=True)]
     return digits[:NUM_TRAIN_DIGITS], digits[NUM_TRAIN_DIGITS:]
-
-
-def _crop(scan: np.ndarray) -> np.ndarray:
-    rows = np.flatnonzero((scan >= FAINTEST_INK).any(axis=1))
-    columns = np.flatnonzero((scan >= FAINTEST_INK).any(axis=0))
-    return scan[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
 def arrange_scene(digits: Sequence[Digit], rng: np.random.Generator) -> list[Placement]:
@@ -90,20 +78,16 @@ def arrange_scene(digits: Sequence[Digit], rng: np.random.Generator) -> list[Pla
 
 
 def _place_anywhere(digit: Digit, rng: np.random.Generator) -> Placement:
-    """At a random height and position; the width keeps the digit's proportions as closely as the grid allows."""
-    height = int(rng.choice(HEIGHTS))
-    rows, columns = digit.ink.shape
-    width = max(math.floor(height * columns / rows / GRID + 0.5) * GRID, MIN_WIDTH)
-    left = int(rng.integers((CANVAS - width) // GRID + 1)) * GRID
-    top = int(rng.integers((CANVAS - height) // GRID + 1)) * GRID
-    return Placement(digit=digit, left=left, top=top, width=width, height=height)
+    size = int(rng.choice(SIZES))
+    left, top = (int(rng.integers((CANVAS - size) // GRID + 1)) * GRID for _ in range(2))
+    return Placement(digit=digit, left=left, top=top, size=size)
 
 
 def draw_scene(scene: Sequence[Placement]) -> Image.Image:
     canvas = Image.new("L", (CANVAS, CANVAS))
     for placed in scene:
-        ink = Image.fromarray((placed.digit.ink * 255.0 / 16).astype(np.uint8))
-        canvas.paste(ink.resize((placed.width, placed.height), Image.Resampling.BILINEAR), (placed.left, placed.top))
+        scan = Image.fromarray((placed.digit.scan * 255.0 / 16).astype(np.uint8))
+        canvas.paste(scan.resize((placed.size, placed.size), Image.Resampling.BILINEAR), (placed.left, placed.top))
     return canvas.convert("RGB")
 
 

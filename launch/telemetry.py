@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -65,6 +66,13 @@ class Telemetry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            # The console shows the message; the whole story, with what other processes raised, is kept here.
+            details = self._config.telemetry.run_dir / "error.txt"
+            details.write_text("".join(traceback.format_exception(error)))
+            self._console.print(
+                f"the run ended; details in {details}, what the actors said in Ray's session folder (/tmp/ray/session_latest/logs)", highlight=False
+            )
         for file in (self._metrics, self._plans, self._evaluations):
             file.close()
         if self._trace is not None:
@@ -136,7 +144,7 @@ def _progress_line(report: StepReport, metrics: Mapping[str, float], max_steps: 
             f"match {metrics['rollout/match_rate']:.2f}",
             f"dropped {metrics['rollout/num_dropped_objects']:.0f}",
             f"tokens {metrics['rollout/num_tokens']:.0f}",
-            f"logp {metrics['rollout/logprob_max_abs']:.0e}",
+            f"logp {metrics['rollout/logprob_max_abs']:.0e}" if "rollout/logprob_max_abs" in metrics else "logp not compared",
             f"generate {metrics['time/generate_s']:.2f} s",
         ]
     parts.append(f"learn {metrics['time/learn_s']:.2f} s")

@@ -21,7 +21,7 @@ from shared.config.derive import batch_algebra
 from shared.errors import ConfigError, LearnerError, RecordError, RolloutError, StorageError, WeightSyncError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerError, StorageError)
+EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerError, StorageError, OSError)
 """Errors whose message says where and what to do; a traceback would hide it."""
 
 
@@ -36,6 +36,8 @@ def main(composed: DictConfig) -> None:
     except EXPLAINED as error:
         console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
         console.print(str(error), markup=False, highlight=False)
+        if isinstance(error.__cause__, EXPLAINED):
+            console.print(f"caused by {type(error.__cause__).__name__}: {error.__cause__}", markup=False, highlight=False)
         sys.exit(2 if isinstance(error, ConfigError | RecordError) else 1)
     except KeyboardInterrupt:
         console.print("interrupted; every process of the run was ended")
@@ -50,7 +52,10 @@ def run(config: RunConfig, console: Console) -> None:
     algebra = batch_algebra(config)
     for line in algebra.describe():
         console.print(line, markup=False, highlight=False)
-    check_data(config)
+    config = _with_absolute_paths(config)
+    facts = check_data(config)
+    for line in facts.describe():
+        console.print(line, markup=False, highlight=False)
 
     from launch.cluster import Cluster
     from launch.driver import train
@@ -60,7 +65,7 @@ def run(config: RunConfig, console: Console) -> None:
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
-    with Telemetry(config, algebra, console) as telemetry, Cluster(config) as cluster:
+    with Telemetry(config, algebra, console) as telemetry, Cluster(config, max_images=facts.max_images) as cluster:
         learner, rollouts = cluster.start()
         telemetry.placed(rollouts.names)
         console.print(
@@ -73,16 +78,26 @@ def run(config: RunConfig, console: Console) -> None:
             console.print(f"saved     {config.telemetry.run_dir / 'checkpoint'}", highlight=False)
     if len(telemetry.evaluations) == 2:
         before, after = (report.counts.f1 for report in telemetry.evaluations)
-        console.print(
-            f"{config.telemetry.name}: val F1@0.5 warm-up {before:.2f} -> final {after:.2f} (B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s)",
-            highlight=False,
-        )
+        effort = f"B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s"
+        console.print(f"{config.telemetry.name}: val F1@0.5 warm-up {before:.2f} -> final {after:.2f} ({effort})", highlight=False)
 
 
 def _mapping(composed: DictConfig) -> dict[str, Any]:
     mapping = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     assert isinstance(mapping, dict)
     return {str(key): value for key, value in mapping.items()}
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Actors run in a working directory of Ray's own."""
+    data = {"train": config.data.train.resolve(), "val": config.data.val and config.data.val.resolve()}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": str(Path(config.model.path).resolve())}),
+            "data": config.data.model_copy(update=data),
+            "telemetry": config.telemetry.model_copy(update={"run_dir": config.telemetry.run_dir.resolve()}),
+        }
+    )
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -100,7 +115,7 @@ def _as_schema_overrides(arguments: list[str]) -> list[str]:
 
     def converted(argument: str) -> str:
         key = argument.split("=", 1)[0]
-        plain = "=" in argument and key[:1].isalpha() and not (CONF / key).is_dir() and key.split(".")[0] != "hydra"
+        plain = "=" in argument and key[:1].isalpha() and not (CONF / key).is_dir() and not key.startswith("hydra")
         return f"++{argument}" if plain else argument
 
     return [converted(argument) for argument in arguments]

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from learner.learner import Learner
 from shared.config import RunConfig
@@ -32,7 +32,9 @@ class LearnerShell:
 
     def start(self, config: RunConfig, receiver_ranks: int, transport: str, device: str) -> None:
         """Not in the constructor, whose exceptions Ray turns into a dead actor."""
-        self._learner = Learner(config, receiver_ranks=receiver_ranks, transport=transport, device=torch.device(device))
+        # A cluster of the run's own is this machine alone, and its weights never leave it.
+        host = "127.0.0.1" if config.cluster.address == "local" else ray.util.get_node_ip_address()
+        self._learner = Learner(config, receiver_ranks=receiver_ranks, transport=transport, host=host, device=torch.device(device))
 
     def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
         return [ray.put(request) for request in self._learner.next_requests(plan)]
@@ -57,9 +59,6 @@ class LearnerShell:
 
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
-
-    def close(self) -> None:
-        self._learner.close()
 
 
 class RemoteLearner:
@@ -92,7 +91,7 @@ class RemoteLearner:
         return self._wait(self._actor.offer_weights.remote(), "offer_weights", self._timeouts.sync_phase_s, "timeouts.sync_phase_s")
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        return _without_rays_wrapping(self._actor.send_weights.remote(offer).future())
+        return _without_rays_wrapping(self._actor.send_weights.remote(offer).future(), "send_weights")
 
     def save(self, folder: Path) -> None:
         self._learn(self._actor.save.remote(folder), "save")
@@ -107,25 +106,30 @@ class RemoteLearner:
             raise LearnerError(
                 f"no answer in {timeout_s:g} s ({key}); look at the learner's stack in the Ray dashboard or with `py-spy dump`, or raise {key}", phase=phase
             ) from error
-        except RayActorError as error:
-            raise LearnerError(
-                f"its process ended; look for a lack of memory (dmesg) and at the worker logs of Ray's session folder: {error}", phase=phase
-            ) from error
-        except RayTaskError as error:
-            # What the learner raised, without Ray's wrapping of it.
-            raise error.cause from None
+        except RayError as error:
+            raise _explained(error, phase) from error
 
 
-def _without_rays_wrapping(source: Future[Any]) -> Future[Any]:
-    """The same outcome, but what the learner raised in place of Ray's exception around it."""
+def _explained(error: RayError, phase: str) -> Exception:
+    """What the learner raised in place of Ray's exception around it, or what became of its process."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return LearnerError(f"its process ended; look for a lack of memory (dmesg) and at Ray's worker logs: {error}", phase=phase)
+
+
+def _without_rays_wrapping(source: Future[Any], phase: str) -> Future[Any]:
     target: Future[Any] = Future()
 
     def deliver(done: Future[Any]) -> None:
         error = done.exception()
-        if error is None:
-            target.set_result(done.result())
+        if isinstance(error, RayError):
+            explained = _explained(error, phase)
+            explained.__cause__ = error
+            target.set_exception(explained)
+        elif error is not None:
+            target.set_exception(error)
         else:
-            target.set_exception(error.cause if isinstance(error, RayTaskError) else error)
+            target.set_result(done.result())
 
     source.add_done_callback(deliver)
     return target

@@ -1,19 +1,22 @@
 """Segments into one packed row: positions restart per segment, supervision is offset and weighted once (DESIGN 5.6, FACTS 4).
 
-Shape legend: T row tokens, N positions whose logits are needed, X supervised text tokens, S coord slots, K sampled tokens to check.
+Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K sampled tokens to compare, I images, R image patches, D patch values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from learner.objectives.interface import CoordSupervision, TextSupervision
 from learner.segments import Segment
-from learner.targets import TextWeights, TokenRole
+from learner.targets import Target, TextWeights, TokenRole
+
+Columns = TypeVar("Columns", "ModelInputs", TextSupervision, CoordSupervision, "SampledTokens")
 
 
 class RopeIndex(Protocol):
@@ -22,38 +25,50 @@ class RopeIndex(Protocol):
     def __call__(self, input_ids: torch.Tensor, *, mm_token_type_ids: torch.Tensor, image_grid_thw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class ModelInputs(NamedTuple):
+    """Arguments of the model's forward; the attention mask stays None (FACTS 4)."""
+
+    input_ids: torch.Tensor
+    """int64 [1, T]"""
+    position_ids: torch.Tensor
+    """int64 [4, 1, T]: text positions that restart per segment, from which transformers reads the segment borders, then the three M-RoPE rows."""
+    pixel_values: torch.Tensor
+    """float32 [R, D]"""
+    image_grid_thw: torch.Tensor
+    """int64 [I, 3]"""
+
+
+class SampledTokens(NamedTuple):
+    """Tokens that an engine sampled, with the log-probability it gave them; a column per field."""
+
+    at: torch.Tensor
+    """int64 [K], into the N positions, ascending."""
+    ids: torch.Tensor
+    """int64 [K]"""
+    logprobs: torch.Tensor
+    """float32 [K]"""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One forward. Every index is into the row's N logit positions, themselves row positions; `logits[n]` predicts token `positions_N[n] + 1`."""
+    """One forward and everything that is asked of its logits. `logits[n]` predicts the row's token `positions_N[n] + 1`."""
 
     segments: tuple[Segment, ...]
-    input_ids_1T: torch.Tensor
-    position_ids_41T: torch.Tensor
-    """Text positions that restart per segment, then the three M-RoPE rows. With no attention mask, transformers reads segment borders off the first."""
-    pixel_values_RD: torch.Tensor
-    image_grid_I3: torch.Tensor
+    inputs: ModelInputs
     positions_N: torch.Tensor
-    text_index_X: torch.Tensor
-    text_labels_X: torch.Tensor
-    text_weight_X: torch.Tensor
-    gate_weight_X: torch.Tensor
-    coord_index_S: torch.Tensor
-    coord_bins_S: torch.Tensor
-    coord_weight_S: torch.Tensor
-    sampled_index_K: torch.Tensor
-    sampled_ids_K: torch.Tensor
-    sampled_logprobs_K: torch.Tensor
+    """int64, ascending: the row positions whose logits are needed."""
+    text: TextSupervision
+    coord: CoordSupervision
+    sampled: SampledTokens
 
     @property
     def num_tokens(self) -> int:
-        return self.input_ids_1T.shape[1]
+        return self.inputs.input_ids.shape[1]
 
     def to(self, device: torch.device) -> PackedRow:
-        moved: dict[str, Any] = {name: value.to(device) for name, value in self.tensors().items()}
-        return replace(self, **moved)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "segments"}
+        return PackedRow(
+            self.segments, _to(self.inputs, device), self.positions_N.to(device), _to(self.text, device), _to(self.coord, device), _to(self.sampled, device)
+        )
 
 
 def collate(segments: Sequence[Segment], *, text_weights: TextWeights, num_samples: int, rope_index: RopeIndex) -> PackedRow:
@@ -61,38 +76,40 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, num_sampl
 
     `num_samples` is the number of samples of the whole step: with it in every weight, the losses of the step's rows simply add.
     """
-    positions, starts = _position_ids(segments, rope_index), np.cumsum([0, *(len(segment) for segment in segments)])
-    text = [_text_supervision(segment, text_weights, num_samples) for segment in segments]
-    # A token is predicted one position before its own; the first target token, by the prompt's last.
-    predictors = [start + len(segment.prompt.token_ids) - 1 for segment, start in zip(segments, starts, strict=False)]
-    text_at = _concat(predictor + part.positions for predictor, part in zip(predictors, text, strict=True))
-    coord_at = _concat(predictor + np.array(segment.target.coord_positions, dtype=np.int64) for predictor, segment in zip(predictors, segments, strict=True))
-    sampled_at = _concat(predictor + np.arange(len(segment.target.sampled_logprobs)) for predictor, segment in zip(predictors, segments, strict=True))
-    needed = np.unique(np.concatenate([text_at, coord_at, sampled_at])).astype(np.int64)
+    # A token is predicted one position before its own: a target's first token by the last of its prompt.
+    ends = np.cumsum([len(segment) for segment in segments])
+    predictors = [end - len(segment.target.token_ids) - 1 for segment, end in zip(segments, ends, strict=True)]
+    targets = [segment.target for segment in segments]
+    text = [_text_supervision(target, text_weights, num_samples) for target in targets]
+    num_sampled = [len(target.sampled_logprobs) for target in targets]
+    text_at = _concat(at + part.positions for at, part in zip(predictors, text, strict=True))
+    coord_at = _concat(at + np.array(target.coord_positions, dtype=np.int64) for at, target in zip(predictors, targets, strict=True))
+    sampled_at = _concat(at + np.arange(count) for at, count in zip(predictors, num_sampled, strict=True))
+    needed = np.unique(np.concatenate([text_at, coord_at, sampled_at]))
 
     def index(row_positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.searchsorted(needed, row_positions))
 
-    input_ids = [token for segment in segments for token in (*segment.prompt.token_ids, *segment.target.token_ids)]
     return PackedRow(
         segments=tuple(segments),
-        input_ids_1T=torch.tensor([input_ids]),
-        position_ids_41T=positions,
-        pixel_values_RD=torch.cat([segment.prompt.pixel_values_RD for segment in segments]),
-        image_grid_I3=torch.cat([segment.prompt.image_grid_I3 for segment in segments]),
+        inputs=_model_inputs(segments, rope_index),
         positions_N=torch.from_numpy(needed),
-        text_index_X=index(text_at),
-        text_labels_X=torch.from_numpy(_concat(part.labels for part in text)),
-        text_weight_X=torch.from_numpy(_concat((part.weights for part in text), np.float32)),
-        gate_weight_X=torch.from_numpy(_concat((part.gate_weights for part in text), np.float32)),
-        coord_index_S=index(coord_at),
-        coord_bins_S=torch.tensor([bin_ for segment in segments for bin_ in segment.target.coord_bins], dtype=torch.long),
-        coord_weight_S=torch.from_numpy(_concat((_coord_weights(segment, num_samples) for segment in segments), np.float32)),
-        sampled_index_K=index(sampled_at),
-        sampled_ids_K=torch.tensor(
-            [token for segment in segments for token in segment.target.token_ids[: len(segment.target.sampled_logprobs)]], dtype=torch.long
+        text=TextSupervision(
+            index(text_at),
+            torch.from_numpy(_concat(part.labels for part in text)),
+            torch.from_numpy(_concat((part.weights for part in text), np.float32)),
+            torch.from_numpy(_concat((part.gate_weights for part in text), np.float32)),
         ),
-        sampled_logprobs_K=torch.tensor([logprob for segment in segments for logprob in segment.target.sampled_logprobs], dtype=torch.float32),
+        coord=CoordSupervision(
+            index(coord_at),
+            torch.from_numpy(_concat(np.array(target.coord_bins, dtype=np.int64) for target in targets)),
+            torch.from_numpy(_concat((_coord_weights(target, num_samples) for target in targets), np.float32)),
+        ),
+        sampled=SampledTokens(
+            index(sampled_at),
+            torch.from_numpy(_concat(np.array(target.token_ids[:count], dtype=np.int64) for target, count in zip(targets, num_sampled, strict=True))),
+            torch.from_numpy(_concat((np.array(target.sampled_logprobs, dtype=np.float32) for target in targets), np.float32)),
+        ),
     )
 
 
@@ -104,12 +121,11 @@ class _TextSupervision:
     gate_weights: np.ndarray
 
 
-def _text_supervision(segment: Segment, text_weights: TextWeights, num_samples: int) -> _TextSupervision:
-    roles_L = segment.target.roles
-    weights_L = text_weights.of(roles_L)
-    gate_L = np.where(roles_L == TokenRole.CLOSING, np.float32(0), weights_L)
+def _text_supervision(target: Target, text_weights: TextWeights, num_samples: int) -> _TextSupervision:
+    weights_L = text_weights.of(target.roles)
+    gate_L = np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)
     positions = np.flatnonzero(weights_L)
-    labels = np.array(segment.target.token_ids, dtype=np.int64)[positions]
+    labels = np.array(target.token_ids, dtype=np.int64)[positions]
     return _TextSupervision(positions, labels, _mean_weights(weights_L, num_samples)[positions], _mean_weights(gate_L, num_samples)[positions])
 
 
@@ -119,21 +135,32 @@ def _mean_weights(weights_L: np.ndarray, num_samples: int) -> np.ndarray:
     return (weights_L / (total * num_samples) if total else weights_L).astype(np.float32)
 
 
-def _coord_weights(segment: Segment, num_samples: int) -> np.ndarray:
-    num_slots = len(segment.target.coord_positions)
+def _coord_weights(target: Target, num_samples: int) -> np.ndarray:
+    num_slots = len(target.coord_positions)
     return np.full(num_slots, 1.0 / (num_slots * num_samples) if num_slots else 0.0, dtype=np.float32)
 
 
-def _position_ids(segments: Sequence[Segment], rope_index: RopeIndex) -> torch.Tensor:
-    """int64 [4, 1, T]."""
-    parts = []
+def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex) -> ModelInputs:
+    input_ids, position_ids = [], []
     for segment in segments:
-        ids_1L = torch.tensor([[*segment.prompt.token_ids, *segment.target.token_ids]])
-        modality_1L = torch.cat([segment.prompt.modality_P, segment.prompt.modality_P.new_zeros(len(segment.target.token_ids))])[None]
-        mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=modality_1L, image_grid_thw=segment.prompt.image_grid_I3)
-        parts.append(torch.cat([torch.arange(ids_1L.shape[1])[None, None], mrope_31L]))
-    return torch.cat(parts, dim=2)
+        prompt, num_target = segment.prompt, len(segment.target.token_ids)
+        ids_1L = torch.tensor([[*prompt.token_ids, *segment.target.token_ids]])
+        modality_1L = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(num_target)])[None]
+        mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=modality_1L, image_grid_thw=prompt.image_grid_I3)
+        input_ids.append(ids_1L)
+        position_ids.append(torch.cat([torch.arange(ids_1L.shape[1])[None, None], mrope_31L]))
+    return ModelInputs(
+        torch.cat(input_ids, dim=1),
+        torch.cat(position_ids, dim=2),
+        torch.cat([segment.prompt.pixel_values_RD for segment in segments]),
+        torch.cat([segment.prompt.image_grid_I3 for segment in segments]),
+    )
 
 
-def _concat(parts: Any, dtype: Any = np.int64) -> np.ndarray:
+def _concat(parts: Iterable[np.ndarray], dtype: Any = np.int64) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
+
+
+def _to(columns: Columns, device: torch.device) -> Columns:
+    """The same named tuple of tensors on another device."""
+    return type(columns)(*(column.to(device) for column in columns))

@@ -33,7 +33,7 @@ class HeldOut:
                 position=position,
                 sample_id=sample.sample_id,
                 prompt_token_ids=self.encoder.request_ids(sample),
-                images=tuple(image.with_data() for image in sample.images),
+                images=sample.with_image_data().images,
                 decode=greedy,
                 seed=request_seed(self.run_seed, step, position),
             )

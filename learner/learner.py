@@ -25,13 +25,14 @@ from learner.loading import load_model
 from learner.objectives.registry import build_objectives
 from learner.packing import CarryBuffer
 from learner.rules import target_rules, text_weights
+from learner.samples import load_samples
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
-from learner.step import SampledTokens, Updater, UpdateResult, backward_row
+from learner.step import Sampling, Updater, UpdateResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from learner.weight_sender import WeightSender
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
-from shared.dataset import Dataset, SampleStream, load_dataset
+from shared.dataset import SampleStream
 from shared.evaluation import DetectionCounts
 from shared.metrics import MetricSums, StepReport
 from shared.records import Sample
@@ -52,19 +53,21 @@ class _StepInProgress:
 
     plan: StepPlan
     samples: list[Sample]
-    prompts: list[EncodedPrompt]
+    """Their images with data: read once, sent to the engines, encoded here."""
     rollouts: list[Rollout] = field(default_factory=list)
     num_targets: int = 0
     sums: MetricSums = field(default_factory=MetricSums)
     logprob_max_abs: float = 0.0
+    generate_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
 
 class Learner:
     """One rank. Not thread-safe: its methods are called in the order of the module's first lines."""
 
-    def __init__(self, config: RunConfig, *, receiver_ranks: int, transport: str, device: torch.device) -> None:
-        """`receiver_ranks` is the number of engine workers that take weights, `transport` how they take them (`WeightOffer.transport`)."""
+    def __init__(self, config: RunConfig, *, receiver_ranks: int, transport: str, host: str, device: torch.device) -> None:
+        """`receiver_ranks` is the number of engine workers that take weights, `transport` how they take them (`WeightOffer.transport`), and `host`
+        an address of this node that they reach. Raises ConfigError and RecordError for what is wrong with model and data."""
         self._config = config
         self._loaded = load_model(config, device)
         self._rules = target_rules(config)
@@ -72,7 +75,7 @@ class Learner:
         self._decode = config.rollout_matching.decode_settings(
             stop_token_ids=(self._loaded.codec.eos_token_id,), banned_token_ids=self._loaded.banned_token_ids
         )
-        self._train = _dataset(config, config.data.train)
+        self._train = load_samples(config, config.data.train)
         self._stream = SampleStream(len(self._train), seed=config.training.seed, shuffle=config.data.shuffle)
         require_lengths(
             self._train,
@@ -82,12 +85,17 @@ class Learner:
             global_max_length=config.global_max_length,
         )
         self._held_out = self._load_held_out()
+        pipeline = config.rollout_matching.pipeline
+        self._objectives = {channel: build_objectives(pipeline, channel, self._loaded.coord_ids_C) for channel in Channel}
+        self._text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
+        self._sampling = Sampling(self._decode.temperature, self._loaded.banned_token_ids)
         self._buffer = CarryBuffer(config.global_max_length, config.training.packing_buffer) if config.training.packing else None
         self._updater = Updater(self._loaded.model, config.training)
         self._sender = WeightSender(
             self._loaded.model,
             transport=transport,
             receiver_ranks=receiver_ranks,
+            host=host,
             timeout_s=config.timeouts.sync_phase_s,
             bucket_bytes=config.rollout_matching.vllm.sync.bucket_bytes,
         )
@@ -101,24 +109,27 @@ class Learner:
         """Draw the step's samples and ask for their rollouts, in position order; channel A asks for nothing."""
         assert self._step is None, "finish_step ends a step before the next begins"
         started_s = time.time()
-        samples = [self._train[index] for index in self._stream.take(plan.num_samples)]
-        self._step = _StepInProgress(plan, samples, [self._encoder.encode(sample) for sample in samples])
-        requests = [] if plan.channel is Channel.A else [self._request(position) for position in range(len(samples))]
+        self._step = _StepInProgress(plan, [self._train[index].with_image_data() for index in self._stream.take(plan.num_samples)])
+        requests = [] if plan.channel is Channel.A else [self._request(position) for position in range(plan.num_samples)]
         self._mark("draw samples", started_s)
         return requests
 
     def accumulate(self, rollouts: Sequence[Rollout]) -> None:
         """Check, parse, match and learn from a round's rollouts, in position order. Raises RolloutError when engine and learner disagree."""
         step, started_s = self._current, time.time()
-        step.spans += _generation_spans(rollouts)
+        generation = _generation_spans(rollouts)
+        step.spans += generation
+        step.generate_s += max(span.end_s for span in generation) - min(span.start_s for span in generation)
         for rollout in rollouts:
             assert rollout.position == step.num_targets, f"expected position {step.num_targets}, got {rollout.position}: rounds arrive in order"
+            sample = step.samples[rollout.position]
+            prompt = self._encoder.encode(sample)
             check_weight_version(rollout, self._version)
-            check_prompt(rollout, step.prompts[rollout.position])
-            target = rollout_target(rollout, step.samples[rollout.position], self._loaded.codec, self._rules)
+            check_prompt(rollout, prompt)
+            target = rollout_target(rollout, sample, self._loaded.codec, self._rules)
             step.rollouts.append(rollout)
             step.sums.add(target.counters)
-            self._take(target)
+            self._take(prompt, target)
         self._mark("learn round", started_s, rollouts=len(rollouts))
 
     def finish_step(self) -> StepReport:
@@ -126,7 +137,7 @@ class Learner:
         step, started_s = self._current, time.time()
         if step.plan.channel is Channel.A:
             for sample in step.samples:
-                self._take(ground_truth_target(sample, self._loaded.codec, self._rules))
+                self._take(self._encoder.encode(sample), ground_truth_target(sample, self._loaded.codec, self._rules))
         assert step.num_targets == step.plan.num_samples, f"{step.num_targets} of {step.plan.num_samples} samples came back"
         for row in [] if self._buffer is None else self._buffer.flush():
             self._learn(row)
@@ -175,7 +186,15 @@ class Learner:
         data = self._config.data
         if data.val is None:
             return None
-        samples = _dataset(self._config, data.val)[: data.max_val_samples]
+        samples = load_samples(self._config, data.val).first(data.max_val_samples)
+        require_lengths(
+            samples,
+            self._encoder,
+            self._loaded.codec,
+            max_new_tokens=self._config.rollout_matching.max_new_tokens,
+            global_max_length=self._config.global_max_length,
+            taught=False,
+        )
         return HeldOut(samples, self._encoder, self._loaded.codec, self._decode, self._rules.geometry, self._config.training.seed)
 
     def _request(self, position: int) -> RolloutRequest:
@@ -185,19 +204,19 @@ class Learner:
             step=step.plan.step,
             position=position,
             sample_id=sample.sample_id,
-            prompt_token_ids=step.prompts[position].request_token_ids,
-            images=tuple(image.with_data() for image in sample.images),
+            prompt_token_ids=self._encoder.request_ids(sample),
+            images=sample.images,
             decode=self._decode,
             seed=request_seed(self._config.training.seed, step.plan.step, position),
         )
 
-    def _take(self, target: Target) -> None:
+    def _take(self, prompt: EncodedPrompt, target: Target) -> None:
         """Buffer the next position's target, and learn full rows at the window's end.
 
         Rows are taken only after a multiple of `packing_window` targets, so that neither arrival nor the number of actors decides them (DESIGN 5, decision 7).
         """
         step = self._current
-        segment = Segment(step.num_targets, step.prompts[step.num_targets], target)
+        segment = Segment(step.num_targets, prompt, target)
         step.num_targets += 1
         if self._buffer is None:
             self._learn([segment])
@@ -209,21 +228,15 @@ class Learner:
 
     def _learn(self, segments: list[Segment]) -> None:
         """Forward and backward of one row, and the comparison of its sampled tokens with the engine's."""
-        step, channel = self._current, self._current.plan.channel
-        pipeline = self._config.rollout_matching.pipeline
-        row = collate(
-            segments,
-            text_weights=text_weights(pipeline, channel),
-            num_samples=step.plan.num_samples,
-            rope_index=self._loaded.model.model.get_rope_index,
-        ).to(self._loaded.device)
-        sampled = SampledTokens(self._decode.temperature, self._loaded.banned_token_ids)
-        result = backward_row(self._loaded.model, row, build_objectives(pipeline, channel), coord_ids_C=self._loaded.coord_ids_C, sampled=sampled)
+        step, model, channel = self._current, self._loaded.model, self._current.plan.channel
+        row = collate(segments, text_weights=self._text_weights[channel], num_samples=step.plan.num_samples, rope_index=model.model.get_rope_index)
+        result = backward_row(model, row.to(self._loaded.device), self._objectives[channel], self._sampling)
         if channel is Channel.B and compares_logprobs(self._decode):
             rollouts = [step.rollouts[segment.position] for segment in segments]
             tolerance = self._config.rollout_matching.logprob_tolerance
-            difference = check_logprobs(segments, rollouts, result.sampled_logprobs_K, row.sampled_logprobs_K.cpu(), tolerance=tolerance)
+            difference = check_logprobs(segments, rollouts, result.sampled_logprobs_K, row.sampled.logprobs, tolerance=tolerance)
             step.logprob_max_abs = max(step.logprob_max_abs, difference)
+            step.sums.add({"rollout/num_compared_tokens": len(row.sampled.logprobs)})
         underfilled = row.num_tokens < self._config.training.packing_min_fill_ratio * self._config.global_max_length
         step.sums.add({"loss/total": result.loss, **result.terms})
         step.sums.add({"packing/num_rows": 1, "packing/num_segments": len(segments), "packing/num_tokens": row.num_tokens})
@@ -231,11 +244,6 @@ class Learner:
 
     def _mark(self, name: str, started_s: float, **args: int) -> None:
         self._current.spans.append(Span(TRACK, name, started_s, time.time(), {"step": self._current.plan.step, **args}))
-
-
-def _dataset(config: RunConfig, path: Path) -> Dataset:
-    data = config.data
-    return load_dataset(path, on_bad_row=data.on_bad_row, sort_objects=data.sort_objects, check_images=data.check_images)
 
 
 def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:
@@ -260,8 +268,9 @@ def _metrics(step: _StepInProgress, update: UpdateResult, capacity: int) -> dict
     metrics["optim/grad_norm"] = update.grad_norm
     metrics["time/learn_s"] = sum(span.duration_s for span in step.spans if span.track == TRACK)
     if step.rollouts:
-        generation = [span for span in step.spans if span.track != TRACK]
-        metrics["time/generate_s"] = max(span.end_s for span in generation) - min(span.start_s for span in generation)
+        metrics["time/generate_s"] = step.generate_s
         metrics["rollout/match_rate"] = metrics["rollout/num_matched"] / max(1.0, metrics["rollout/num_ground_truth"])
-        metrics["rollout/logprob_max_abs"] = step.logprob_max_abs
+        # Absent where nothing was compared: a 0 would read as perfect agreement.
+        if "rollout/num_compared_tokens" in metrics:
+            metrics["rollout/logprob_max_abs"] = step.logprob_max_abs
     return metrics

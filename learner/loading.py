@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from shared.config import RunConfig
@@ -15,7 +16,7 @@ from shared.errors import ConfigError
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.vocabulary import NUM_BINS
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODEL_TYPES = ("qwen3_vl",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,22 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         )
     torch.manual_seed(config.training.seed)
     # The results of a reduction depend on the number of threads: it is part of the configuration of a repeatable run, never left to Ray's default of one.
-    torch.set_num_threads(config.learner.cpu_threads or os.cpu_count() or 1)
-    processor = AutoProcessor.from_pretrained(path)
+    torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     try:
+        processor = AutoProcessor.from_pretrained(path)
         codec = HFTokenCodec(processor.tokenizer)
-    except ValueError as error:
-        raise ConfigError(f"model.path: {path}: {error}") from error
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=DTYPES[config.model.dtype], attn_implementation=config.model.attn_implementation).to(device)
+        # float32 is the one dtype of this version's configuration.
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation=config.model.attn_implementation).to(device)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ConfigError(f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote, of a model with coord tokens") from error
     model.train()
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model_config = model.config
+    if model_config.model_type not in MODEL_TYPES:
+        raise ConfigError(f"model.path: {path} is a {model_config.model_type} model; this version trains {', '.join(MODEL_TYPES)}")
+    if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) or model_config.text_config.attention_dropout:
+        raise ConfigError(f"model.path: {path} has dropout, with which the learner does not compute what the engines do; set it to 0 in config.json")
     placeholders = (model_config.image_token_id, model_config.video_token_id, model_config.vision_start_token_id, model_config.vision_end_token_id)
     return LoadedModel(
         model=model,

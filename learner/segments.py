@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from learner.targets import Target
+from shared.errors import RecordError
 from shared.prompts import detection_messages
 from shared.records import ImageRef, Sample
 
@@ -72,7 +73,10 @@ class PromptEncoder:
 
 
 def decode_image(image: ImageRef) -> Image.Image:
-    """RGB pixels. RecordError when the file is gone or changed."""
+    """RGB pixels. RecordError when the file is gone, changed, or no image (which is only found here where `data.check_images` is off)."""
     data = image.with_data().data
     assert data is not None
-    return Image.open(io.BytesIO(data)).convert("RGB")
+    try:
+        return Image.open(io.BytesIO(data)).convert("RGB")
+    except (UnidentifiedImageError, OSError) as error:
+        raise RecordError(f"{image.path} is no readable image ({error})", field="images", remedy="replace the file, or set data.check_images: true") from error

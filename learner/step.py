@@ -1,6 +1,6 @@
 """Forward and backward of one packed row, and the one optimizer update of a step.
 
-Shape legend: T row tokens, D hidden size, N positions whose logits are needed, V vocabulary, K sampled tokens to compare.
+Shape legend: D hidden size, N positions whose logits are needed, V vocabulary, K sampled tokens to compare.
 """
 
 from __future__ import annotations
@@ -8,22 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from learner.collate import PackedRow
+from learner.collate import PackedRow, SampledTokens
 from learner.objectives.coord_math import sampled_logprobs
-from learner.objectives.interface import Objective, Supervision
+from learner.objectives.interface import CoordSupervision, Objective, TextSupervision
 from shared.config.training import TrainingSection
+from shared.errors import LearnerError
 
-# Positions whose full-vocabulary logits exist at a time: 1,024 x 152,000 x 4 bytes is 0.6 GB. They are computed again in the backward.
+Indexed = TypeVar("Indexed", TextSupervision, CoordSupervision, SampledTokens)
+
+# Positions whose full-vocabulary logits exist at a time: 1,024 x 152,000 x 4 bytes is 0.6 GB.
 LOGIT_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
+class Sampling:
     """How the engine drew its tokens, for computing the same probabilities here."""
 
     temperature: float
@@ -35,69 +38,50 @@ class RowResult:
     loss: float
     """The row's part of the step's loss."""
     terms: dict[str, float]
-    """`loss/...` metrics; summed over the rows of a step."""
+    """`loss/...` metrics, to be summed over the rows of a step."""
     sampled_logprobs_K: torch.Tensor
     """The learner's log-probabilities of the row's sampled tokens, on the CPU."""
 
 
-def backward_row(model: Any, row: PackedRow, objectives: Sequence[Objective], *, coord_ids_C: torch.Tensor, sampled: SampledTokens) -> RowResult:
+def backward_row(model: Any, row: PackedRow, objectives: Sequence[Objective], sampling: Sampling) -> RowResult:
     """Add the row's gradient. Logits exist only at supervised and compared positions, a chunk at a time."""
+    inputs = row.inputs
     output = model.model(
-        input_ids=row.input_ids_1T,
-        position_ids=row.position_ids_41T,
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
         # None, not ones: with a mask transformers lets the segments see each other (FACTS 4).
         attention_mask=None,
-        pixel_values=row.pixel_values_RD.to(model.dtype),
-        image_grid_thw=row.image_grid_I3,
+        pixel_values=inputs.pixel_values.to(model.dtype),
+        image_grid_thw=inputs.image_grid_thw,
         use_cache=False,
     )
     hidden_ND = output.last_hidden_state[0, row.positions_N]
-    banned_ids = torch.tensor(sampled.banned_ids, dtype=torch.long, device=hidden_ND.device)
-    names: list[str] = []
+    banned_ids = torch.tensor(sampling.banned_ids, dtype=torch.long, device=hidden_ND.device)
 
-    def chunk_loss(chunk_ND: torch.Tensor, supervision: Supervision, sampled_index: torch.Tensor, sampled_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def chunk(chunk_ND: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(loss, terms, log-probabilities of sampled tokens) of the positions from `start`."""
+        stop = start + len(chunk_ND)
         logits_NV = model.lm_head(chunk_ND).float()
-        losses = [(objective.name, objective(logits_NV, supervision)) for objective in objectives]
-        terms = {f"loss/{name}.{term}": value for name, result in losses for term, value in result.terms.items()}
-        names[:] = terms
-        loss = sum((result.loss for _, result in losses), start=logits_NV.new_zeros(()))
+        text, coord, sampled = _between(row.text, start, stop), _between(row.coord, start, stop), _between(row.sampled, start, stop)
+        losses = [objective(logits_NV, text, coord) for objective in objectives]
         with torch.no_grad():
-            logprobs = sampled_logprobs(logits_NV[sampled_index], sampled_ids, temperature=sampled.temperature, banned_ids=banned_ids)
-        return loss, torch.stack([*terms.values(), logits_NV.new_zeros(())]), logprobs
+            logprobs = sampled_logprobs(logits_NV[sampled.at], sampled.ids, temperature=sampling.temperature, banned_ids=banned_ids)
+        return torch.stack([loss for loss, _ in losses]).sum(), torch.stack([term for _, terms in losses for term in terms]), logprobs
 
-    chunks = [
-        checkpoint(chunk_loss, hidden_ND[start : start + LOGIT_CHUNK], *_slice(row, start, coord_ids_C), use_reentrant=False)
-        for start in range(0, hidden_ND.shape[0], LOGIT_CHUNK)
-    ]
-    loss = sum((chunk[0] for chunk in chunks), start=hidden_ND.new_zeros((), dtype=torch.float32))
-    if loss.requires_grad:
-        loss.backward()
-    values = torch.stack([chunk[1] for chunk in chunks]).sum(0).tolist() if chunks else []
-    return RowResult(
-        loss=loss.item(),
-        terms=dict(zip(names, values, strict=False)),
-        sampled_logprobs_K=torch.cat([chunk[2] for chunk in chunks]).cpu() if chunks else torch.empty(0),
-    )
+    # The logits of a chunk are computed again in its backward, so that no two chunks' exist at once.
+    results = [checkpoint(chunk, hidden_ND[start : start + LOGIT_CHUNK], start, use_reentrant=False) for start in range(0, max(1, len(hidden_ND)), LOGIT_CHUNK)]
+    loss = torch.stack([result[0] for result in results]).sum()
+    loss.backward()
+    names = [f"loss/{name}" for objective in objectives for name in objective.term_names]
+    terms = torch.stack([result[1] for result in results]).sum(0).tolist()
+    return RowResult(loss.item(), dict(zip(names, terms, strict=True)), torch.cat([result[2] for result in results]).cpu())
 
 
-def _slice(row: PackedRow, start: int, coord_ids_C: torch.Tensor) -> tuple[Supervision, torch.Tensor, torch.Tensor]:
-    """The supervision and the sampled tokens of logit positions `start .. start + LOGIT_CHUNK`, re-indexed to the chunk."""
-
-    def inside(index: torch.Tensor) -> torch.Tensor:
-        return (index >= start) & (index < start + LOGIT_CHUNK)
-
-    text, coord, sampled = inside(row.text_index_X), inside(row.coord_index_S), inside(row.sampled_index_K)
-    supervision = Supervision(
-        text_index_T=row.text_index_X[text] - start,
-        text_labels_T=row.text_labels_X[text],
-        text_weight_T=row.text_weight_X[text],
-        gate_weight_T=row.gate_weight_X[text],
-        coord_index_S=row.coord_index_S[coord] - start,
-        coord_bins_S=row.coord_bins_S[coord],
-        coord_weight_S=row.coord_weight_S[coord],
-        coord_ids_C=coord_ids_C,
-    )
-    return supervision, row.sampled_index_K[sampled] - start, row.sampled_ids_K[sampled]
+def _between(columns: Indexed, start: int, stop: int) -> Indexed:
+    """The rows at positions `start .. stop`, counted from `start`."""
+    inside = (columns.at >= start) & (columns.at < stop)
+    kept = type(columns)(*(column[inside] for column in columns))
+    return kept._replace(at=kept.at - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +106,11 @@ class Updater:
         )
 
     def update(self, step: int) -> UpdateResult:
-        """Clip, set the step's learning rate, update, and drop the gradients. RuntimeError on a gradient that is not finite."""
+        """Clip, set the step's learning rate, update, and drop the gradients. LearnerError on a gradient that is not finite."""
         limit = float("inf") if self._config.max_grad_norm is None else self._config.max_grad_norm
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
         if not math.isfinite(grad_norm):
-            raise RuntimeError(f"step {step}: the gradient norm is {grad_norm}; lower training.learning_rate, or look at the step's rollouts and data")
+            raise LearnerError(f"step {step}: the gradient norm is {grad_norm}; lower training.learning_rate, or look at the step's data", phase="update")
         learning_rate = learning_rate_at(step, self._config)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate

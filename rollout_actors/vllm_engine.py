@@ -27,7 +27,7 @@ from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
-FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION, "abort": FinishReason.ABORTED}
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
 WATCH_S = 1.0
 """How often a waiting call looks whether vLLM's process is alive."""
 BAN = -100.0
@@ -120,6 +120,8 @@ class VllmEngine:
         except VLLMClientError as error:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         completion = output.outputs[0]
+        if completion.finish_reason == "abort":
+            raise RolloutError(f"sample {request.sample_id} was aborted, and half an answer is none; see the actor's log", actor=self.name, phase="generate")
         self._check_version(completion, request)
         assert output.prompt_token_ids is not None
         response, logprobs = list(completion.token_ids), _sampled_logprobs(completion)

@@ -1,46 +1,50 @@
-"""`coord_reg`: the coord slots' distribution against a soft target, and the gates between coord and text vocabulary (DESIGN 8)."""
+"""`coord_reg`: the coord slots' distribution against a soft target, and the gates between coord and text vocabulary (DESIGN 8).
+
+Shape legend: N positions, S coord slots, C the 1,000 coord bins, V the vocabulary.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from learner.objectives import coord_math
-from learner.objectives.interface import ObjectiveLoss, Supervision
+from learner.objectives.interface import CoordSupervision, ObjectiveLoss, TextSupervision
 from shared.config.pipeline import CoordRegConfig
 
 
-@dataclass(frozen=True, slots=True)
 class CoordReg:
-    weight: float
-    config: CoordRegConfig
-    name: str = "coord_reg"
+    """A term of weight 0 is not computed: it is no part of the objective, and a log line would suggest that it is."""
 
-    def __call__(self, logits_NV: torch.Tensor, supervision: Supervision) -> ObjectiveLoss:
-        config, temperature = self.config, self.config.temperature
-        slot_logits_SV = logits_NV[supervision.coord_index_S]
-        coord_logits_SC = slot_logits_SV[:, supervision.coord_ids_C]
-        targets_SC = coord_math.soft_targets(supervision.coord_bins_S, sigma=config.target_sigma, truncate=config.target_truncate)
-
-        def over_slots(loss_S: torch.Tensor) -> torch.Tensor:
-            return (supervision.coord_weight_S * loss_S).sum()
-
-        weighted = {
-            "coord_ce": (config.coord_ce_weight, lambda: over_slots(coord_math.coord_cross_entropy(coord_logits_SC, supervision.coord_bins_S))),
-            "soft_ce": (config.soft_ce_weight, lambda: over_slots(coord_math.soft_cross_entropy(coord_logits_SC, targets_SC, temperature=temperature))),
-            "w1": (config.w1_weight, lambda: over_slots(coord_math.wasserstein1(coord_logits_SC, targets_SC, temperature=temperature))),
-            "coord_gate": (
-                config.coord_gate_weight,
-                lambda: over_slots(coord_math.gate_mass_leak(slot_logits_SV, supervision.coord_ids_C, temperature=temperature)),
-            ),
-            "text_gate": (config.text_gate_weight, lambda: self._text_gate(logits_NV, supervision)),
+    def __init__(self, weight: float, config: CoordRegConfig, coord_ids_C: torch.Tensor) -> None:
+        """`coord_ids_C` is the token id of each bin."""
+        self._weight = weight
+        self._config = config
+        self._coord_ids_C = coord_ids_C
+        weights = {
+            "coord_ce": config.coord_ce_weight,
+            "soft_ce": config.soft_ce_weight,
+            "w1": config.w1_weight,
+            "coord_gate": config.coord_gate_weight,
+            "text_gate": config.text_gate_weight,
         }
-        # A term of weight 0 is not computed: it is not part of the objective, and its log line would suggest that it is.
-        terms = {name: (weight, term()) for name, (weight, term) in weighted.items() if weight}
-        loss = sum((weight * term for weight, term in terms.values()), start=logits_NV.new_zeros(()))
-        return ObjectiveLoss(self.weight * loss, {name: term.detach() for name, (_, term) in terms.items()})
+        self._weights = {name: weight for name, weight in weights.items() if weight}
 
-    def _text_gate(self, logits_NV: torch.Tensor, supervision: Supervision) -> torch.Tensor:
-        leak_T = coord_math.text_gate(logits_NV[supervision.text_index_T], supervision.coord_ids_C, temperature=self.config.temperature)
-        return (supervision.gate_weight_T * leak_T).sum()
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        return tuple(f"coord_reg.{name}" for name in self._weights)
+
+    def __call__(self, logits_NV: torch.Tensor, text: TextSupervision, coord: CoordSupervision) -> ObjectiveLoss:
+        slot_logits_SV = logits_NV[coord.at]
+        coord_logits_SC = slot_logits_SV[:, self._coord_ids_C]
+        targets_SC = coord_math.soft_targets(coord.bins, sigma=self._config.target_sigma, truncate=self._config.target_truncate)
+        temperature = self._config.temperature
+        compute = {
+            "coord_ce": lambda: coord.weight * coord_math.coord_cross_entropy(coord_logits_SC, coord.bins),
+            "soft_ce": lambda: coord.weight * coord_math.soft_cross_entropy(coord_logits_SC, targets_SC, temperature=temperature),
+            "w1": lambda: coord.weight * coord_math.wasserstein1(coord_logits_SC, targets_SC, temperature=temperature),
+            "coord_gate": lambda: coord.weight * coord_math.gate_mass_leak(slot_logits_SV, self._coord_ids_C, temperature=temperature),
+            "text_gate": lambda: text.gate_weight * coord_math.text_gate(logits_NV[text.at], self._coord_ids_C, temperature=temperature),
+        }
+        terms = [compute[name]().sum() for name in self._weights]
+        loss = sum((weight * term for weight, term in zip(self._weights.values(), terms, strict=True)), start=logits_NV.new_zeros(()))
+        return ObjectiveLoss(self._weight * loss, tuple(term.detach() for term in terms))

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from learner.objectives.coord_math import token_cross_entropy
-from learner.objectives.interface import ObjectiveLoss, Supervision
+from learner.objectives.interface import CoordSupervision, ObjectiveLoss, TextSupervision
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCE:
     weight: float
-    name: str = "token_ce"
+    term_names: tuple[str, ...] = ("token_ce",)
 
-    def __call__(self, logits_NV: torch.Tensor, supervision: Supervision) -> ObjectiveLoss:
-        nll_T = token_cross_entropy(logits_NV[supervision.text_index_T], supervision.text_labels_T)
-        ce = (supervision.text_weight_T * nll_T).sum()
-        return ObjectiveLoss(self.weight * ce, {"token_ce": ce.detach()})
+    def __call__(self, logits_NV: torch.Tensor, text: TextSupervision, coord: CoordSupervision) -> ObjectiveLoss:
+        ce = (text.weight * token_cross_entropy(logits_NV[text.at], text.labels)).sum()
+        return ObjectiveLoss(self.weight * ce, (ce.detach(),))

@@ -46,6 +46,7 @@ def test_gpus_on_one_side_of_the_sync_only_are_refused(config):
 
 
 def test_an_engine_decodes_no_more_than_decode_batch_size_at_a_time(config):
-    settings = engine_settings(config(), Device.CPU, "rollmatch_gloo")
+    settings = engine_settings(config(), Device.CPU, "rollmatch_gloo", max_images=2)
     assert settings.max_num_seqs == 6
     assert settings.max_model_len == 2048
+    assert settings.max_images_per_prompt == 2

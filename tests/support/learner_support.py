@@ -12,7 +12,7 @@ from shared.schedule import StepPlan
 
 
 def make_learner(config: RunConfig) -> Learner:
-    return Learner(config, receiver_ranks=1, transport="rollmatch_gloo", device=torch.device("cpu"))
+    return Learner(config, receiver_ranks=1, transport="rollmatch_gloo", host="127.0.0.1", device=torch.device("cpu"))
 
 
 def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:
@@ -38,5 +38,5 @@ def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:
             seed=request.seed,
             generate_s=0.0,
         )
-        for request, prompt, response in zip(requests, step.prompts, responses, strict=True)
+        for request, prompt, response in zip(requests, map(learner._encoder.encode, step.samples), responses, strict=True)
     ]

@@ -27,7 +27,7 @@ class LocalLearner:
     """What `learner.actor.RemoteLearner` is, without a process of its own. Remembers every rollout."""
 
     def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
-        self.learner = Learner(config, receiver_ranks=receiver_ranks, transport="rollmatch_gloo", device=torch.device("cpu"))
+        self.learner = Learner(config, receiver_ranks=receiver_ranks, transport="rollmatch_gloo", host="127.0.0.1", device=torch.device("cpu"))
         self.rollouts: list[Rollout] = []
         self._threads = ThreadPoolExecutor(1)
 
