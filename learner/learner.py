@@ -253,11 +253,8 @@ def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:
         of_actor = list(share)
         start_s, end_s = min(r.started_s for r in of_actor), max(r.started_s + r.generate_s for r in of_actor)
         tokens = sum(len(r.response_token_ids) for r in of_actor)
-        spans.append(
-            Span(
-                actor, "generate", start_s, end_s, {"step": of_actor[0].step, "positions": f"{of_actor[0].position}..{of_actor[-1].position}", "tokens": tokens}
-            )
-        )
+        place = {"step": of_actor[0].step, "first_position": of_actor[0].position, "last_position": of_actor[-1].position}
+        spans.append(Span(actor, "generate", start_s, end_s, {**place, "tokens": tokens}))
     return spans
 
 

@@ -1,12 +1,14 @@
 """The main job on real engines: repeatable, checked, overlapping (issue 2, "What must hold")."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from config_support import configuration
-from local_learner import run_job
+from local_learner import Job, run_job
 
 from launch.pipeline import one_ahead
+from shared.config.derive import batch_algebra
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout
 
@@ -28,76 +30,87 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def job(engine_pool, warm_checkpoint, demo_data, tmp_path_factory):
-    """`job(actors, **changes)` runs the page on that many of the shared actors."""
+    """`job(number of actors, **changes)` runs the page on that many of the shared actors."""
 
     def run(num_actors, **changes):
-        config = configuration(warm_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **STEPS | changes)
-        names = list(engine_pool.actors)[:num_actors]
-        return run_job(config, engine_pool.over(*names, round_capacity=6 * num_actors), num_actors, one_ahead)
+        config = configuration(
+            warm_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **STEPS | changes, rollout_matching__vllm__actors={"num_actors": num_actors}
+        )
+        pool = engine_pool.over(*list(engine_pool.actors)[:num_actors], round_capacity=batch_algebra(config).round_capacity)
+        return run_job(config, pool, num_actors, one_ahead)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def greedy_runs(job):
+def greedy_jobs(job):
     return {num_actors: job(num_actors) for num_actors in (1, 2, 3)}
 
 
-def what_was_said(rollouts: list[Rollout]) -> list[Rollout]:
+def what_was_said(job: Job) -> list[Rollout]:
     """Without who said it, and when."""
-    return [replace(rollout, actor="", generate_s=0.0, started_s=0.0) for rollout in rollouts]
+    return [replace(rollout, actor="", generate_s=0.0, started_s=0.0) for rollout in job.rollouts]
 
 
-def test_1_2_and_3_actors_give_the_same_rollouts_and_the_same_losses_to_the_bit(greedy_runs):
-    (one, said), *others = greedy_runs.values()
-    assert len(said) == 24
-    for reports, rollouts in others:
-        assert what_was_said(rollouts) == what_was_said(said)
-        assert reports.losses == one.losses
+def assert_same(jobs: Sequence[Job]) -> None:
+    """The same rollouts, and the same losses to the bit."""
+    assert len(jobs[0].rollouts) == 24
+    for other in jobs[1:]:
+        assert what_was_said(other) == what_was_said(jobs[0])
+        assert other.reports.losses == jobs[0].reports.losses
 
 
-def test_1_and_3_actors_give_the_same_rollouts_at_temperature_1(job):
-    one, three = (job(num_actors, rollout_matching__decoding={"temperature": 1.0}) for num_actors in (1, 3))
-    assert what_was_said(one[1]) == what_was_said(three[1])
-    assert one[0].losses == three[0].losses
-    assert len({rollout.response_token_ids for rollout in one[1]}) > 12
+def test_1_2_and_3_actors_give_the_same_rollouts_and_the_same_losses_to_the_bit(greedy_jobs):
+    assert_same(list(greedy_jobs.values()))
 
 
-def test_two_runs_of_the_same_configuration_give_the_same_losses(job, greedy_runs):
-    assert job(3)[0].losses == greedy_runs[3][0].losses
+def test_1_2_and_3_actors_give_the_same_rollouts_at_temperature_1(job):
+    jobs = [job(num_actors, rollout_matching__decoding={"temperature": 1.0}) for num_actors in (1, 2, 3)]
+    assert_same(jobs)
+    assert len({rollout.response_token_ids for rollout in jobs[0].rollouts}) > 12
 
 
-def test_the_learners_log_probabilities_of_sampled_tokens_agree_with_the_engines(greedy_runs):
-    reports, rollouts = greedy_runs[3]
-    assert sum(report.metrics["rollout/num_valid_objects"] for report in reports.steps) > 0, "the model writes no objects, so nothing was compared"
-    for report in reports.steps:
+def test_two_runs_of_the_same_configuration_give_the_same_losses(job, greedy_jobs):
+    assert_same([job(3), greedy_jobs[3]])
+
+
+def test_the_learners_log_probabilities_of_sampled_tokens_agree_with_the_engines(greedy_jobs):
+    for report in greedy_jobs[3].reports.steps:
+        assert report.metrics["rollout/num_valid_objects"] > 0, "the model writes no objects, so nothing was compared"
+        assert report.metrics["rollout/num_compared_tokens"] > 0
         assert 0 < report.metrics["rollout/logprob_max_abs"] < 1e-4
-    assert all(len(rollout.logprobs) == len(rollout.response_token_ids) for rollout in rollouts)
+    assert all(len(rollout.logprobs) == len(rollout.response_token_ids) for rollout in greedy_jobs[3].rollouts)
 
 
-def test_every_rollout_of_a_step_has_that_steps_weight_version(greedy_runs):
-    _, rollouts = greedy_runs[3]
-    assert {(rollout.step, rollout.weight_version) for rollout in rollouts} == {(0, 1), (1, 2)}
+def test_every_rollout_of_a_step_has_that_steps_weight_version(greedy_jobs):
+    assert {(rollout.step, rollout.weight_version) for rollout in greedy_jobs[3].rollouts} == {(0, 1), (1, 2)}
 
 
 def test_generation_of_round_k_plus_1_intersects_the_learning_of_round_k(job):
-    reports, _ = job(3, rollout_matching__decode_batch_size=2, stage2_ab__channel_b__rollouts_per_step=18, training__packing_window=2)
-    for report in reports.steps:
+    of_three_rounds = {"rollout_matching__decode_batch_size": 2, "stage2_ab__channel_b__rollouts_per_step": 18, "training__packing_window": 2}
+    for report in job(3, **of_three_rounds).reports.steps:
         learning = [span for span in report.spans if span.name == "learn round"]
-        generating = [span for span in report.spans if span.name == "generate"]
         assert len(learning) == 3
-        assert any(span.overlaps(learning[0]) for span in generating)
+        for k in (0, 1):
+            generating = [span for span in report.spans if span.name == "generate" and span.args["first_position"] // 6 == k + 1]
+            assert len(generating) == 3
+            assert any(span.overlaps(learning[k]) for span in generating)
 
 
-def test_nothing_is_generated_between_a_steps_update_and_the_next_sync(greedy_runs):
-    first, second = greedy_runs[3][0].steps
-    assert max(span.end_s for span in first.spans) <= min(span.start_s for span in second.spans if span.name == "generate")
+def test_nothing_is_generated_between_a_steps_update_and_the_next_sync(greedy_jobs):
+    for job in greedy_jobs.values():
+        first, second = job.reports.steps
+        updated_s = next(span.end_s for span in first.spans if span.name == "finish step")
+        generating = [span for report in (first, second) for span in report.spans if span.name == "generate"]
+        # Sync 0 comes before the first step, sync 1 between the two.
+        assert updated_s < job.sent_s[1]
+        assert not any(span.start_s < job.sent_s[1] and span.end_s > updated_s for span in generating)
 
 
-def test_a_sync_reports_its_bytes_phases_and_canary(greedy_runs):
-    for report in greedy_runs[3][0].syncs:
+def test_a_sync_reports_its_bytes_phases_and_canary(greedy_jobs):
+    for report in greedy_jobs[3].reports.syncs:
         assert report.bytes > 10_000_000
-        assert {"pause", "wire", "verify", "reset", "canary"} <= set(report.phase_s)
+        assert {"pause", "wire", "load", "verify", "reset", "canary"} <= set(report.phase_s)
         assert report.canary_max_abs < 1e-4
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -29,6 +31,8 @@ class LocalLearner:
     def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
         self.learner = Learner(config, receiver_ranks=receiver_ranks, transport="rollmatch_gloo", host="127.0.0.1", device=torch.device("cpu"))
         self.rollouts: list[Rollout] = []
+        self.sent_s: list[float] = []
+        """When each sync's weights were out, Unix time."""
         self._threads = ThreadPoolExecutor(1)
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
@@ -52,7 +56,12 @@ class LocalLearner:
         return self.learner.offer_weights()
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        return self._threads.submit(self.learner.send_weights, offer)
+        return self._threads.submit(self._send, offer)
+
+    def _send(self, offer: WeightOffer) -> SendReport:
+        report = self.learner.send_weights(offer)
+        self.sent_s.append(time.time())
+        return report
 
     def close(self) -> None:
         self.learner.close()
@@ -91,14 +100,23 @@ class Reports:
         return [span for report in self.steps for span in report.spans]
 
 
-def run_job(config: RunConfig, pool: ActorPool, num_actors: int, queue: Queue) -> tuple[Reports, list[Rollout]]:
-    """The whole page over these actors: what was reported, and every rollout."""
+@dataclass(frozen=True)
+class Job:
+    """One run of the page: what was reported, every rollout, and when each sync's weights were out."""
+
+    reports: Reports
+    rollouts: list[Rollout]
+    sent_s: list[float]
+
+
+def run_job(config: RunConfig, pool: ActorPool, num_actors: int, queue: Queue) -> Job:
+    """The whole page over these actors."""
     learner, reports = LocalLearner(config, receiver_ranks=num_actors), Reports()
     try:
         train(learner, pool, RunSchedule(config), queue, reports)
     finally:
         learner.close()
-    return reports, learner.rollouts
+    return Job(reports, learner.rollouts, learner.sent_s)
 
 
 def _put(requests: Sequence[RolloutRequest]) -> list[Any]:

@@ -1,0 +1,58 @@
+"""The driver's end of the learner on Ray: every wait ends, and says what ended it (DESIGN 5, decision 14)."""
+
+import os
+import time
+
+import pytest
+import ray
+
+from learner.actor import RemoteLearner
+from shared.config.timeouts import TimeoutsSection
+from shared.errors import ConfigError, LearnerError, WeightSyncError
+from shared.schedule import StepPlan
+
+
+class Shell:
+    """The methods of `LearnerShell` that misbehave here."""
+
+    def start(self, *arguments):
+        raise ConfigError("model.path: no")
+
+    def next_requests(self, plan):
+        time.sleep(60)
+
+    def finish_step(self):
+        os._exit(1)
+
+    def send_weights(self, offer):
+        raise WeightSyncError("nobody came", actor="learner", phase="rendezvous")
+
+
+@pytest.fixture
+def learner(ray_cluster):
+    actor = ray.remote(Shell).options(num_cpus=0).remote()
+    yield lambda **timeouts: RemoteLearner(actor, TimeoutsSection(**timeouts))
+    ray.kill(actor)
+
+
+def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_behind_it(learner):
+    with pytest.raises(ConfigError, match=r"model\.path: no") as caught:
+        learner().start(None, receiver_ranks=1, transport="rollmatch_gloo", device="cpu")
+    assert type(caught.value) is ConfigError
+    assert "in start" in str(caught.value.__cause__)
+
+
+def test_an_answer_that_does_not_come_names_the_phase_the_key_and_what_to_check(learner):
+    with pytest.raises(LearnerError, match=r"next_requests on the learner: no answer in 0\.5 s \(timeouts\.learn_s\); look at the learner's stack"):
+        learner(learn_s=0.5).next_requests(StepPlan(0, "A", 1, 1, False, False))
+
+
+def test_a_learner_whose_process_ended_is_reported(learner):
+    with pytest.raises(LearnerError, match="finish_step on the learner: its process ended"):
+        learner().finish_step()
+
+
+def test_a_failed_send_arrives_through_its_future(learner):
+    error = learner().send_weights(None).exception(timeout=30)
+    assert type(error) is WeightSyncError
+    assert error.phase == "rendezvous"
