@@ -28,8 +28,7 @@ EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerErr
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    _end_on_signals()
     try:
         config = load_config(_mapping(composed))
         run(config, console)
@@ -66,6 +65,7 @@ def run(config: RunConfig, console: Console) -> None:
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
     with Telemetry(config, algebra, console) as telemetry, Cluster(config, max_images=facts.max_images) as cluster:
+        _end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         telemetry.placed(rollouts.names)
         console.print(
@@ -98,6 +98,12 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
             "telemetry": config.telemetry.model_copy(update={"run_dir": config.telemetry.run_dir.resolve()}),
         }
     )
+
+
+def _end_on_signals() -> None:
+    """SIGTERM and SIGINT unwind the run, so that every `with` ends what it started."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
