@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -53,8 +54,8 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
 
 def evaluate(learner: DrivesLearner, rollouts: DrivesRollouts, step: int, queue: Queue) -> EvaluationReport:
     """The held-out report with the weights the actors serve now."""
-    counts = DetectionCounts()
+    started_s, counts = time.monotonic(), DetectionCounts()
     requests = learner.held_out_requests(step)
     for done in queue(rollouts.generate, rollouts.split(requests)):
         counts = counts + learner.score(done)
-    return EvaluationReport(step=step, weight_version=rollouts.version, num_samples=len(requests), counts=counts)
+    return EvaluationReport(step, rollouts.version, len(requests), counts, wall_s=time.monotonic() - started_s)

@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -78,9 +78,11 @@ class Telemetry:
         if self._trace is not None:
             self._trace.close()
 
-    def placed(self, actors: tuple[str, ...]) -> None:
-        """The rollout actors are up, under these names."""
+    def placed(self, actors: tuple[str, ...], *, learner_threads: int) -> None:
+        """The rollout actors are up, under these names, and the learner computes with so many threads, which its results depend on."""
         self._actors = actors
+        with (self._config.telemetry.run_dir / "placement.json").open("w") as file:
+            _write(file, {"actors": actors, "learner_threads": learner_threads})
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
@@ -102,7 +104,8 @@ class Telemetry:
         self._step_done(record.report, record.sync, Span(TRACK, f"step {plan.step} ({plan.channel})", started_s, time.time()))
 
     def sync(self, report: SyncReport) -> None:
-        """A sync outside any step."""
+        """A sync outside any step, that ended now."""
+        self._trace_spans([_span_until_now(f"sync v{report.version}", _total_s(report))])
         self._console.print(
             f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {_total_s(report):.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
         )
@@ -117,6 +120,7 @@ class Telemetry:
             "val/class_accuracy": counts.class_accuracy,
         }
         self.evaluations.append(report)
+        self._trace_spans([_span_until_now("held-out report", report.wall_s)])
         _write(self._evaluations, {"step": report.step, "weight_version": report.weight_version, "num_samples": report.num_samples, **values})
         self._console.print(
             f"held out  after {report.step} steps, {report.num_samples} samples: F1@0.5 {counts.f1:.3f}, precision {counts.precision:.3f}, "
@@ -128,13 +132,22 @@ class Telemetry:
         metrics = {**report.metrics, "time/step_s": span.duration_s}
         if sync is not None:
             metrics |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/canary_max_abs": sync.canary_max_abs, "time/sync_s": _total_s(sync)}
+            metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
         _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
-        if self._trace is not None:
-            # What is left of the step when the learner is done is the sync.
-            sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
-            self._trace.write([span, *report.spans, *sync_span])
+        # What is left of the step when the learner is done is the sync.
+        sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
+        self._trace_spans([span, *report.spans, *sync_span])
         self._console.print(_progress_line(report, metrics, self._config.training.max_steps), highlight=False)
+
+    def _trace_spans(self, spans: Sequence[Span]) -> None:
+        if self._trace is not None:
+            self._trace.write(spans)
+
+
+def _span_until_now(name: str, seconds: float) -> Span:
+    now_s = time.time()
+    return Span(TRACK, name, now_s - seconds, now_s)
 
 
 def _progress_line(report: StepReport, metrics: Mapping[str, float], max_steps: int) -> str:

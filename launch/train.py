@@ -67,7 +67,7 @@ def run(config: RunConfig, console: Console) -> None:
     with Telemetry(config, algebra, console) as telemetry, Cluster(config, max_images=facts.max_images) as cluster:
         _end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
-        telemetry.placed(rollouts.names)
+        telemetry.placed(rollouts.names, learner_threads=learner.num_threads)
         console.print(
             f"ready     {', '.join(rollouts.names)} and the learner after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}",
             highlight=False,

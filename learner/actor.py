@@ -30,11 +30,12 @@ class LearnerShell:
 
     _learner: Learner
 
-    def start(self, config: RunConfig, receiver_ranks: int, transport: str, device: str) -> None:
-        """Not in the constructor, whose exceptions Ray turns into a dead actor."""
+    def start(self, config: RunConfig, receiver_ranks: int, transport: str, device: str) -> int:
+        """Load model and data; the number of torch's threads. Not in the constructor, whose exceptions Ray turns into a dead actor."""
         # A cluster of the run's own is this machine alone, and its weights never leave it.
         host = "127.0.0.1" if config.cluster.address == "local" else ray.util.get_node_ip_address()
         self._learner = Learner(config, receiver_ranks=receiver_ranks, transport=transport, host=host, device=torch.device(device))
+        return torch.get_num_threads()
 
     def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
         return [ray.put(request) for request in self._learner.next_requests(plan)]
@@ -67,10 +68,13 @@ class RemoteLearner:
     def __init__(self, actor: Any, timeouts: TimeoutsSection) -> None:
         self._actor = actor
         self._timeouts = timeouts
+        self.num_threads = 0
+        """Of torch in the learner's process, once it has started."""
 
     def start(self, config: RunConfig, *, receiver_ranks: int, transport: str, device: str) -> None:
         """Returns when model and data are loaded. Raises what the learner finds wrong with them."""
-        self._wait(self._actor.start.remote(config, receiver_ranks, transport, device), "start", self._timeouts.start_s, "timeouts.start_s")
+        starting = self._actor.start.remote(config, receiver_ranks, transport, device)
+        self.num_threads = self._wait(starting, "start", self._timeouts.start_s, "timeouts.start_s")
 
     def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
         return self._learn(self._actor.next_requests.remote(plan), "next_requests")

@@ -30,6 +30,8 @@ class EvaluationReport:
     weight_version: int
     num_samples: int
     counts: DetectionCounts
+    wall_s: float
+    """Generation and scoring."""
 
 
 class MetricSums:

@@ -14,10 +14,9 @@ from itertools import accumulate
 from shared.grounding.members import Leaf, Members, Value, read_members
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
 from shared.grounding.scanner import Container, Entry, object_indices, scan_container, unescape
-from shared.records import GeometryKind
+from shared.records import ALL_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import END_OF_TURN, TokenCodec
 
-ALL_GEOMETRY = frozenset(GeometryKind)
 _NUM_BOX_COORDS = 4
 _MIN_POLY_COORDS = 6
 

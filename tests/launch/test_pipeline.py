@@ -5,6 +5,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from launch.pipeline import one_ahead, one_at_a_time
+from rollout_actors.backends.scripted import ScriptedBackend
+from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest
 
 
 class Recorder:
@@ -64,6 +66,18 @@ def test_the_queue_never_holds_two_rounds_in_production():
 
     assert list(one_ahead(submit, iter(range(5)))) == [0, 1, 2, 3, 4]
     assert most == 1
+
+
+def test_a_step_of_a_scripted_backend_gives_the_same_rollouts_pipelined_and_alternating():
+    backend = ScriptedBackend("scripted", lambda request: [request.position, request.seed], latency_s=0.01)
+    greedy = DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 8, 1, (), (), return_logprobs=True)
+    rounds = [[RolloutRequest(0, i, str(i), (1,), (), greedy, 100 + i) for i in range(start, start + 4)] for start in (0, 4, 8)]
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        answers = [
+            [rollout.response_token_ids for done in queue(lambda round_: threads.submit(backend.generate, round_), rounds) for rollout in done]
+            for queue in (one_ahead, one_at_a_time)
+        ]
+    assert answers[0] == answers[1] == [(i, 100 + i) for i in range(12)]
 
 
 def test_no_rounds_no_call():
