@@ -132,7 +132,8 @@ class Telemetry:
         metrics = {**report.metrics, "time/step_s": span.duration_s}
         if sync is not None:
             metrics |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/canary_max_abs": sync.canary_max_abs, "time/sync_s": _total_s(sync)}
-            metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
+            if sync.wire_gb_per_s is not None:
+                metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
         _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
         # What is left of the step when the learner is done is the sync.
