@@ -1,0 +1,89 @@
+"""The run's folder: what is in it after each step, and what happens when it cannot be written (issue 2)."""
+
+import io
+import json
+
+import pytest
+from config_support import configuration
+from rich.console import Console
+
+from launch.telemetry import Telemetry
+from shared.config.derive import batch_algebra
+from shared.config.pipeline import Channel
+from shared.errors import ConfigError, StorageError
+from shared.evaluation import DetectionCounts
+from shared.metrics import EvaluationReport, StepReport
+from shared.rollouts import SyncReport
+from shared.schedule import RunSchedule
+from shared.timeline import Span
+
+METRICS = {"loss/total": 1.5, "packing/num_rows": 3.0, "time/learn_s": 0.5, "time/generate_s": 0.4, "rollout/match_rate": 0.25}
+COUNTED = {"rollout/num_dropped_objects": 2.0, "rollout/num_tokens": 90.0, "rollout/logprob_max_abs": 3e-6}
+
+
+@pytest.fixture
+def config(tmp_path):
+    return configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run")
+
+
+def open_telemetry(config):
+    return Telemetry(config, batch_algebra(config), Console(file=io.StringIO(), width=300))
+
+
+def take_step(telemetry, config, number=25):
+    plan = RunSchedule(config).plan(number)
+    with telemetry.step(plan) as record:
+        record.report = StepReport(number, plan.channel, 7, METRICS | COUNTED, (Span("learner", "learn round", 1.0, 2.0), Span("actor", "generate", 1.5, 2.5)))
+        record.sync = SyncReport(8, 11_000_000, {"wire": 0.01, "canary": 0.02, "send_wire": 0.01}, 2e-6)
+
+
+def lines(config, name):
+    return [json.loads(line) for line in (config.telemetry.run_dir / name).read_text().splitlines()]
+
+
+def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
+    with open_telemetry(config) as telemetry:
+        telemetry.placed(("a", "b"), learner_threads=2)
+        take_step(telemetry, config)
+        (plan,), (metrics,) = lines(config, "plan.jsonl"), lines(config, "metrics.jsonl")
+    assert (plan["step"], plan["channel"], plan["actors"], plan["sync_mode"]) == (25, Channel.B, ["a", "b"], "full")
+    assert plan["rounds"] == [[0, 16], [16, 32]]
+    assert metrics["loss/total"] == 1.5
+    assert metrics["sync/version"] == 8
+    assert metrics["time/sync_s"] == pytest.approx(0.03)
+    assert metrics["sync/wire_gb_per_s"] == pytest.approx(1.1)
+    assert not any("iou" in name.lower() for name in metrics)
+    assert json.loads((config.telemetry.run_dir / "placement.json").read_text()) == {"actors": ["a", "b"], "learner_threads": 2}
+
+
+def test_the_timeline_is_a_trace_that_perfetto_opens(config):
+    with open_telemetry(config) as telemetry:
+        take_step(telemetry, config)
+        telemetry.evaluation(EvaluationReport(26, 8, 4, DetectionCounts(), wall_s=1.0))
+        # The array form needs no closing bracket: the file of a run that was killed opens as well.
+        assert json.loads((config.telemetry.run_dir / "timeline.json").read_text() + "]")
+    events = json.loads((config.telemetry.run_dir / "timeline.json").read_text())
+    complete = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in complete} == {"step 25 (B)", "learn round", "generate", "sync v8", "held-out report"}
+    assert all(event["dur"] >= 0 and {"pid", "tid", "ts"} <= event.keys() for event in complete)
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"driver", "learner", "actor"}
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(config):
+    open_telemetry(config).__exit__(None, None, None)
+    with pytest.raises(ConfigError, match=r"telemetry\.run_dir: .* holds a run already"):
+        open_telemetry(config)
+
+
+def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(config):
+    config.telemetry.run_dir.mkdir(parents=True)
+    (config.telemetry.run_dir / "metrics.jsonl").symlink_to("/dev/full")
+    telemetry = open_telemetry(config)
+    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: .*No space left on device; free space"):
+        take_step(telemetry, config)
+
+
+def test_what_ended_a_run_is_kept_with_its_traceback(config):
+    with pytest.raises(ZeroDivisionError), open_telemetry(config):
+        1 / 0  # noqa: B018
+    assert "ZeroDivisionError" in (config.telemetry.run_dir / "error.txt").read_text()
