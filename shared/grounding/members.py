@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from shared.grounding.scanner import SPACE, STRING_CHARACTERS, unescape
 
-_LITERAL = rb"true|false|null|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+_LITERAL = rb"true|false|null|-?(?:0|[1-9][0-9]*+)(?>(?:\.[0-9]++)?)(?>(?:[eE][+-]?[0-9]++)?)"
 _PUNCTUATION = SPACE + rb"([,\]}])"
 
 _EMPTY = re.compile(rb"\{" + SPACE + rb"\}")

@@ -1,7 +1,10 @@
 """One pass over a response's bytes: where the container opens and closes, and where its entries lie (DESIGN 7.2).
 
 Only strings, braces and what stands between entries are looked at; an entry's inside is the business of `members`. Every pattern is
-possessive and every offset only grows, so the pass is linear whatever the response holds.
+possessive or atomic and every offset only grows, so the pass is linear whatever the response holds.
+
+A repeated group is atomic, `(?>(?:...)*)`, and not possessive, `(?:...)*+`: Python 3.11.2, which Debian 12 has, leaves the match behind the last
+attempt of a possessive group, even where that failed.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SPACE = rb"[ \t\n\r]*+"
-STRING_CHARACTERS = rb'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+'
+STRING_CHARACTERS = rb'(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)'
 """What JSON allows between the quotes of a string."""
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'  # as delimited by quotes; what is between them need not be allowed
+_STRING = rb'"(?>(?:[^"\\]++|\\.)*)"'  # as delimited by quotes; what is between them need not be allowed
 
 _OPENING = re.compile(SPACE + rb"\{")
 _LEXEME = re.compile(SPACE + rb"(?:(" + _STRING + rb')|([{}\[\]:,])|[^ \t\n\r"{}\[\]:,]++)', re.DOTALL)
-_TO_BRACE = re.compile(rb'[^"{}]*+(?:' + _STRING + rb'[^"{}]*+)*+([{}])', re.DOTALL)
-_NO_BRACE = re.compile(rb'[^"{}]*+(?:' + _STRING + rb'[^"{}]*+)*+', re.DOTALL)
+_TO_BRACE = re.compile(rb'[^"{}]*+(?>(?:' + _STRING + rb'[^"{}]*+)*)([{}])', re.DOTALL)
+_NO_BRACE = re.compile(rb'[^"{}]*+(?>(?:' + _STRING + rb'[^"{}]*+)*)', re.DOTALL)
 _COLON_FOLLOWS = re.compile(SPACE + rb":")
 _ALLOWED = re.compile(STRING_CHARACTERS)
 _OBJECT_KEY = re.compile(rb"object_(0|[1-9][0-9]{0,8})")
