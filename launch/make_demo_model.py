@@ -163,8 +163,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
 def _order_coord_embeddings(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
     """Give near bins near embeddings: random mixtures of cosines and sines over the axis, low frequencies strongest, at the scale of the others.
 
-    With 1,000 independent rows the model first has to learn that 499 lies beside 500, bin by bin, which takes most of the demo's time: F1
-    on held-out scenes after 200 steps was 0.08 so, and 0.38 with this start (at the default scale of the weights).
+    With 1,000 independent rows the model first has to learn that 499 lies beside 500, bin by bin, and the demo ends before it has.
     """
     embeddings = model.get_input_embeddings().weight
     first = tokenizer.convert_tokens_to_ids(coord_token(0))

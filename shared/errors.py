@@ -65,7 +65,7 @@ def _rollout_error(message: str, actor: str, phase: str) -> RolloutError:
 class WeightSyncError(RuntimeError):
     """A weight transfer failed or could not be verified.
 
-    `phase` is one of `rendezvous`, `pause`, `wire`, `load`, `verify`, `canary`, `resume`; `quantity` is what differed (a name
+    `phase` is one of `shared.weight_sync.SyncPhase`, on either side; `quantity` is what differed (a name
     set, a checksum, log-probabilities) and `size` by how much (None where a size has no meaning, as for a timeout).
     """
 
