@@ -14,7 +14,7 @@ help:
 	@echo "make demo       set up, make the demo's data and model, run the main job"
 	@echo "make control    the same wall time on channel A alone, from the demo's warm-up"
 	@echo "make test       set up, then format, lint, types and all tests"
-	@echo "make check      the same without the tests that start vLLM engines"
+	@echo "make check      the same without the tests that start Ray or vLLM engines"
 	@echo "make setup      .venv with everything (does nothing where it is done)"
 	@echo "make demo-data  the demo's data and model in outputs/demo (kept where they are there)"
 	@echo "make clean      remove .venv and caches; outputs stay"
@@ -43,7 +43,7 @@ lint: setup
 	@$(PYTHON) -m mypy
 
 check: lint
-	@$(PYTHON) -m pytest -q -m "not engine"
+	@$(PYTHON) -m pytest -q -m "not engine and not ray"
 
 test: lint
 	@$(PYTHON) -m pytest -q

@@ -11,6 +11,8 @@ from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, LearnerError, WeightSyncError
 from shared.schedule import StepPlan
 
+pytestmark = pytest.mark.ray
+
 
 class Shell:
     """The methods of `LearnerShell` that misbehave here."""

@@ -13,6 +13,8 @@ from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import WeightOffer
 
+pytestmark = pytest.mark.ray
+
 MakePool = Callable[..., ActorPool]
 
 
