@@ -69,11 +69,14 @@ def plan_placement(config: RunConfig, available: dict[str, float]) -> Placement:
 
 
 def _too_little(placement: Placement, resource: str, there: float) -> str:
-    keys = {"GPU": "rollout_matching.vllm.actors.gpus_per_actor and learner.gpus", "CPU": "rollout_matching.vllm.actors.cpus_per_actor and learner.cpus"}
+    keys = {
+        "GPU": "rollout_matching.vllm.actors.gpus_per_actor and learner.gpus (0 on both sides runs on CPU)",
+        "CPU": "rollout_matching.vllm.actors.cpus_per_actor and learner.cpus (fractions are allowed)",
+    }
     return (
         f"rollout_matching.vllm.actors.num_actors: {placement.num_actors} actors of {placement.actor[resource]:g} {resource} and a learner of "
         f"{placement.learner[resource]:g} ask for {placement.total(resource):g} {resource}, the cluster has {there:g}; "
-        f"lower num_actors, or {keys[resource]} (fractions are allowed), or join a larger cluster with cluster.address"
+        f"lower num_actors, or {keys[resource]}, or join a larger cluster with cluster.address"
     )
 
 

@@ -35,7 +35,8 @@ def main(composed: DictConfig) -> None:
     except EXPLAINED as error:
         console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
         console.print(str(error), markup=False, highlight=False)
-        if isinstance(error.__cause__, EXPLAINED):
+        # The other side of a failed sync. (An error's own OSError would only say the same again.)
+        if isinstance(error.__cause__, RolloutError | WeightSyncError | LearnerError):
             console.print(f"caused by {type(error.__cause__).__name__}: {error.__cause__}", markup=False, highlight=False)
         sys.exit(2 if isinstance(error, ConfigError | RecordError) else 1)
     except KeyboardInterrupt:

@@ -37,8 +37,8 @@ class RunSchedule:
         self.num_b_steps = algebra.b_steps
         self._num_samples = {Channel.A: algebra.effective_batch_size, Channel.B: algebra.raw_rollouts_per_step}
 
-    def plans(self, first_step: int = 0) -> Iterator[StepPlan]:
-        return (self.plan(step) for step in range(first_step, self.max_steps))
+    def plans(self) -> Iterator[StepPlan]:
+        return (self.plan(step) for step in range(self.max_steps))
 
     def plan(self, step: int) -> StepPlan:
         channel = self._config.channel(step)
