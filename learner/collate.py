@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from learner.objectives.interface import CoordSupervision, TextSupervision
+from learner.objectives.interface import BoxSupervision, CoordSupervision, TextSupervision
 from learner.segments import Segment
 from learner.targets import Target, TextWeights, TokenRole
 
-Columns = TypeVar("Columns", "ModelInputs", TextSupervision, CoordSupervision, "SampledTokens")
+Columns = TypeVar("Columns", "ModelInputs", TextSupervision, CoordSupervision, BoxSupervision, "SampledTokens")
 
 
 class RopeIndex(Protocol):
@@ -59,6 +59,7 @@ class PackedRow:
     """int64, ascending: the row positions whose logits are needed."""
     text: TextSupervision
     coord: CoordSupervision
+    boxes: BoxSupervision
     sampled: SampledTokens
 
     @property
@@ -67,7 +68,13 @@ class PackedRow:
 
     def to(self, device: torch.device) -> PackedRow:
         return PackedRow(
-            self.segments, _to(self.inputs, device), self.positions_N.to(device), _to(self.text, device), _to(self.coord, device), _to(self.sampled, device)
+            self.segments,
+            _to(self.inputs, device),
+            self.positions_N.to(device),
+            text=_to(self.text, device),
+            coord=_to(self.coord, device),
+            boxes=_to(self.boxes, device),
+            sampled=_to(self.sampled, device),
         )
 
 
@@ -102,9 +109,10 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, num_sampl
         ),
         coord=CoordSupervision(
             index(coord_at),
-            torch.from_numpy(_concat(np.array(target.coord_bins, dtype=np.int64) for target in targets)),
-            torch.from_numpy(_concat((_coord_weights(target, num_samples) for target in targets), np.float32)),
+            torch.from_numpy(_concat((np.array(target.coord_targets, dtype=np.float32) for target in targets), np.float32)),
+            torch.from_numpy(_concat((_equal_weights(len(target.coord_positions), num_samples) for target in targets), np.float32)),
         ),
+        boxes=_box_supervision(targets, num_samples),
         sampled=SampledTokens(
             index(sampled_at),
             torch.from_numpy(_concat(np.array(target.token_ids[:count], dtype=np.int64) for target, count in zip(targets, num_sampled, strict=True))),
@@ -135,9 +143,16 @@ def _mean_weights(weights_L: np.ndarray, num_samples: int) -> np.ndarray:
     return (weights_L / (total * num_samples) if total else weights_L).astype(np.float32)
 
 
-def _coord_weights(target: Target, num_samples: int) -> np.ndarray:
-    num_slots = len(target.coord_positions)
-    return np.full(num_slots, 1.0 / (num_slots * num_samples) if num_slots else 0.0, dtype=np.float32)
+def _box_supervision(targets: Sequence[Target], num_samples: int) -> BoxSupervision:
+    first_slots = np.cumsum([0, *(len(target.coord_positions) for target in targets)])
+    first_B = _concat(first + np.array(target.box_slots, dtype=np.int64) for first, target in zip(first_slots, targets, strict=False))
+    weights = (_equal_weights(len(target.box_slots), num_samples) for target in targets)
+    return BoxSupervision(torch.from_numpy(first_B[:, None] + np.arange(4)), torch.from_numpy(_concat(weights, np.float32)))
+
+
+def _equal_weights(count: int, num_samples: int) -> np.ndarray:
+    """The mean over `count` slots or boxes of a segment, divided by the samples of the step."""
+    return np.full(count, 1.0 / (count * num_samples) if count else 0.0, dtype=np.float32)
 
 
 def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex) -> ModelInputs:

@@ -19,6 +19,7 @@ from learner.canary import canary_probe
 from learner.checkpoint import save_checkpoint
 from learner.checks import check_logprobs, check_prompt, check_weight_version, compares_logprobs
 from learner.collate import collate
+from learner.counters import rollout_counters
 from learner.heldout import HeldOut
 from learner.lengths import require_lengths
 from learner.loading import load_model
@@ -128,7 +129,8 @@ class Learner:
             check_prompt(rollout, prompt)
             target = rollout_target(rollout, sample, self._loaded.codec, self._rules)
             step.rollouts.append(rollout)
-            step.sums.add(target.counters)
+            assert target.reading is not None
+            step.sums.add(rollout_counters(rollout, target.reading, len(sample.objects)))
             self._take(prompt, target)
         self._mark("learn round", started_s, rollouts=len(rollouts))
 

@@ -8,18 +8,20 @@ Shape legend: L target tokens, S coord slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import pairwise
 
 import numpy as np
 
-from shared.grounding.matching import match_objects
-from shared.grounding.objects import ParsedRollout
+from shared.grounding.matching import MatchedPair, MatchResult, match_objects
+from shared.grounding.objects import ParsedObject, ParsedRollout
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import SerializedText, layout_append, layout_objects
 from shared.records import GeometryKind, GroundTruthObject, Sample
-from shared.rollouts import FinishReason, Rollout
+from shared.rollouts import Rollout
 from shared.tokens.pieces import piece_spans
 from shared.tokens.vocabulary import TokenCodec
 
@@ -76,6 +78,21 @@ class TargetRules:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What was made of one rollout on the way to its target. Predictions are indices into `parsed.objects`."""
+
+    parsed: ParsedRollout
+    match: MatchResult
+    supervised: tuple[MatchedPair, ...]
+    """The matched pairs whose slots are supervised, by prediction."""
+    excluded: tuple[MatchedPair, ...]
+    """The matched pairs whose slots cannot be supervised; their ground truth is appended."""
+    appended: tuple[int, ...]
+    """The sample's objects that were appended, ascending."""
+    appended_text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """`Y_train` of one sample. Positions are relative to its first token."""
 
@@ -85,20 +102,43 @@ class Target:
     roles: np.ndarray
     """uint8 [L] of TokenRole."""
     coord_positions: tuple[int, ...]
-    """[S], ascending: the supervised slots, four to a box."""
-    coord_bins: tuple[int, ...]
-    """[S], 0..999: where each slot should point."""
+    """[S], ascending: the supervised slots, object after object."""
+    coord_targets: tuple[float, ...]
+    """[S], 0..999: where each slot should point; a fraction where optimal transport says so."""
+    box_slots: tuple[int, ...]
+    """The first of the four slots of each supervised box, into [S], ascending."""
     sampled_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the leading tokens that are the rollout's own; empty in channel A."""
-    counters: Mapping[str, float] = field(default_factory=dict)
-    """`rollout/...` counters of this sample; none in channel A."""
+    reading: Reading | None = None
+    """How the rollout was read; None in channel A."""
 
     def __post_init__(self) -> None:
-        length = len(self.token_ids)
+        length, positions = len(self.token_ids), self.coord_positions
         assert self.roles.shape == (length,)
-        assert len(self.coord_bins) == len(self.coord_positions)
-        assert all(0 <= position < length for position in self.coord_positions), "a supervised coord slot lies outside the assistant span"
-        assert all(self.roles[list(self.coord_positions)] == TokenRole.COORD)
+        assert len(self.coord_targets) == len(positions)
+        assert all(0 <= position < length for position in positions), "a supervised coord slot lies outside the assistant span"
+        assert all(a < b for a, b in pairwise(positions))
+        assert all(self.roles[list(positions)] == TokenRole.COORD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Supervised coord slots of some objects, in order; positions relative to the first token of what holds them."""
+
+    positions: list[int]
+    targets: list[float]
+    boxes: list[int]
+    """The first slot of each box."""
+
+    @classmethod
+    def empty(cls) -> _Slots:
+        return cls([], [], [])
+
+    def add(self, kind: GeometryKind, positions: Sequence[int], targets: Sequence[float]) -> None:
+        if kind is GeometryKind.BBOX:
+            self.boxes.append(len(self.positions))
+        self.positions.extend(positions)
+        self.targets.extend(targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,52 +147,89 @@ class _Tail:
 
     token_ids: list[int]
     roles: list[TokenRole]
-    coord_positions: list[int]
-    coord_bins: list[int]
+    slots: _Slots
 
 
 def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
     """Channel A: the sample's objects in record order."""
     tail = _tail(layout_objects(sample.objects, field_order=rules.field_order), sample.objects, codec)
-    return Target(sample.sample_id, tuple(tail.token_ids), np.array(tail.roles, dtype=np.uint8), tuple(tail.coord_positions), tuple(tail.coord_bins))
+    return _target(sample.sample_id, (), np.empty(0, np.uint8), _Slots.empty(), tail)
 
 
 def rollout_target(rollout: Rollout, sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
     """Channel B: the rollout's prefix with its matched slots moved to the ground truth, the unmatched ground truth appended."""
     parsed = parse_rollout(rollout.response_token_ids, codec, geometry=rules.geometry)
-    matching = rules.matching
+    target = parsed_target(parsed, sample, codec, rules)
+    return target if rollout.logprobs is None else replace(target, sampled_logprobs=rollout.logprobs[: parsed.num_unchanged])
+
+
+def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
+    """The target of a rollout that was parsed already.
+
+    A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and its ground truth is appended.
+    """
     match = match_objects(
         parsed.objects,
         sample.objects,
-        candidate_top_k=matching.candidate_top_k,
-        maskiou_gate=matching.maskiou_gate,
-        maskiou_resolution=matching.maskiou_resolution,
-        fp_cost=matching.fp_cost,
-        fn_cost=matching.fn_cost,
+        candidate_top_k=rules.matching.candidate_top_k,
+        maskiou_gate=rules.matching.maskiou_gate,
+        maskiou_resolution=rules.matching.maskiou_resolution,
+        fp_cost=rules.matching.fp_cost,
+        fn_cost=rules.matching.fn_cost,
     )
-    appended = tuple(sample.objects[i] for i in match.unmatched_ground_truth)
-    start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
-    tail = _tail(layout_append(parsed.prefix_text, appended, start_index=start_index, field_order=rules.field_order), appended, codec)
-
-    offset = len(parsed.prefix_token_ids)
-    roles = np.full(offset + len(tail.token_ids), TokenRole.NEUTRAL, dtype=np.uint8)
-    slots: list[tuple[int, int]] = []
+    roles = np.full(len(parsed.prefix_token_ids), TokenRole.NEUTRAL, dtype=np.uint8)
+    slots = _Slots.empty()
+    supervised: list[MatchedPair] = []
     for pair in match.pairs:
         prediction = parsed.objects[pair.prediction]
+        aims = _aims(prediction, sample.objects[pair.ground_truth], parsed, codec, rules)
+        if aims is None:
+            continue
+        supervised.append(pair)
         roles[slice(*prediction.span)] = TokenRole.MATCHED_STRUCTURE
         roles[list(prediction.desc_positions)] = TokenRole.NEUTRAL
         roles[list(prediction.coord_positions)] = TokenRole.COORD
-        slots += zip(prediction.coord_positions, sample.objects[pair.ground_truth].bins, strict=True)
-    slots.sort()
-    roles[offset:] = tail.roles
+        slots.add(prediction.kind, prediction.coord_positions, aims)
+
+    taken = {pair.ground_truth for pair in supervised}
+    appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
+    objects = tuple(sample.objects[index] for index in appended)
+    start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
+    text = layout_append(parsed.prefix_text, objects, start_index=start_index, field_order=rules.field_order)
+    excluded = tuple(pair for pair in match.pairs if pair.ground_truth not in taken)
+    reading = Reading(parsed, match, tuple(supervised), excluded, appended, text.text)
+    return _target(sample.sample_id, parsed.prefix_token_ids, roles, slots, _tail(text, objects, codec), reading)
+
+
+def _aims(prediction: ParsedObject, truth: GroundTruthObject, parsed: ParsedRollout, codec: TokenCodec, rules: TargetRules) -> tuple[float, ...] | None:
+    """Where each slot of a matched prediction should point, 0..999; None where its slots are not sure or no aim can be computed."""
+    if not _are_slots(prediction, parsed, codec):
+        return None
+    return truth.bins
+
+
+def _are_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:
+    """Whether the positions are the object's coord tokens beyond doubt: one for each bin, in order, inside the object, holding that bin."""
+    positions, (start, stop) = prediction.coord_positions, prediction.span
+    return (
+        len(positions) == len(prediction.bins)
+        and all(a < b for a, b in pairwise(positions))
+        and all(start <= position < stop for position in positions)
+        and all(codec.coord_bin(parsed.prefix_token_ids[position]) == bin for position, bin in zip(positions, prediction.bins, strict=True))
+    )
+
+
+def _target(sample_id: str, prefix: Sequence[int], roles: np.ndarray, slots: _Slots, tail: _Tail, reading: Reading | None = None) -> Target:
+    """A prefix and its tail as one sequence."""
+    offset, num_slots = len(prefix), len(slots.positions)
     return Target(
-        sample.sample_id,
-        parsed.prefix_token_ids + tuple(tail.token_ids),
-        roles,
-        tuple(position for position, _ in slots) + tuple(offset + position for position in tail.coord_positions),
-        tuple(bin_ for _, bin_ in slots) + tuple(tail.coord_bins),
-        sampled_logprobs=() if rollout.logprobs is None else rollout.logprobs[: parsed.num_unchanged],
-        counters=_counters(rollout, parsed, len(sample.objects), len(match.pairs), match.gating_rejections),
+        sample_id,
+        (*prefix, *tail.token_ids),
+        np.concatenate([roles, np.array(tail.roles, dtype=np.uint8)]),
+        coord_positions=(*slots.positions, *(offset + position for position in tail.slots.positions)),
+        coord_targets=(*slots.targets, *tail.slots.targets),
+        box_slots=(*slots.boxes, *(num_slots + slot for slot in tail.slots.boxes)),
+        reading=reading,
     )
 
 
@@ -161,44 +238,23 @@ def _tail(text: SerializedText, objects: Sequence[GroundTruthObject], codec: Tok
     spans = piece_spans(token_ids, codec)
     assert spans[-1][1] == len(text.text.encode()), "encoding the target changed its text"
     roles = [TokenRole.STRUCTURE] * len(token_ids)
-    coord_positions: list[int] = []
-    coord_bins: list[int] = []
+    slots = _Slots.empty()
     for layout, object_ in zip(text.objects, objects, strict=True):
         for position in _overlapping(spans, layout.desc):
             roles[position] = TokenRole.DESC
+        positions: list[int] = []
         for span, bin_ in zip(layout.coords, object_.bins, strict=True):
             (position,) = _overlapping(spans, span)
             assert codec.coord_bin(token_ids[position]) == bin_
             roles[position] = TokenRole.COORD
-            coord_positions.append(position)
-            coord_bins.append(bin_)
+            positions.append(position)
+        slots.add(object_.kind, positions, object_.bins)
     for position in _overlapping(spans, text.closing):
         roles[position] = TokenRole.CLOSING
-    return _Tail([*token_ids, codec.eos_token_id], [*roles, TokenRole.CLOSING], coord_positions, coord_bins)
+    return _Tail([*token_ids, codec.eos_token_id], [*roles, TokenRole.CLOSING], slots)
 
 
 def _overlapping(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> range:
     """Positions of the tokens whose bytes overlap `span`; token spans are contiguous and ascending."""
-    first = next(i for i, (_, end) in enumerate(spans) if end > span[0])
-    last = next((i for i in range(first, len(spans)) if spans[i][0] >= span[1]), len(spans))
-    return range(first, last)
-
-
-def _counters(rollout: Rollout, parsed: ParsedRollout, num_ground_truth: int, num_matched: int, gating_rejections: int) -> dict[str, float]:
-    counters: dict[str, float] = {
-        "rollout/num": 1,
-        "rollout/num_tokens": len(rollout.response_token_ids),
-        "rollout/num_length_limited": float(rollout.finish_reason is FinishReason.LENGTH),
-        "rollout/num_truncated": float(parsed.truncated),
-        "rollout/num_fallback": float(parsed.fallback),
-        "rollout/num_valid_objects": len(parsed.objects),
-        "rollout/num_dropped_objects": len(parsed.dropped),
-        "rollout/num_ground_truth": num_ground_truth,
-        "rollout/num_matched": num_matched,
-        "rollout/num_appended": num_ground_truth - num_matched,
-        "rollout/num_gating_rejections": gating_rejections,
-    }
-    for dropped in parsed.dropped:
-        name = f"rollout/num_dropped.{dropped.reason}"
-        counters[name] = counters.setdefault(name, 0) + 1
-    return counters
+    first = bisect_right(spans, span[0], key=lambda token: token[1])
+    return range(first, bisect_left(spans, span[1], lo=first, key=lambda token: token[0]))

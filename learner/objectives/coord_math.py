@@ -42,6 +42,11 @@ def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) ->
     return weight_SC / weight_SC.sum(-1, keepdim=True)
 
 
+def nearest_bins(targets_S: torch.Tensor) -> torch.Tensor:
+    """int64 [S], 0..999; a half goes up."""
+    return torch.floor(targets_S + 0.5).long().clamp(0, NUM_BINS - 1)
+
+
 def coord_cross_entropy(coord_logits_SC: torch.Tensor, bins_S: torch.Tensor) -> torch.Tensor:
     """Plain cross-entropy within the coord vocabulary: [S]."""
     return F.cross_entropy(_fenced(coord_logits_SC), bins_S, reduction="none")

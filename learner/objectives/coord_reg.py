@@ -36,10 +36,10 @@ class CoordReg:
     def __call__(self, logits_NV: torch.Tensor, text: TextSupervision, coord: CoordSupervision) -> ObjectiveLoss:
         slot_logits_SV = logits_NV[coord.at]
         coord_logits_SC = slot_logits_SV[:, self._coord_ids_C]
-        targets_SC = coord_math.soft_targets(coord.bins, sigma=self._config.target_sigma, truncate=self._config.target_truncate)
+        targets_SC = coord_math.soft_targets(coord.targets, sigma=self._config.target_sigma, truncate=self._config.target_truncate)
         temperature = self._config.temperature
         compute = {
-            "coord_ce": lambda: coord.weight * coord_math.coord_cross_entropy(coord_logits_SC, coord.bins),
+            "coord_ce": lambda: coord.weight * coord_math.coord_cross_entropy(coord_logits_SC, coord_math.nearest_bins(coord.targets)),
             "soft_ce": lambda: coord.weight * coord_math.soft_cross_entropy(coord_logits_SC, targets_SC, temperature=temperature),
             "w1": lambda: coord.weight * coord_math.wasserstein1(coord_logits_SC, targets_SC, temperature=temperature),
             "coord_gate": lambda: coord.weight * coord_math.gate_mass_leak(slot_logits_SV, self._coord_ids_C, temperature=temperature),

@@ -31,10 +31,19 @@ class CoordSupervision(NamedTuple):
 
     at: torch.Tensor
     """int64 [S], into the N positions, ascending."""
-    bins: torch.Tensor
-    """int64 [S], 0..999"""
+    targets: torch.Tensor
+    """float32 [S], 0..999: the bin to point at; a fraction where optimal transport says so."""
     weight: torch.Tensor
     """float32 [S]: 1 / slots of the segment / samples of the step."""
+
+
+class BoxSupervision(NamedTuple):
+    """Supervised boxes, a column per field."""
+
+    slots: torch.Tensor
+    """int64 [B, 4], into the S coord slots of the row: those of x1, y1, x2, y2."""
+    weight: torch.Tensor
+    """float32 [B]: 1 / boxes of the segment / samples of the step."""
 
 
 class ObjectiveLoss(NamedTuple):

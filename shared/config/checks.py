@@ -41,8 +41,8 @@ def overlaps(a: str, b: str) -> bool:
 
 def _variant(run: RunConfig) -> Iterator[Problem]:
     variant = run.custom.trainer_variant
-    if variant not in (TrainerVariant.STAGE1_SFT, TrainerVariant.STAGE2_TWO_CHANNEL):
-        yield Problem("custom.trainer_variant", f"'{variant}' is not in this version", "set stage2_two_channel or stage1_sft")
+    if variant is TrainerVariant.TRAJECTORY_PG:
+        yield Problem("custom.trainer_variant", f"'{variant}' is not in this version", "set stage2_rollout_aligned, stage2_two_channel or stage1_sft")
 
 
 def _world_size(run: RunConfig) -> Iterator[Problem]:

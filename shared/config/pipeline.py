@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, N
 
 from shared.config.base import Section, refusal
 
-_FUTURE_MODULES = frozenset({"bbox_geo", "coord_diag", "policy_gradient"})
+_FUTURE_MODULES = frozenset({"policy_gradient"})
 
 EXAMPLE_PIPELINE = {
     "objective": [
@@ -52,14 +52,10 @@ def _module_name(entry: Any) -> str | None:
 def _without_future_modules(entry: Any) -> Any:
     name = _module_name(entry)
     if name in _FUTURE_MODULES:
-        raise refusal(f"'{name}' is not in this version", "remove the entry; the objective modules of this version are token_ce and coord_reg", key="name")
+        raise refusal(
+            f"'{name}' is not in this version", "remove the entry; the objective modules of this version are token_ce, coord_reg and bbox_geo", key="name"
+        )
     return entry
-
-
-def _no_diagnostics(entry: Any) -> Any:
-    name = _module_name(entry)
-    wrong = f"'{name}' is not in this version" if name in _FUTURE_MODULES else "there are no diagnostic modules in this version"
-    raise refusal(wrong, "remove the entry (diagnostics: [])", key=None if name is None else "name")
 
 
 class Entry(Section):
@@ -132,7 +128,39 @@ class CoordRegEntry(Entry):
     """The module's settings."""
 
 
-ObjectiveEntry = TokenCEEntry | CoordRegEntry
+class BboxGeoConfig(Section):
+    smoothl1_weight: NonNegativeFloat
+    """Weight of the smooth-L1 distance of the decoded box, with coordinates in [0, 1]."""
+
+    ciou_weight: NonNegativeFloat
+    """Weight of `1 - CIoU` of the decoded box."""
+
+
+class BboxGeoEntry(Entry):
+    """Terms over boxes decoded by expectation."""
+
+    name: Literal["bbox_geo"]
+    """The module."""
+
+    config: BboxGeoConfig
+    """The module's settings."""
+
+
+class CoordDiagConfig(Section):
+    """No settings: the mapping is written out, and empty."""
+
+
+class CoordDiagEntry(Entry):
+    """Expected-bin error, top-5 accuracy and coord mass at supervised coord slots."""
+
+    name: Literal["coord_diag"]
+    """The module."""
+
+    config: CoordDiagConfig
+    """The module's settings: none."""
+
+
+ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry
 
 
 class PipelineSection(Section):
@@ -141,9 +169,13 @@ class PipelineSection(Section):
     ]
     """The modules whose weighted losses are summed."""
 
-    diagnostics: Annotated[tuple[Annotated[Entry, BeforeValidator(_no_diagnostics)], ...], Field(strict=False)]
-    """Modules that are logged and not learned from: none in this version."""
+    diagnostics: Annotated[tuple[CoordDiagEntry, ...], Field(strict=False)]
+    """Modules that are logged and not learned from."""
 
     def active(self, channel: Channel) -> tuple[ObjectiveEntry, ...]:
         """The enabled entries of the objective for a step of this channel, as declared."""
         return tuple(entry for entry in self.objective if entry.enabled and channel in entry.channels)
+
+    def active_diagnostics(self, channel: Channel) -> tuple[CoordDiagEntry, ...]:
+        """The enabled diagnostics for a step of this channel, as declared."""
+        return tuple(entry for entry in self.diagnostics if entry.enabled and channel in entry.channels)

@@ -65,9 +65,6 @@ RETIRED: tuple[Retired, ...] = (
     _later("rollout_matching.vllm.enable_lora", "remove it: weights are synced in full"),
     _later("rollout_matching.offload", "remove it: rollout actors have devices of their own"),
     _later("rollout_matching.repeat_terminate", "remove it; max_new_tokens bounds a response"),
-    _later("rollout_matching.ot_cost", "remove it: this version matches boxes only"),
-    _later("rollout_matching.ot_epsilon", "remove it: this version matches boxes only"),
-    _later("rollout_matching.ot_iters", "remove it: this version matches boxes only"),
     _later("environment", "remove the section: this version has no environments"),
 )
 

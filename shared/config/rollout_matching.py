@@ -134,6 +134,15 @@ class RolloutMatchingSection(Section):
     fn_cost: NonNegativeFloat = 1.0
     """Cost of an unmatched ground truth."""
 
+    ot_cost: Literal["l1", "l2"] = "l2"
+    """Distance between points, in bins, that the transport between a polygon and its match minimises."""
+
+    ot_epsilon: PositiveFloat = 10.0
+    """Entropic regularisation of that transport, in bins."""
+
+    ot_iters: PositiveInt = 30
+    """Sinkhorn iterations of that transport."""
+
     max_staleness: NonNegativeInt = 0
     """Steps by which a rollout's weights may be older than the step that learns from it."""
 

@@ -11,6 +11,7 @@ from shared.config.checkpoint import CheckpointSection
 from shared.config.cluster import ClusterSection
 from shared.config.custom import CustomSection, TrainerVariant
 from shared.config.data import DataSection
+from shared.config.evaluation import EvaluationSection
 from shared.config.learner import LearnerSection
 from shared.config.model import ModelSection
 from shared.config.pipeline import Channel
@@ -53,6 +54,9 @@ class RunConfig(Section):
 
     timeouts: TimeoutsSection = TimeoutsSection()
     """The longest each kind of wait may take."""
+
+    evaluation: EvaluationSection = EvaluationSection()
+    """The held-out report."""
 
     telemetry: TelemetrySection = TelemetrySection()
     """What the run writes down."""

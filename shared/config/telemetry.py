@@ -16,3 +16,6 @@ class TelemetrySection(Section):
 
     timeline: bool = True
     """Record spans of every process, as a file that Perfetto opens."""
+
+    rollouts: bool = True
+    """Write what became of every rollout into `rollouts/step_xxxxxx.jsonl`; `launch.show_sample` reads it."""

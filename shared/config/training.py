@@ -31,6 +31,9 @@ class TrainingSection(Section):
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-steps per update; null: derived from `effective_batch_size`, or 1 where that is null too."""
 
+    eval_steps: PositiveInt | None = None
+    """Evaluate on `data.val` before every this many updates; null: only where the warm-up of channel A ends. Always at the end of the run."""
+
     learning_rate: Annotated[PositiveFloat, Field(examples=[0.001])]
     """Peak learning rate of AdamW."""
 

@@ -94,7 +94,7 @@ def test_the_loss_is_the_mean_over_segments_of_each_terms_mean_over_its_own_posi
         total = sum(weights.get(TokenRole(int(role)), 0.0) for role in target.roles)
         for i, (token, role) in enumerate(zip(target.token_ids, target.roles, strict=True)):
             expected["ce"] -= weights.get(TokenRole(int(role)), 0.0) / total * logprobs[at + i, token].item() / NUM_SEGMENTS
-        for position, bin_ in zip(target.coord_positions, target.coord_bins, strict=True):
+        for position, bin_ in zip(target.coord_positions, target.coord_targets, strict=True):
             coord = logits[at + position, loaded.coord_ids_C].double()
             k = torch.arange(1000)
             q = torch.where((k - bin_).abs() <= 16, torch.exp(-0.5 * ((k - bin_) / 2.0) ** 2), 0.0).double()

@@ -56,8 +56,8 @@ def test_channel_a_trains_on_the_ground_truth_closed_and_with_eos(codec):
     assert text_of(target.token_ids[:-1], codec) == text
     assert target.token_ids[-1] == codec.eos_token_id
     assert roles_text(target, codec, TokenRole.DESC) == ["seven", "two"]
-    assert target.coord_bins == (100, 100, 300, 300, 500, 500, 800, 900)
-    assert [codec.coord_bin(target.token_ids[p]) for p in target.coord_positions] == list(target.coord_bins)
+    assert target.coord_targets == (100, 100, 300, 300, 500, 500, 800, 900)
+    assert [codec.coord_bin(target.token_ids[p]) for p in target.coord_positions] == list(target.coord_targets)
     assert target.roles[-1] == TokenRole.CLOSING
     assert roles_text(target, codec, TokenRole.CLOSING)[0].startswith("}")
 
@@ -69,7 +69,7 @@ def test_unmatched_ground_truth_is_always_appended_and_matched_slots_aim_at_thei
     appended = ', "object_5": {"desc": "two", "bbox_2d": ' + box(500, 500, 800, 900) + "}}"
     assert text_of(target.token_ids[:-1], codec) == kept + appended
     # The matched box keeps its own tokens as input; its slots are moved to the ground truth.
-    assert target.coord_bins == (*SEVEN.bins, *TWO.bins)
+    assert target.coord_targets == (*SEVEN.bins, *TWO.bins)
     assert [codec.coord_bin(target.token_ids[p]) for p in target.coord_positions] == [110, 90, 310, 290, *TWO.bins]
     # False positives are neutral, and so are the matched object's name, its key and the separators.
     neutral = "".join(roles_text(target, codec, TokenRole.NEUTRAL))
@@ -85,8 +85,8 @@ def test_unmatched_ground_truth_is_always_appended_and_matched_slots_aim_at_thei
 def test_all_gt_is_appended_when_no_valid_matches_exist(codec):
     for text in ("", "no json here", '{"object_1": {"desc": "seven", "bbox_2d": ["<|coord_1|>"', '{"object_3": {"desc": "seven"}}'):
         target = rollout_target(response(text, codec), SAMPLE, codec, RULES)
-        assert target.coord_bins == (*SEVEN.bins, *TWO.bins)
-        assert target.counters["rollout/num_appended"] == 2
+        assert target.coord_targets == (*SEVEN.bins, *TWO.bins)
+        assert len(target.reading.appended) == 2
         whole = parse_rollout(target.token_ids, codec, geometry=RULES.geometry)
         assert [o.bins for o in whole.objects] == [SEVEN.bins, TWO.bins]
         assert not whole.truncated
@@ -96,7 +96,7 @@ def test_highest_retained_object_key_controls_fn_start_even_when_object_is_inval
     text = '{"object_2": {"desc": "seven", "bbox_2d": ' + box(100, 100, 300, 300) + '}, "object_9": {"desc": "two"}}'
     target = rollout_target(response(text, codec), SAMPLE, codec, RULES)
     assert '"object_10": {"desc": "two"' in text_of(target.token_ids[:-1], codec)
-    assert target.counters["rollout/num_dropped.missing_geom"] == 1
+    assert [dropped.reason for dropped in target.reading.parsed.dropped] == ["missing_geom"]
 
 
 def test_a_rollout_that_found_everything_gets_only_the_closing_brace_and_eos(codec):
@@ -104,7 +104,7 @@ def test_a_rollout_that_found_everything_gets_only_the_closing_brace_and_eos(cod
     target = rollout_target(response(text, codec), SAMPLE, codec, RULES)
     assert text_of(target.token_ids[:-1], codec) == text
     assert target.token_ids[-1] == codec.eos_token_id
-    assert target.counters["rollout/num_appended"] == 0
+    assert target.reading.appended == ()
 
 
 def test_log_probabilities_are_kept_for_exactly_the_tokens_that_are_the_rollouts_own(codec):
@@ -126,7 +126,7 @@ def test_geometry_first_changes_only_per_object_field_order_in_fn_append(codec):
 def test_predicted_polygons_are_dropped_with_a_reason(codec):
     text = '{"object_1": {"desc": "seven", "poly": ' + box(1, 1, 9, 1, 9, 9) + "}}"
     target = rollout_target(response(text, codec), SAMPLE, codec, RULES)
-    assert target.counters["rollout/num_dropped.poly_unsupported"] == 1
+    assert [dropped.reason for dropped in target.reading.parsed.dropped] == ["poly_unsupported"]
 
 
 def test_the_weight_of_a_token_follows_from_its_role():
