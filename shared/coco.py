@@ -1,0 +1,156 @@
+"""COCO's numbers and this project's: boxes, polygons, annotations, results. Pure; reading and writing files is `launch`'s part.
+
+Both ways use one rule, that of DESIGN section 4: a COCO coordinate `v`, in pixels along an axis of length `W`, is the bin
+`v / (W - 1) * 999`. A COCO box `[x, y, w, h]` is the half-open extent `[x, x + w) x [y, y + h)`, and its far edge `x + w` is a
+coordinate like any other, as it is for the vertices of polygons. So boxes and polygons of one object stay aligned, and the overlap of
+two boxes is the same number in bins and in pixels. The price: the last pixel of an axis, `W - 1` to `W`, is bin 999 throughout, so a
+box that ends at the far border of its image comes back up to one pixel shorter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shared.grounding.geometry import Shape, bin_box, bin_points, pixels_of
+from shared.records import GeometryKind, Sample
+
+
+class NamedShape(Shape, Protocol):
+    """A ground-truth or parsed object."""
+
+    @property
+    def desc(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredObject:
+    """One predicted object."""
+
+    kind: GeometryKind
+    bins: tuple[int, ...]
+    """Integers 0..999: (x1, y1, x2, y2), or x, y per polygon vertex."""
+    desc: str
+    score: float
+    """Any finite number; greater is surer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePredictions:
+    """What a model found on one image."""
+
+    image_id: int
+    width: int
+    """Pixels."""
+    height: int
+    """Pixels."""
+    objects: tuple[ScoredObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CocoResults:
+    """The content of a COCO results file, and what could not go into it."""
+
+    results: list[dict[str, Any]]
+    """`{"image_id", "category_id", "bbox", "segmentation", "score"}` per object, in the order of the predictions."""
+    unknown_names: Mapping[str, int]
+    """Objects left out because no category has their name, counted by name."""
+
+
+def coco_box(bins: Sequence[int], width: int, height: int) -> list[float]:
+    """`[x, y, w, h]` in pixels of a box (4 bins), or of the box around a polygon (6 bins or more), on an image of that size."""
+    pixels = pixels_of(bins, width=width, height=height)
+    xs, ys = pixels[::2], pixels[1::2]
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+
+
+def coco_segmentation(bins: Sequence[int], width: int, height: int) -> list[list[float]]:
+    """`[[x, y, ...]]`, one ring in pixels: the vertices of a polygon, or the four corners of a box (4 bins), clockwise from (x1, y1)."""
+    if len(bins) == 4:
+        x1, y1, x2, y2 = bins
+        bins = (x1, y1, x2, y1, x2, y2, x1, y2)
+    return [list(pixels_of(bins, width=width, height=height))]
+
+
+def coco_area(bins: Sequence[int], width: int, height: int) -> float:
+    """Square pixels that the ring of `coco_segmentation` encloses."""
+    (ring,) = coco_segmentation(bins, width, height)
+    xs, ys = ring[::2], ring[1::2]
+    turned = zip(xs, ys, [*xs[1:], xs[0]], [*ys[1:], ys[0]], strict=True)
+    return abs(sum(x * next_y - next_x * y for x, y, next_x, next_y in turned)) / 2
+
+
+def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int, int, int, int]:
+    """(x1, y1, x2, y2) of `[x, y, w, h]`, rounded outwards and clamped to 0..999. ValueError for an image with an axis under 2 pixels."""
+    x, y, w, h = box
+    return bin_box((x, y, x + w, y + h), width=width, height=height)
+
+
+def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[int, ...]:
+    """x, y per vertex of one ring, to the nearest bin and clamped to 0..999. Vertices that fall on the one before them are left out.
+
+    ValueError for an image with an axis under 2 pixels.
+    """
+    bins = bin_points(ring, width=width, height=height)
+    points = list(zip(bins[::2], bins[1::2], strict=True))
+    # points[-1] precedes points[0]: a ring may repeat its first vertex at the end.
+    kept = [point for i, point in enumerate(points) if point != points[i - 1]]
+    return tuple(bin for point in kept for bin in point)
+
+
+def has_area(bins: Sequence[int]) -> bool:
+    """Whether the vertices x, y, ... are not all on one line."""
+    (x0, y0), *others = zip(bins[::2], bins[1::2], strict=True)
+    directions = [(x - x0, y - y0) for x, y in others if (x, y) != (x0, y0)]
+    return any(dx * directions[0][1] != dy * directions[0][0] for dx, dy in directions)
+
+
+def number_categories(names: Iterable[str]) -> dict[str, int]:
+    """Category ids for a data set that came without any: 1, 2, ... in the order of the names."""
+    return {name: number for number, name in enumerate(sorted(set(names)), 1)}
+
+
+def samples_to_coco(samples: Sequence[Sample], image_ids: Sequence[int], category_ids: Mapping[str, int]) -> dict[str, Any]:
+    """A COCO data set of the samples' ground truth: `images`, `annotations` (numbered from 1), `categories`. One image per sample.
+
+    `image_ids` are one per sample. KeyError for an object whose name is not in `category_ids`.
+    """
+    annotations = [
+        {
+            "id": number,
+            "image_id": image_id,
+            "category_id": category_ids[found.desc],
+            "bbox": coco_box(found.bins, sample.width, sample.height),
+            "segmentation": coco_segmentation(found.bins, sample.width, sample.height),
+            "area": coco_area(found.bins, sample.width, sample.height),
+            "iscrowd": 0,
+        }
+        for number, (image_id, sample, found) in enumerate(
+            ((image_id, sample, found) for image_id, sample in zip(image_ids, samples, strict=True) for found in sample.objects), 1
+        )
+    ]
+    images = [{"id": image_id, "width": sample.width, "height": sample.height} for image_id, sample in zip(image_ids, samples, strict=True)]
+    return {"images": images, "annotations": annotations, "categories": [{"id": id, "name": name} for name, id in category_ids.items()]}
+
+
+def predictions_to_coco(predictions: Iterable[ImagePredictions], category_ids: Mapping[str, int]) -> CocoResults:
+    """COCO results of predictions. `category_ids` maps the name that an object's `desc` must equal to the category's id."""
+    results: list[dict[str, Any]] = []
+    unknown: Counter[str] = Counter()
+    for image in predictions:
+        for found in image.objects:
+            if found.desc not in category_ids:
+                unknown[found.desc] += 1
+                continue
+            results.append(
+                {
+                    "image_id": image.image_id,
+                    "category_id": category_ids[found.desc],
+                    "bbox": coco_box(found.bins, image.width, image.height),
+                    "segmentation": coco_segmentation(found.bins, image.width, image.height),
+                    "score": found.score,
+                }
+            )
+    return CocoResults(results, dict(unknown))
