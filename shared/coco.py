@@ -12,17 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from shared.grounding.geometry import Shape, bin_box, bin_points, pixels_of
+from shared.grounding.geometry import bin_box, bin_points, pixels_of
 from shared.records import GeometryKind, Sample
-
-
-class NamedShape(Shape, Protocol):
-    """A ground-truth or parsed object."""
-
-    @property
-    def desc(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +82,21 @@ def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int
 
 
 def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[int, ...]:
-    """x, y per vertex of one ring, to the nearest bin and clamped to 0..999. Vertices that fall on the one before them are left out.
+    """x, y per vertex of one ring, to the nearest bin and clamped to 0..999. Of neighbours on the same bin one is kept,
+    and a first vertex that is repeated at the end is one vertex.
 
     ValueError for an image with an axis under 2 pixels.
     """
     bins = bin_points(ring, width=width, height=height)
     points = list(zip(bins[::2], bins[1::2], strict=True))
-    # points[-1] precedes points[0]: a ring may repeat its first vertex at the end.
-    kept = [point for i, point in enumerate(points) if point != points[i - 1]]
+    kept = [point for point, following in zip(points, [*points[1:], *points[:1]], strict=True) if point != following]
     return tuple(bin for point in kept for bin in point)
 
 
 def has_area(bins: Sequence[int]) -> bool:
-    """Whether the vertices x, y, ... are not all on one line."""
-    (x0, y0), *others = zip(bins[::2], bins[1::2], strict=True)
-    directions = [(x - x0, y - y0) for x, y in others if (x, y) != (x0, y0)]
+    """Whether the vertices x, y, ... are not all on one line. False for none."""
+    points = list(zip(bins[::2], bins[1::2], strict=True))
+    directions = [(x - points[0][0], y - points[0][1]) for x, y in points if (x, y) != points[0]]
     return any(dx * directions[0][1] != dy * directions[0][0] for dx, dy in directions)
 
 

@@ -1,0 +1,53 @@
+"""`key=value` arguments of the commands that are not a run, read as a closed section of the configuration would be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from shared.config.base import Section
+from shared.config.explain import explain
+from shared.errors import ConfigError
+
+Options = TypeVar("Options", bound=Section)
+
+
+def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
+    """The arguments as one `schema`. ConfigError with every problem: no `=`, a key given twice, and what the schema refuses.
+
+    Values are YAML scalars (`8`, `true`, `null`), anything else is text; what the schema calls a path is text always.
+    """
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals:
+            problems.append(f"{argument}: is not key=value; the keys are {', '.join(schema.model_fields)}")
+        elif key in values:
+            problems.append(f"{key}: is given twice; keep one")
+        else:
+            values[key] = text if _is_path(schema, key) else _scalar(text)
+    try:
+        options = schema.model_validate(values)
+    except ValidationError as error:
+        problems += (str(explain(schema, one)) for one in error.errors(include_url=False))
+        raise ConfigError(problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def _is_path(schema: type[Section], key: str) -> bool:
+    return key in schema.model_fields and schema.model_fields[key].annotation is Path
+
+
+def _scalar(text: str) -> bool | int | float | str | None:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if value is None or isinstance(value, bool | int | float) else text
