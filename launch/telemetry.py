@@ -18,6 +18,7 @@ from shared.config import RunConfig
 from shared.config.derive import BatchAlgebra
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
+from shared.metric_table import BY_NAME
 from shared.metrics import EvaluationReport, StepReport
 from shared.rollouts import SyncReport
 from shared.schedule import StepPlan
@@ -129,12 +130,15 @@ class Telemetry:
         )
 
     def _step_done(self, report: StepReport, sync: SyncReport | None, span: Span) -> None:
-        metrics = {**report.metrics, "time/step_s": span.duration_s}
+        metrics: dict[str, float | str] = {**report.metrics, "time/step_s": span.duration_s}
+        if report.channel is Channel.B:
+            metrics["rollout/decode_mode"] = self._config.rollout_matching.resolved_decode_mode
         if sync is not None:
             metrics |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/canary_max_abs": sync.canary_max_abs, "time/sync_s": _total_s(sync)}
             if sync.wire_gb_per_s is not None:
                 metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
+        assert metrics.keys() <= BY_NAME.keys(), f"not in shared/metric_table.py: {metrics.keys() - BY_NAME.keys()}"
         _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
         # What is left of the step when the learner is done is the sync.
         sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
@@ -151,11 +155,11 @@ def _span_until_now(name: str, seconds: float) -> Span:
     return Span(TRACK, name, now_s - seconds, now_s)
 
 
-def _progress_line(report: StepReport, metrics: Mapping[str, float], max_steps: int) -> str:
+def _progress_line(report: StepReport, metrics: Mapping[str, float | str], max_steps: int) -> str:
     parts = [f"step {report.step + 1:>4}/{max_steps} {report.channel}", f"loss {metrics['loss/total']:7.4f}", f"rows {metrics['packing/num_rows']:.0f}"]
     if report.channel is Channel.B:
         parts += [
-            f"match {metrics['rollout/match_rate']:.2f}",
+            f"match {metrics['rollout/match_rate']:.2f}" if "rollout/match_rate" in metrics else "match of nothing",
             f"dropped {metrics['rollout/num_dropped_objects']:.0f}",
             f"tokens {metrics['rollout/num_tokens']:.0f}",
             f"logp {metrics['rollout/logprob_max_abs']:.0e}" if "rollout/logprob_max_abs" in metrics else "logp not compared",

@@ -45,11 +45,11 @@ def compares_logprobs(decode: DecodeSettings) -> bool:
     return decode.return_logprobs and decode.top_p >= 1.0 and decode.top_k <= 0 and decode.repetition_penalty == 1.0
 
 
-def check_logprobs(segments: Sequence[Segment], rollouts: Sequence[Rollout], learner_K: torch.Tensor, engine_K: torch.Tensor, *, tolerance: float) -> float:
+def check_logprobs(segments: Sequence[Segment], learner_K: torch.Tensor, engine_K: torch.Tensor, *, tolerance: float) -> float:
     """Compare the log-probabilities of the sampled tokens of a row.
 
     Args:
-        segments, rollouts: the row's, in the same order.
+        segments: the row's.
         learner_K, engine_K: the segments' sampled tokens, concatenated.
 
     Returns:
@@ -67,10 +67,11 @@ def check_logprobs(segments: Sequence[Segment], rollouts: Sequence[Rollout], lea
         return float(difference_K.max())
     first = int(wrong[0, 0])
     number, token = [(n, t) for n, segment in enumerate(segments) for t in range(len(segment.target.sampled_logprobs))][first]
+    segment = segments[number]
     raise RolloutError(
-        f"sample {rollouts[number].sample_id}: response token {token} (id {segments[number].target.token_ids[token]}) has log-probability "
+        f"sample {segment.target.sample_id}: response token {token} (id {segment.target.token_ids[token]}) has log-probability "
         f"{engine_K[first]:.6f} in the engine and {learner_K[first]:.6f} in the learner; {len(wrong)} of {len(engine_K)} tokens of this row differ "
         f"by more than {tolerance:g} (rollout_matching.logprob_tolerance): the engine does not run the learner's weights, or not in its precision",
-        actor=rollouts[number].actor,
+        actor=segment.actor or "",
         phase="check",
     )

@@ -1,32 +1,68 @@
-"""What is counted of a rollout on its way to a target: the `rollout/...` numbers of a step (spec: training-time counters).
+"""What a step counts: rollouts on their way to targets, rows, losses (spec: training-time counters; names and meanings in shared/metric_table.py).
 
 Counts and rates only. IoU is no training-time number: it belongs to evaluation reports.
 """
 
 from __future__ import annotations
 
+from learner.collate import PackedRow
+from learner.step import RowResult
 from learner.targets import Reading
+from shared.metric_table import MetricTotals
 from shared.rollouts import FinishReason, Rollout
 
 
-def rollout_counters(rollout: Rollout, reading: Reading, num_ground_truth: int) -> dict[str, float]:
-    """Of one rollout; to be summed."""
-    parsed, num_matched = reading.parsed, len(reading.match.pairs)
-    counters: dict[str, float] = {
-        "rollout/num": 1,
-        "rollout/num_tokens": len(rollout.response_token_ids),
-        "rollout/num_length_limited": float(rollout.finish_reason is FinishReason.LENGTH),
-        "rollout/num_truncated": float(parsed.truncated),
-        "rollout/num_fallback": float(parsed.fallback),
-        "rollout/num_valid_objects": len(parsed.objects),
-        "rollout/num_dropped_objects": len(parsed.dropped),
-        "rollout/num_ground_truth": num_ground_truth,
-        "rollout/num_matched": num_matched,
-        "rollout/num_excluded": len(reading.excluded),
-        "rollout/num_appended": len(reading.appended),
-        "rollout/num_gating_rejections": reading.match.gating_rejections,
-    }
-    for dropped in parsed.dropped:
-        name = f"rollout/num_dropped.{dropped.reason}"
-        counters[name] = counters.setdefault(name, 0) + 1
-    return counters
+class StepTally:
+    """The numbers of one step of one rank."""
+
+    def __init__(self, step: int, *, capacity: int, min_fill_ratio: float) -> None:
+        """`capacity`: tokens of a row; one filled less than `min_fill_ratio` of it is counted as underfilled."""
+        self.totals = MetricTotals()
+        self.num_segments = 0
+        """Learned so far."""
+        self._step = step
+        self._capacity = capacity
+        self._min_fill_ratio = min_fill_ratio
+        self._losses: dict[str, float] = {}
+
+    def add_rollout(self, rollout: Rollout, reading: Reading, num_ground_truth: int) -> None:
+        parsed, add = reading.parsed, self.totals.add
+        add("rollout/num", 1)
+        add("rollout/num_tokens", len(rollout.response_token_ids))
+        add("rollout/num_length_limited", float(rollout.finish_reason is FinishReason.LENGTH))
+        add("rollout/num_truncated", float(parsed.truncated))
+        add("rollout/num_fallback", float(parsed.fallback))
+        add("rollout/num_valid_objects", len(parsed.objects))
+        add("rollout/num_dropped_objects", len(parsed.dropped))
+        for dropped in parsed.dropped:
+            add(f"rollout/num_dropped.{dropped.reason}", 1)
+        add("rollout/num_excluded", len(reading.excluded))
+        add("rollout/num_ground_truth", num_ground_truth)
+        add("rollout/num_matched", len(reading.match.pairs))
+        add("rollout/num_appended", len(reading.appended))
+        add("rollout/num_gating_rejections", reading.match.gating_rejections)
+
+    def add_row(self, row: PackedRow, result: RowResult) -> None:
+        """A row that was learned. Its losses are sums over segments, to be divided at the step's end."""
+        for name, value in {"loss/total": result.loss, **result.terms}.items():
+            self._losses[name] = self._losses[name] + value if name in self._losses else value
+        ages = [self._step - segment.step for segment in row.segments]
+        self.num_segments += len(row.segments)
+        self.totals.add("packing/num_rows", 1)
+        self.totals.add("packing/num_segments", len(row.segments))
+        self.totals.add("packing/num_tokens", row.num_tokens)
+        self.totals.add("packing/capacity", self._capacity)
+        self.totals.add("packing/num_underfilled_rows", float(row.num_tokens < self._min_fill_ratio * self._capacity))
+        self.totals.add_to_mean("packing/learned_age", sum(ages), len(ages))
+        self.totals.raise_to("packing/learned_age_max", max(ages))
+
+    def add_comparison(self, num_tokens: int, max_abs: float) -> None:
+        """Sampled tokens whose log-probability was compared. Nothing compared leaves no trace: a 0 would read as perfect agreement."""
+        if num_tokens:
+            self.totals.add("rollout/num_compared_tokens", num_tokens)
+            self.totals.raise_to("rollout/logprob_max_abs", max_abs)
+
+    def divide_losses(self, denominator: int) -> None:
+        """Once, at the step's end: by the segments that its gradient is divided by."""
+        for name, value in self._losses.items():
+            self.totals.add(name, value / denominator)

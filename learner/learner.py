@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from learner.canary import canary_probe
 from learner.checkpoint import save_checkpoint
 from learner.checks import check_logprobs, check_prompt, check_weight_version, compares_logprobs
 from learner.collate import collate
-from learner.counters import rollout_counters
+from learner.counters import StepTally
 from learner.heldout import HeldOut
 from learner.lengths import require_lengths
 from learner.loading import load_model
 from learner.objectives.registry import build_objectives
-from learner.packing import CarryBuffer
+from learner.rows import row_policy
 from learner.rules import target_rules, text_weights
 from learner.samples import load_samples
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
@@ -35,7 +35,7 @@ from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
 from shared.evaluation import DetectionCounts
-from shared.metrics import MetricSums, StepReport
+from shared.metrics import StepReport
 from shared.records import Sample
 from shared.rollouts import Rollout, RolloutRequest, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
@@ -55,10 +55,8 @@ class _StepInProgress:
     plan: StepPlan
     samples: list[Sample]
     """Their images with data: read once, sent to the engines, encoded here."""
-    rollouts: list[Rollout] = field(default_factory=list)
+    tally: StepTally
     num_targets: int = 0
-    sums: MetricSums = field(default_factory=MetricSums)
-    logprob_max_abs: float = 0.0
     generate_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
@@ -90,7 +88,7 @@ class Learner:
         self._objectives = {channel: build_objectives(pipeline, channel, self._loaded.coord_ids_C) for channel in Channel}
         self._text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
         self._sampling = Sampling(self._decode.temperature, self._loaded.banned_token_ids)
-        self._buffer = CarryBuffer(config.global_max_length, config.training.packing_buffer) if config.training.packing else None
+        self._rows = row_policy(config)
         self._updater = Updater(self._loaded.model, config.training)
         self._sender = WeightSender(
             self._loaded.model,
@@ -110,7 +108,9 @@ class Learner:
         """Draw the step's samples and ask for their rollouts, in position order; channel A asks for nothing."""
         assert self._step is None, "finish_step ends a step before the next begins"
         started_s = time.time()
-        self._step = _StepInProgress(plan, [self._train[index].with_image_data() for index in self._stream.take(plan.num_samples)])
+        samples = [self._train[index].with_image_data() for index in self._stream.take(plan.num_samples)]
+        min_fill_ratio = self._config.training.packing_min_fill_ratio
+        self._step = _StepInProgress(plan, samples, StepTally(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio))
         requests = [] if plan.channel is Channel.A else [self._request(position) for position in range(plan.num_samples)]
         self._mark("draw samples", started_s)
         return requests
@@ -128,10 +128,9 @@ class Learner:
             check_weight_version(rollout, self._version)
             check_prompt(rollout, prompt)
             target = rollout_target(rollout, sample, self._loaded.codec, self._rules)
-            step.rollouts.append(rollout)
             assert target.reading is not None
-            step.sums.add(rollout_counters(rollout, target.reading, len(sample.objects)))
-            self._take(prompt, target)
+            step.tally.add_rollout(rollout, target.reading, len(sample.objects))
+            self._take(prompt, target, rollout)
         self._mark("learn round", started_s, rollouts=len(rollouts))
 
     def finish_step(self) -> StepReport:
@@ -141,12 +140,14 @@ class Learner:
             for sample in step.samples:
                 self._take(self._encoder.encode(sample), ground_truth_target(sample, self._loaded.codec, self._rules))
         assert step.num_targets == step.plan.num_samples, f"{step.num_targets} of {step.plan.num_samples} samples came back"
-        for row in [] if self._buffer is None else self._buffer.flush():
+        for row in self._rows.finish_step():
             self._learn(row)
-        update = self._updater.update(step.plan.step)
+        # Step mode learns every sample it drew; carrying, what was learned is known only now (DESIGN 5, decisions 6 and 7).
+        denominator = step.tally.num_segments if self._rows.carries else step.plan.num_samples
+        update = self._updater.update(step.plan.step, denominator)
         self._mark("finish step", started_s)
         self._step = None
-        return StepReport(step.plan.step, step.plan.channel, self._version, _metrics(step, update, self._config.global_max_length), tuple(step.spans))
+        return StepReport(step.plan.step, step.plan.channel, self._version, self._metrics(step, update, denominator), tuple(step.spans))
 
     # Weights
 
@@ -212,37 +213,34 @@ class Learner:
             seed=request_seed(self._config.training.seed, step.plan.step, position),
         )
 
-    def _take(self, prompt: EncodedPrompt, target: Target) -> None:
-        """Buffer the next position's target, and learn full rows at the window's end.
-
-        Rows are taken only after a multiple of `packing_window` targets, so that neither arrival nor the number of actors decides them (DESIGN 5, decision 7).
-        """
+    def _take(self, prompt: EncodedPrompt, target: Target, rollout: Rollout | None = None) -> None:
+        """Hand over the next position's target, and learn the rows that are due."""
         step = self._current
-        segment = Segment(step.num_targets, prompt, target)
+        position = step.num_targets
         step.num_targets += 1
-        if self._buffer is None:
-            self._learn([segment])
-            return
-        self._buffer.insert(segment)
-        if step.num_targets % self._config.training.packing_window == 0:
-            while self._buffer.num_tokens >= self._buffer.capacity:
-                self._learn(self._buffer.pop_row())
+        for row in self._rows.add(Segment(position, prompt, target, step.plan.step, None if rollout is None else rollout.actor)):
+            self._learn(row)
 
     def _learn(self, segments: list[Segment]) -> None:
         """Forward and backward of one row, and the comparison of its sampled tokens with the engine's."""
         step, model, channel = self._current, self._loaded.model, self._current.plan.channel
-        row = collate(segments, text_weights=self._text_weights[channel], num_samples=step.plan.num_samples, rope_index=model.model.get_rope_index)
+        segments = [segment if segment.step == step.plan.step else _without_logprobs(segment) for segment in segments]
+        row = collate(segments, text_weights=self._text_weights[channel], num_samples=1, rope_index=model.model.get_rope_index)
         result = backward_row(model, row.to(self._loaded.device), self._objectives[channel], self._sampling)
         if channel is Channel.B and compares_logprobs(self._decode):
-            rollouts = [step.rollouts[segment.position] for segment in segments]
             tolerance = self._config.rollout_matching.logprob_tolerance
-            difference = check_logprobs(segments, rollouts, result.sampled_logprobs_K, row.sampled.logprobs, tolerance=tolerance)
-            step.logprob_max_abs = max(step.logprob_max_abs, difference)
-            step.sums.add({"rollout/num_compared_tokens": len(row.sampled.logprobs)})
-        underfilled = row.num_tokens < self._config.training.packing_min_fill_ratio * self._config.global_max_length
-        step.sums.add({"loss/total": result.loss, **result.terms})
-        step.sums.add({"packing/num_rows": 1, "packing/num_segments": len(segments), "packing/num_tokens": row.num_tokens})
-        step.sums.add({"packing/num_underfilled_rows": float(underfilled)})
+            difference = check_logprobs(segments, result.sampled_logprobs_K, row.sampled.logprobs, tolerance=tolerance)
+            step.tally.add_comparison(len(row.sampled.logprobs), difference)
+        step.tally.add_row(row, result)
+
+    def _metrics(self, step: _StepInProgress, update: UpdateResult, denominator: int) -> dict[str, float]:
+        totals = step.tally.totals
+        step.tally.divide_losses(denominator)
+        totals.add("packing/num_carried", self._rows.num_carried)
+        totals.raise_to("time/learn_s", sum(span.duration_s for span in step.spans if span.track == TRACK))
+        if step.plan.channel is Channel.B:
+            totals.raise_to("time/generate_s", step.generate_s)
+        return {**totals.as_dict(), "optim/learning_rate": update.learning_rate, "optim/grad_norm": update.grad_norm}
 
     def _mark(self, name: str, started_s: float, **args: int) -> None:
         self._current.spans.append(Span(TRACK, name, started_s, time.time(), {"step": self._current.plan.step, **args}))
@@ -260,16 +258,6 @@ def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:
     return spans
 
 
-def _metrics(step: _StepInProgress, update: UpdateResult, capacity: int) -> dict[str, float]:
-    metrics = step.sums.as_dict()
-    metrics["packing/fill_ratio"] = metrics["packing/num_tokens"] / (metrics["packing/num_rows"] * capacity)
-    metrics["optim/learning_rate"] = update.learning_rate
-    metrics["optim/grad_norm"] = update.grad_norm
-    metrics["time/learn_s"] = sum(span.duration_s for span in step.spans if span.track == TRACK)
-    if step.rollouts:
-        metrics["time/generate_s"] = step.generate_s
-        metrics["rollout/match_rate"] = metrics["rollout/num_matched"] / max(1.0, metrics["rollout/num_ground_truth"])
-        # Absent where nothing was compared: a 0 would read as perfect agreement.
-        if "rollout/num_compared_tokens" in metrics:
-            metrics["rollout/logprob_max_abs"] = step.logprob_max_abs
-    return metrics
+def _without_logprobs(segment: Segment) -> Segment:
+    """A carried segment: its log-probabilities are those of weights that have changed since."""
+    return replace(segment, target=replace(segment.target, sampled_logprobs=()))

@@ -36,9 +36,13 @@ class EncodedPrompt:
 @dataclass(frozen=True, slots=True)
 class Segment:
     position: int
-    """The sample's place in the step."""
+    """The sample's place in its step."""
     prompt: EncodedPrompt
     target: Target
+    step: int = 0
+    """The step that drew the sample; a later one may learn the segment."""
+    actor: str | None = None
+    """Who generated the rollout; None in channel A."""
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) + len(self.target.token_ids)

@@ -105,8 +105,12 @@ class Updater:
             weight_decay=config.weight_decay,
         )
 
-    def update(self, step: int) -> UpdateResult:
-        """Clip, set the step's learning rate, update, and drop the gradients. LearnerError on a gradient that is not finite."""
+    def update(self, step: int, denominator: int) -> UpdateResult:
+        """Divide the summed gradients by the samples of the step, clip, set the learning rate, update, and drop the gradients.
+
+        LearnerError on a gradient that is not finite.
+        """
+        torch._foreach_div_([parameter.grad for parameter in self._parameters if parameter.grad is not None], denominator)
         limit = float("inf") if self._config.max_grad_norm is None else self._config.max_grad_norm
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
         if not math.isfinite(grad_norm):

@@ -32,17 +32,3 @@ class EvaluationReport:
     counts: DetectionCounts
     wall_s: float
     """Generation and scoring."""
-
-
-class MetricSums:
-    """Sums of named numbers over the rows and samples of a step."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-
-    def add(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def as_dict(self) -> dict[str, float]:
-        return dict(self._sums)

@@ -23,7 +23,7 @@ def prompt(*token_ids):
 
 def segment(sample_id, *logprobs):
     ids = tuple(range(10, 10 + len(logprobs) + 1))
-    return Segment(0, prompt(1), Target(sample_id, ids, np.full(len(ids), TokenRole.NEUTRAL, dtype=np.uint8), (), (), sampled_logprobs=logprobs))
+    return Segment(0, prompt(1), Target(sample_id, ids, np.full(len(ids), TokenRole.NEUTRAL, dtype=np.uint8), (), (), (), sampled_logprobs=logprobs), actor="rollout-actor-1")
 
 
 def test_equal_prompts_pass():
@@ -45,19 +45,18 @@ def test_a_rollout_of_other_weights_ends_the_run():
 def test_the_first_differing_log_probability_is_shown_with_its_sample_and_token():
     segments = [segment("first", -0.5, -0.6), segment("second", -0.7, -0.8, -0.9)]
     engine = torch.tensor([-0.5, -0.6, -0.7, -0.8, -0.9])
-    rollouts = [rollout("first"), rollout("second")]
-    assert check_logprobs(segments, rollouts, engine + 5e-5, engine, tolerance=1e-4) == pytest.approx(5e-5, rel=1e-2)
+    assert check_logprobs(segments, engine + 5e-5, engine, tolerance=1e-4) == pytest.approx(5e-5, rel=1e-2)
     learner = engine.clone()
     learner[3] -= 0.01
     with pytest.raises(
         RolloutError, match=r"sample second: response token 1 \(id 11\) has log-probability -0.800000 in the engine and -0.810000 in the learner; 1 of 5"
     ):
-        check_logprobs(segments, rollouts, learner, engine, tolerance=1e-4)
+        check_logprobs(segments, learner, engine, tolerance=1e-4)
 
 
 def test_a_log_probability_that_is_not_a_number_is_a_difference():
     with pytest.raises(RolloutError, match="sample first"):
-        check_logprobs([segment("first", -0.5)], [rollout("first")], torch.tensor([float("nan")]), torch.tensor([-0.5]), tolerance=1e-4)
+        check_logprobs([segment("first", -0.5)], torch.tensor([float("nan")]), torch.tensor([-0.5]), tolerance=1e-4)
 
 
 def test_nothing_is_compared_where_sampling_was_truncated_or_penalised():

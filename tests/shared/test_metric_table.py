@@ -1,0 +1,77 @@
+"""Names, meanings and reductions of training-time numbers (spec: training-time counters)."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.grounding.objects import DropReason
+from shared.metric_table import BY_NAME, METRICS, MetricTotals, Reduction, markdown
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_documentation_shows_the_table():
+    assert markdown() in DOCS.read_text()
+
+
+def test_names_are_unique_and_belong_to_a_family():
+    assert len(BY_NAME) == len(METRICS)
+    assert {name.split("/")[0] for name in BY_NAME} == {"loss", "coord_diag", "rollout", "packing", "optim", "sync", "time"}
+
+
+def test_no_training_time_number_is_an_iou():
+    # CIoU is a loss term (bbox_geo, only where the pipeline lists it), not a metric of geometry.
+    assert [name for name in BY_NAME if "iou" in name.lower()] == ["loss/bbox_geo.ciou"]
+
+
+def test_every_drop_reason_has_a_counter():
+    assert all(f"rollout/num_dropped.{reason}" in BY_NAME for reason in DropReason)
+
+
+def test_ratios_are_of_sums_that_are_in_the_table():
+    ratios = [metric for metric in METRICS if metric.reduction is Reduction.RATIO]
+    assert ratios
+    for metric in ratios:
+        assert metric.ratio_of is not None
+        assert all(BY_NAME[name].reduction is Reduction.SUM for name in metric.ratio_of)
+
+
+def rank(matched, ground_truth, ages, largest):
+    totals = MetricTotals()
+    for value in matched:
+        totals.add("rollout/num_matched", value)
+    for value in ground_truth:
+        totals.add("rollout/num_ground_truth", value)
+    totals.add_to_mean("packing/learned_age", sum(ages), len(ages))
+    totals.raise_to("rollout/logprob_max_abs", largest)
+    return totals
+
+
+def test_rows_and_ranks_of_different_sizes_reduce_to_the_numbers_of_their_union():
+    first, second = rank([2, 1], [3, 4], [0, 0, 1], 1e-6), rank([5], [5], [7], 3e-6)
+    first.merge([second])
+    values = first.as_dict()
+    assert values["rollout/num_matched"] == 8
+    assert values["rollout/match_rate"] == pytest.approx(8 / 12), "a ratio of sums, not a mean of the ranks' ratios"
+    assert values["packing/learned_age"] == pytest.approx(8 / 4), "over all segments, not a mean of the ranks' means"
+    assert values["rollout/logprob_max_abs"] == 3e-6
+
+
+def test_merging_leaves_the_other_ranks_numbers_alone():
+    first, second = rank([1], [1], [1], 0.0), rank([2], [2], [2], 0.0)
+    first.merge([second])
+    assert second.as_dict()["rollout/num_matched"] == 2
+
+
+def test_a_ratio_or_mean_over_nothing_is_absent():
+    values = rank([0], [0], [], 0.0).as_dict()
+    assert values["rollout/num_matched"] == 0
+    assert "rollout/match_rate" not in values
+    assert "packing/learned_age" not in values
+
+
+def test_a_name_outside_the_table_or_of_another_reduction_cannot_be_logged():
+    with pytest.raises(KeyError):
+        MetricTotals().add("rollout/num_typo", 1)
+    with pytest.raises(AssertionError, match="reduced by max"):
+        MetricTotals().add("rollout/logprob_max_abs", 1)
