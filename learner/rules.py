@@ -5,13 +5,12 @@ from __future__ import annotations
 from learner.targets import MatchSettings, TargetRules, TextWeights
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
-from shared.records import GeometryKind
 
 
 def target_rules(config: RunConfig) -> TargetRules:
     matching = config.rollout_matching
     return TargetRules(
-        geometry=frozenset({GeometryKind.BBOX}),
+        geometry=config.geometry,
         field_order=config.custom.object_field_order,
         matching=MatchSettings(
             candidate_top_k=matching.candidate_top_k,

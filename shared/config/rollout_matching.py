@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from shared.config.base import Fraction01, Section, WholeGPUs, refusal
 from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
+from shared.records import GeometryKind
 from shared.rollouts import DecodeMode, DecodeSettings
 
 LOWEST_TEMPERATURE = 0.01
@@ -20,6 +21,12 @@ def _some_or_no_limit(top_k: int) -> int:
     if top_k != -1 and top_k < 1:
         raise refusal(f"must be -1 (no limit) or at least 1, got {top_k}", "write -1 to sample from every token")
     return top_k
+
+
+def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]:
+    if GeometryKind.BBOX not in kinds or len(set(kinds)) < len(kinds):
+        raise refusal(f"must hold bbox_2d, and no kind twice, got [{', '.join(kinds)}]", "write [bbox_2d] or [bbox_2d, poly]")
+    return kinds
 
 
 def _greedy_or_within_engines(temperature: float) -> float:
@@ -118,6 +125,12 @@ class RolloutMatchingSection(Section):
 
     decoding: DecodingSection = DecodingSection()
     """How a token is chosen."""
+
+    geometry: Annotated[tuple[Annotated[GeometryKind, Field(strict=False)], ...], Field(strict=False), AfterValidator(_boxes_at_least)] | None = None
+    """Kinds of shapes that are taught and read; null: bbox_2d alone for stage2_two_channel, bbox_2d and poly for the other variants.
+
+    A ground truth of another kind is a bad row; a predicted one is dropped and counted.
+    """
 
     candidate_top_k: PositiveInt = 10
     """Ground truths that are compared with each prediction by mask IoU."""

@@ -20,6 +20,7 @@ from shared.config.stage2_ab import Stage2ABSection
 from shared.config.telemetry import TelemetrySection
 from shared.config.timeouts import TimeoutsSection
 from shared.config.training import TrainingSection
+from shared.records import ALL_GEOMETRY, GeometryKind
 
 
 class RunConfig(Section):
@@ -63,6 +64,13 @@ class RunConfig(Section):
 
     checkpoint: CheckpointSection = CheckpointSection()
     """What is kept of the weights."""
+
+    @property
+    def geometry(self) -> frozenset[GeometryKind]:
+        """Kinds of shapes that are taught and read (DESIGN 5, decision 8)."""
+        if self.rollout_matching.geometry is not None:
+            return frozenset(self.rollout_matching.geometry)
+        return frozenset({GeometryKind.BBOX}) if self.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL else ALL_GEOMETRY
 
     def channel(self, step: int) -> Channel:
         """The channel of a step (from 0) under the run's variant."""
