@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from shared.grounding.scanner import SPACE, STRING_CHARACTERS, unescape
+from shared.grounding.entries import SPACE, STRING_CHARACTERS, unescape
 
 _LITERAL = rb"true|false|null|-?(?:0|[1-9][0-9]*+)(?>(?:\.[0-9]++)?)(?>(?:[eE][+-]?[0-9]++)?)"
 _PUNCTUATION = SPACE + rb"([,\]}])"
@@ -30,13 +30,13 @@ _BEHIND = re.compile(_PUNCTUATION)
 
 
 class Leaf(NamedTuple):
-    """A string, a coord token, a number or a word. The span is half-open, in bytes, without quotes."""
+    """A string, a coord token, a number or a word. The span is half-open, in bytes of the object's text, without quotes."""
 
     start: int
     end: int
     quoted: bool
-    coord_position: int | None
-    """The token that is the whole of this leaf, where that is a coord token."""
+    coord: int | None
+    """Which of the coord tokens in `coords` is the whole of this leaf, if one is."""
 
 
 Value: TypeAlias = "Leaf | list[Value]"
@@ -50,27 +50,26 @@ class Members:
     """There is an object inside, at any depth."""
 
 
-def read_members(text: bytes, span: tuple[int, int], coords: Mapping[tuple[int, int], int]) -> Members | None:
-    """The members of the object at `span` of `text`; None where it is not JSON apart from unquoted coord tokens.
+def read_members(text: bytes, coords: Mapping[tuple[int, int], int]) -> Members | None:
+    """The members of the object that `text` is; None where it is not JSON apart from unquoted coord tokens.
 
-    `coords` maps the byte span of each coord token of the response to its position. The same characters spelled by other tokens are
+    `coords` maps the byte span of each coord token in it to a number of the caller's. The same characters spelled by other tokens are
     a string like any other between quotes, and not JSON without.
     """
-    start, end = span
-    if _EMPTY.fullmatch(text, start, end):
+    if _EMPTY.fullmatch(text):
         return Members((), nested=False)
     fields: list[tuple[str, Value]] = []
     nested = False
     opened: list[list[Value] | None] = [None]  # the containers around `position`, innermost last; None for an object
-    position = start + 1
+    position = 1
     while opened:
         array, name = opened[-1], b""
         if array is None:
-            key = _KEY.match(text, position, end)
+            key = _KEY.match(text, position)
             if key is None:
                 return None
             name, position = key[1], key.end()
-        found = _VALUE.match(text, position, end)
+        found = _VALUE.match(text, position)
         if found is None or found.lastindex is None:
             return None
         what, position = found.lastindex, found.end()
@@ -85,11 +84,11 @@ def read_members(text: bytes, span: tuple[int, int], coords: Mapping[tuple[int, 
         if what >= _OPEN_ARRAY:
             opened.append(value if what == _OPEN_ARRAY and isinstance(value, list) else None)
         elif found[what] != b",":
-            behind = _close(text, position, end, found[what], opened)
+            behind = _close(text, position, found[what], opened)
             if behind is None:
                 return None
             position = behind
-    return Members(tuple(fields), nested) if position == end else None
+    return Members(tuple(fields), nested) if position == len(text) else None
 
 
 def _value(found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], int]) -> Value | None:
@@ -97,18 +96,18 @@ def _value(found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], i
     if what >= _EMPTY_ARRAY:
         return []
     span = found.span(what - 1)
-    position = coords.get(span)
-    return None if what == _COORD and position is None else Leaf(*span, what == _STRING, position)
+    coord = coords.get(span)
+    return None if what == _COORD and coord is None else Leaf(*span, what == _STRING, coord)
 
 
-def _close(text: bytes, position: int, end: int, punctuation: bytes, opened: list[list[Value] | None]) -> int | None:
+def _close(text: bytes, position: int, punctuation: bytes, opened: list[list[Value] | None]) -> int | None:
     """Closes containers up to the next comma or the outermost brace; where reading goes on, or None where brackets do not pair."""
     while punctuation != b",":
         if (opened.pop() is None) != (punctuation == b"}"):
             return None
         if not opened:
             return position
-        behind = _BEHIND.match(text, position, end)
+        behind = _BEHIND.match(text, position)
         if behind is None:
             return None
         punctuation, position = behind[1], behind.end()

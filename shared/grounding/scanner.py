@@ -1,52 +1,33 @@
 """One pass over a response's bytes: where the container opens and closes, and where its entries lie (DESIGN 7.2).
 
 Only strings, braces and what stands between entries are looked at; an entry's inside is the business of `members`. Every pattern is
-possessive or atomic and every offset only grows, so the pass is linear whatever the response holds.
-
-A repeated group is atomic, `(?>(?:...)*)`, and not possessive, `(?:...)*+`: Python 3.11.2, which Debian 12 has, leaves the match behind the last
-attempt of a possessive group, even where that failed.
+possessive or atomic (`entries` says in which form) and every offset only grows, so the pass is linear whatever the response holds.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-SPACE = rb"[ \t\n\r]*+"
-STRING_CHARACTERS = rb'(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)'
-"""What JSON allows between the quotes of a string."""
+from shared.grounding.entries import KEY_INDEX, SPACE, STRING_CHARACTERS, Entry, plain_entries, unescape
+
 _STRING = rb'"(?>(?:[^"\\]++|\\.)*)"'  # as delimited by quotes; what is between them need not be allowed
 
-_OPENING = re.compile(SPACE + rb"\{")
+_OPENING = re.compile(SPACE + rb"(\{)")
 _LEXEME = re.compile(SPACE + rb"(?:(" + _STRING + rb')|([{}\[\]:,])|[^ \t\n\r"{}\[\]:,]++)', re.DOTALL)
 _TO_BRACE = re.compile(rb'[^"{}]*+(?>(?:' + _STRING + rb'[^"{}]*+)*)([{}])', re.DOTALL)
 _NO_BRACE = re.compile(rb'[^"{}]*+(?>(?:' + _STRING + rb'[^"{}]*+)*)', re.DOTALL)
 _COLON_FOLLOWS = re.compile(SPACE + rb":")
+_SEPARATOR = re.compile(SPACE + rb"[{,]" + SPACE)
 _ALLOWED = re.compile(STRING_CHARACTERS)
-_OBJECT_KEY = re.compile(rb"object_(0|[1-9][0-9]{0,8})")
-_KEY_OR_STRING = re.compile(rb'"object_(0|[1-9][0-9]{0,8})"' + SPACE + rb":|" + _STRING, re.DOTALL)
+_OBJECT_KEY = re.compile(KEY_INDEX)
+_KEY_OR_STRING = re.compile(rb'"' + KEY_INDEX + rb'"' + SPACE + rb":|" + _STRING, re.DOTALL)
 
 # What can stand at the container's top level, beside punctuation that stands for itself.
 _OBJECT_VALUE = b"{}"
 _TEXT_STRING = b'"'
 _ENTRY_KEY = b"key"
 _OTHER = b"other"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One `object_{n}` entry of the container. Offsets count bytes."""
-
-    key: str
-    index: int
-    start: int
-    """Of the key's opening quote."""
-    value: tuple[int, int] | None
-    """Half-open span of `{...}`; None where the value is not an object."""
-    well_formed: bool
-    """One separator in front of the key and one colon behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +46,8 @@ def scan_container(text: bytes) -> Container | None:
     opening = _OPENING.match(text)
     if opening is None:
         return None
-    entries: list[Entry] = []
-    key: tuple[int, int, bool] | None = None  # index, start and separation of the entry whose value is awaited
-    earlier, last = b"", b"{"
-    brackets = 0  # open `[` since the last key: commas and strings inside them belong to an array
-    for symbol, start, end in _top_level(text, opening.end()):
-        index = _object_index(text[start + 1 : end - 1]) if symbol == _TEXT_STRING and last != b":" else None
-        if index is not None and ((last in (b"{", b",", _OBJECT_VALUE) and not brackets) or _COLON_FOLLOWS.match(text, end)):
-            symbol = _ENTRY_KEY
-        if key is not None:
-            if symbol == _OBJECT_VALUE and not brackets:
-                entries.append(_entry(key, (start, end), colon=(earlier, last) == (_ENTRY_KEY, b":")))
-                key = None
-            elif symbol in (_ENTRY_KEY, b"}") or (symbol == b"," and not brackets):
-                entries.append(_entry(key, None, colon=False))
-                key = None
-        if symbol == b"}":
-            return Container(tuple(entries), closed=True)
-        if symbol == _ENTRY_KEY:
-            assert index is not None
-            # A comma counts once: not behind the opening brace, not behind another comma.
-            key = index, start, last == b"{" or (last == b"," and earlier not in (b"{", b","))
-            brackets = 0
-        elif symbol == b"[":
-            brackets += 1
-        elif symbol == b"]":
-            brackets = max(brackets - 1, 0)
-        earlier, last = last, symbol
-    return Container(tuple(entries), closed=False)
+    scan = _Scan(text, opening.start(1))
+    return Container(tuple(scan.entries), scan.closed)
 
 
 def object_indices(text: bytes) -> list[int]:
@@ -109,33 +64,99 @@ def is_open_container(text: bytes) -> bool:
     return depth == 1 and _NO_BRACE.fullmatch(text, position) is not None
 
 
-def unescape(raw: bytes) -> str:
-    """The text of a JSON string, given the `STRING_CHARACTERS` between its quotes. Lone surrogates become U+FFFD, and so does what is not UTF-8."""
-    text = raw.decode(errors="replace")
-    if "\\" not in text:
-        return text
-    unescaped: str = json.loads(f'"{text}"')
-    return unescaped.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+class _Scan:
+    """A scan from the container's opening brace to its end, and where it stands."""
+
+    def __init__(self, text: bytes, opening: int) -> None:
+        self.entries: list[Entry] = []
+        self.closed = False
+        self._text = text
+        self._position = opening + 1
+        self._earlier, self._last, self._last_start = b"", b"{", opening  # the last two symbols
+        self._awaited: Entry | None = None  # has its key, not yet its value
+        self._brackets = 0  # open `[` since the last key: commas and strings inside them belong to an array
+        self._lead = opening  # where the separator of the next entry is looked for
+        while not self.closed and self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Takes the plain entries and the one symbol that follow; False at the end of the text."""
+        if self._last in (b"{", _OBJECT_VALUE):
+            self._take_plain_entries()
+        lexeme = _lexeme(self._text, self._position)
+        if lexeme is None:
+            return False
+        symbol, start, self._position = lexeme
+        index = _object_index(self._text[start + 1 : self._position - 1]) if symbol == _TEXT_STRING and self._last != b":" else None
+        if index is not None and self._is_key():
+            symbol = _ENTRY_KEY
+        self._end_awaited(symbol, start)
+        if index is not None and symbol == _ENTRY_KEY:
+            self._awaited = Entry(f"object_{index}", index, start, None, *self._separation(start))
+            self._brackets = 0
+        elif symbol == b"[":
+            self._brackets += 1
+        elif symbol == b"]":
+            self._brackets = max(self._brackets - 1, 0)
+        self._earlier, self._last, self._last_start = self._last, symbol, start
+        self.closed = symbol == b"}"
+        return True
+
+    def _take_plain_entries(self) -> None:
+        plain, end = plain_entries(self._text, self._position, first=self._last == b"{")
+        if plain:
+            self._drop_awaited(self._position)
+            self.entries += plain
+            self._brackets, self._earlier, self._last = 0, b":", _OBJECT_VALUE
+            self._lead = self._position = end
+
+    def _is_key(self) -> bool:
+        """Whether a string `object_{n}` that was just read is one: it stands where a key belongs, or has a colon behind it."""
+        return (self._last in (b"{", b",", _OBJECT_VALUE) and not self._brackets) or _COLON_FOLLOWS.match(self._text, self._position) is not None
+
+    def _end_awaited(self, symbol: bytes, start: int) -> None:
+        """Reports the entry whose value is awaited where `symbol` is that value, or shows that there is none."""
+        if self._awaited is None:
+            return
+        if symbol == _OBJECT_VALUE and not self._brackets:
+            colon = (self._earlier, self._last) == (_ENTRY_KEY, b":")
+            self.entries.append(replace(self._awaited, value=(start, self._position), separated=self._awaited.separated and colon))
+            self._awaited, self._lead = None, self._position
+        elif symbol == _ENTRY_KEY:
+            self._drop_awaited(self._last_start if self._last == b"," else start)
+        elif symbol == b"}" or (symbol == b"," and not self._brackets):
+            self._drop_awaited(start)
+
+    def _drop_awaited(self, lead: int) -> None:
+        if self._awaited is not None:
+            self.entries.append(self._awaited)
+            self._awaited, self._lead = None, lead
+
+    def _separation(self, key_start: int) -> tuple[bool, tuple[int, int] | None]:
+        """`separated` and `aside` of the entry whose key starts there."""
+        separator = _SEPARATOR.match(self._text, self._lead, key_start)
+        if separator is None:
+            return False, None
+        if separator.end() == key_start:
+            return True, None
+        aside = separator.end(), self._last_start
+        # A comma counts once: not behind the opening brace, not behind another comma.
+        return self._last == b"," and aside[0] < aside[1], aside
 
 
-def _top_level(text: bytes, position: int) -> Iterator[tuple[bytes, int, int]]:
-    """The lexemes of the container with their half-open spans, nested objects as one; ends with the container or where the text is cut off."""
-    while (lexeme := _LEXEME.match(text, position)) is not None:
-        string_start, string_end = lexeme.span(1)
-        start, position = lexeme.start(2), lexeme.end()
-        if string_end > 0:
-            yield _TEXT_STRING, string_start, string_end
-        elif lexeme[2] is None:
-            yield _OTHER, position, position
-        elif lexeme[2] != b"{":
-            yield lexeme[2], start, position
-            if lexeme[2] == b"}":
-                return
-        else:
-            position, depth = _follow_braces(text, position)
-            if depth:
-                return
-            yield _OBJECT_VALUE, start, position
+def _lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
+    """The symbol of the container that follows, and its half-open span; a nested object is one. None where the text ends before it does."""
+    found = _LEXEME.match(text, position)
+    if found is None:
+        return None
+    if found.end(1) > 0:
+        return _TEXT_STRING, *found.span(1)
+    if found[2] is None:
+        return _OTHER, found.end(), found.end()
+    if found[2] != b"{":
+        return found[2], *found.span(2)
+    end, depth = _follow_braces(text, found.end())
+    return None if depth else (_OBJECT_VALUE, found.start(2), end)
 
 
 def _follow_braces(text: bytes, position: int) -> tuple[int, int]:
@@ -145,11 +166,6 @@ def _follow_braces(text: bytes, position: int) -> tuple[int, int]:
         position = brace.end()
         depth += 1 if brace[1] == b"{" else -1
     return position, depth
-
-
-def _entry(key: tuple[int, int, bool], value: tuple[int, int] | None, *, colon: bool) -> Entry:
-    index, start, separated = key
-    return Entry(f"object_{index}", index, start, value, separated and colon)
 
 
 def _object_index(raw: bytes) -> int | None:
