@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,17 +11,21 @@ import yaml
 from pydantic import ValidationError
 
 from shared.config.base import Section
-from shared.config.explain import explain
+from shared.config.explain import as_yaml, explain
 from shared.errors import ConfigError
 
 Options = TypeVar("Options", bound=Section)
 
 
 def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
-    """The arguments as one `schema`. ConfigError with every problem: no `=`, a key given twice, and what the schema refuses.
+    """The arguments as one `schema`; `--help` prints its keys and exits. ConfigError with every problem: no `=`, a key given twice, and
+    what the schema refuses.
 
     Values are YAML scalars (`8`, `true`, `null`), anything else is text; what the schema calls a path is text always.
     """
+    if {"-h", "--help"} & set(arguments):
+        print("\n".join(_help(schema)))
+        sys.exit(0)
     problems: list[str] = []
     values: dict[str, Any] = {}
     for argument in arguments:
@@ -39,6 +44,13 @@ def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
     if problems:
         raise ConfigError(problems)
     return options
+
+
+def _help(schema: type[Section]) -> list[str]:
+    """A line per key: its default (`...` where it is required), and what it means."""
+    given = {key: f"{key}={'...' if field.is_required() else as_yaml(field.default)}" for key, field in schema.model_fields.items()}
+    width = max(map(len, given.values()))
+    return [f"{given[key]:<{width}}  {' '.join((field.description or '').split())}" for key, field in schema.model_fields.items()]
 
 
 def _is_path(schema: type[Section], key: str) -> bool:

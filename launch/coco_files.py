@@ -61,13 +61,13 @@ class CocoFile(_Entry):
         return {category.id: category.name for category in self.categories}
 
 
-Content = TypeVar("Content")
+Name = TypeVar("Name", bound=str)
 _CATEGORIES = TypeAdapter(list[CocoCategory], config=ConfigDict(strict=True))
 
 
 def read_annotations(path: Path) -> CocoFile:
     """A file of COCO annotations ("instances"). RecordError names the file and the entry: what cannot be read, repeated ids, unusable names."""
-    file = parse_json(path, CocoFile.model_validate_json, _read(path))
+    file: CocoFile = parse_json(path, CocoFile.model_validate_json, _read(path))
     _require_distinct(path, "images", [image.id for image in file.images])
     _require_distinct(path, "categories", [category.id for category in file.categories])
     used = {annotation.category_id for annotation in file.annotations}
@@ -123,7 +123,7 @@ def require_absent(paths: Sequence[Path]) -> None:
         raise ConfigError(f"out: {', '.join(there)} exists; choose another name or remove it")
 
 
-def counted(counts: Mapping[str, int]) -> str:
+def counted(counts: Mapping[Name, int]) -> str:
     """`crowd 2, rle 1`, most first; `none`."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))) or "none"
 
@@ -159,11 +159,11 @@ def _check_names(path: Path, categories: Sequence[CocoCategory], used: set[int])
 
 
 def _problem(error: ErrorDetails) -> str:
-    message = error["msg"]
-    shown = repr(error["input"])
-    if error["type"] in ("json_invalid", "missing") or len(shown) > 60:
-        return message[0].lower() + message[1:]
-    return f"{message[0].lower()}{message[1:]}, got {shown}"
+    if error["type"] == "missing":
+        return "is missing"
+    message, shown = error["msg"].removeprefix("Value error, "), repr(error["input"])
+    got = f", got {shown}" if len(shown) <= 60 and error["type"] != "json_invalid" else ""
+    return f"{message[0].lower()}{message[1:]}{got}"
 
 
 def _field(error: ErrorDetails) -> str:
@@ -174,5 +174,7 @@ def _field(error: ErrorDetails) -> str:
 
 def _remedy(error: ErrorDetails) -> str:
     if error["type"] == "json_invalid":
-        return "the file must be one JSON value in UTF-8; export or download it again"
+        return "it must be one JSON value in UTF-8; download or export it again"
+    if error["type"] == "missing":
+        return "add it"
     return "correct the entry, or remove it"

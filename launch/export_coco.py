@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from launch.arguments import read_arguments
 from launch.coco_files import counted, parse_json, read_categories, require_absent, write_json
@@ -57,8 +57,8 @@ class _Metadata(_Part):
 
 
 class _Row(_Part):
-    width: PositiveInt
-    height: PositiveInt
+    width: Annotated[int, Field(ge=2)]
+    height: Annotated[int, Field(ge=2)]
     metadata: _Metadata
     objects: list[_Object]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 
 MIN_VERTICES = 3
 
 
-def simplify_ring(points: Sequence[tuple[float, float]], max_vertices: int) -> list[tuple[float, float]]:
+def simplify_ring(points: Sequence[tuple[Number, Number]], max_vertices: int) -> list[tuple[Number, Number]]:
     """The ring with at most `max_vertices` of its vertices, in their order (Visvalingam and Whyatt).
 
     The vertex whose triangle with its two neighbours is smallest goes first, ties by index; so those that matter least to the area go.
@@ -25,7 +28,7 @@ def simplify_ring(points: Sequence[tuple[float, float]], max_vertices: int) -> l
     return ring
 
 
-def _area_at(ring: Sequence[tuple[float, float]], i: int) -> float:
+def _area_at(ring: Sequence[tuple[Number, Number]], i: int) -> Number:
     """Twice the area of the triangle of vertex `i` and its two neighbours."""
     a, b, c = ring[i - 1], ring[i], ring[(i + 1) % len(ring)]
     return abs((b[0] - a[0]) * (c[1] - a[1]) - (c[0] - a[0]) * (b[1] - a[1]))
