@@ -150,7 +150,7 @@ def main() -> None:
     device, dtype = torch.device(arguments.device), {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
     model = make_model(arguments.size, device, dtype)
     segments = [make_segment(n, arguments.segment, model.config.text_config.vocab_size) for n in range(arguments.tokens // arguments.segment)]
-    row = collate(segments, text_weights=TextWeights(1.0, 1.0), num_samples=len(segments), rope_index=model.model.get_rope_index).to(device)
+    row = collate(segments, text_weights=TextWeights(1.0, 1.0), rope_index=model.model.get_rope_index).to(device)
     objectives = [TokenCE(1.0), CoordReg(1.0, TARGET, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device))]
     ours = measure(model, lambda: backward_row(model, row, objectives, Sampling(0.0, ())).loss, arguments.repeats, device)
     obvious = measure(model, lambda: every_position(model, row, objectives), arguments.repeats, device)

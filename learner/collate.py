@@ -78,16 +78,17 @@ class PackedRow:
         )
 
 
-def collate(segments: Sequence[Segment], *, text_weights: TextWeights, num_samples: int, rope_index: RopeIndex) -> PackedRow:
+def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_index: RopeIndex) -> PackedRow:
     """One row of `segments`, in order.
 
-    `num_samples` is the number of samples of the whole step: with it in every weight, the losses of the step's rows simply add.
+    Weights are means within a segment, so a row's loss is a sum over its segments, and the losses of a step's rows add; what they are divided by
+    is for the step's end (DESIGN 5, decisions 6 and 7).
     """
     # A token is predicted one position before its own: a target's first token by the last of its prompt.
     ends = np.cumsum([len(segment) for segment in segments])
     predictors = [end - len(segment.target.token_ids) - 1 for segment, end in zip(segments, ends, strict=True)]
     targets = [segment.target for segment in segments]
-    text = [_text_supervision(target, text_weights, num_samples) for target in targets]
+    text = [_text_supervision(target, text_weights) for target in targets]
     num_sampled = [len(target.sampled_logprobs) for target in targets]
     text_at = _concat(at + part.positions for at, part in zip(predictors, text, strict=True))
     coord_at = _concat(at + np.array(target.coord_positions, dtype=np.int64) for at, target in zip(predictors, targets, strict=True))
@@ -110,9 +111,9 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, num_sampl
         coord=CoordSupervision(
             index(coord_at),
             torch.from_numpy(_concat((np.array(target.coord_targets, dtype=np.float32) for target in targets), np.float32)),
-            torch.from_numpy(_concat((_equal_weights(len(target.coord_positions), num_samples) for target in targets), np.float32)),
+            torch.from_numpy(_concat((_equal_weights(len(target.coord_positions)) for target in targets), np.float32)),
         ),
-        boxes=_box_supervision(targets, num_samples),
+        boxes=_box_supervision(targets),
         sampled=SampledTokens(
             index(sampled_at),
             torch.from_numpy(_concat(np.array(target.token_ids[:count], dtype=np.int64) for target, count in zip(targets, num_sampled, strict=True))),
@@ -129,30 +130,30 @@ class _TextSupervision:
     gate_weights: np.ndarray
 
 
-def _text_supervision(target: Target, text_weights: TextWeights, num_samples: int) -> _TextSupervision:
+def _text_supervision(target: Target, text_weights: TextWeights) -> _TextSupervision:
     weights_L = text_weights.of(target.roles)
     gate_L = np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)
     positions = np.flatnonzero(weights_L)
     labels = np.array(target.token_ids, dtype=np.int64)[positions]
-    return _TextSupervision(positions, labels, _mean_weights(weights_L, num_samples)[positions], _mean_weights(gate_L, num_samples)[positions])
+    return _TextSupervision(positions, labels, _mean_weights(weights_L)[positions], _mean_weights(gate_L)[positions])
 
 
-def _mean_weights(weights_L: np.ndarray, num_samples: int) -> np.ndarray:
-    """Weights that make a sum the weighted mean within the segment, divided by the samples of the step. All zero stays zero."""
+def _mean_weights(weights_L: np.ndarray) -> np.ndarray:
+    """Weights that make a sum the weighted mean within the segment. All zero stays zero."""
     total = weights_L.sum(dtype=np.float64)
-    return (weights_L / (total * num_samples) if total else weights_L).astype(np.float32)
+    return (weights_L / total if total else weights_L).astype(np.float32)
 
 
-def _box_supervision(targets: Sequence[Target], num_samples: int) -> BoxSupervision:
+def _box_supervision(targets: Sequence[Target]) -> BoxSupervision:
     first_slots = np.cumsum([0, *(len(target.coord_positions) for target in targets)])
     first_B = _concat(first + np.array(target.box_slots, dtype=np.int64) for first, target in zip(first_slots, targets, strict=False))
-    weights = (_equal_weights(len(target.box_slots), num_samples) for target in targets)
+    weights = (_equal_weights(len(target.box_slots)) for target in targets)
     return BoxSupervision(torch.from_numpy(first_B[:, None] + np.arange(4)), torch.from_numpy(_concat(weights, np.float32)))
 
 
-def _equal_weights(count: int, num_samples: int) -> np.ndarray:
-    """The mean over `count` slots or boxes of a segment, divided by the samples of the step."""
-    return np.full(count, 1.0 / (count * num_samples) if count else 0.0, dtype=np.float32)
+def _equal_weights(count: int) -> np.ndarray:
+    """The mean over the slots or boxes of a segment."""
+    return np.full(count, 1.0 / count if count else 0.0, dtype=np.float32)
 
 
 def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex) -> ModelInputs:

@@ -225,7 +225,7 @@ class Learner:
         """Forward and backward of one row, and the comparison of its sampled tokens with the engine's."""
         step, model, channel = self._current, self._loaded.model, self._current.plan.channel
         segments = [segment if segment.step == step.plan.step else _without_logprobs(segment) for segment in segments]
-        row = collate(segments, text_weights=self._text_weights[channel], num_samples=1, rope_index=model.model.get_rope_index)
+        row = collate(segments, text_weights=self._text_weights[channel], rope_index=model.model.get_rope_index)
         result = backward_row(model, row.to(self._loaded.device), self._objectives[channel], self._sampling)
         if channel is Channel.B and compares_logprobs(self._decode):
             tolerance = self._config.rollout_matching.logprob_tolerance

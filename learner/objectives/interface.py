@@ -1,7 +1,7 @@
 """What an objective sees and what it answers.
 
-Every term is a weighted sum over positions. The weights already hold the means within a segment and over the samples of the step
-(DESIGN 5, decision 6), so a term of a row, or of a chunk of a row, adds to the others and packing cannot change the step's loss.
+Every term is a weighted sum over positions. The weights already hold the mean within a segment (DESIGN 5, decision 6), so a term of a row, or of a
+chunk of a row, adds to the others, and packing cannot change the step's loss: that sum over its segments, divided once at the step's end.
 
 Shape legend: N positions whose logits are there, X of them text, S of them coord slots, V the vocabulary.
 """
@@ -21,7 +21,7 @@ class TextSupervision(NamedTuple):
     labels: torch.Tensor
     """int64 [X]"""
     weight: torch.Tensor
-    """float32 [X]: token weight / (segment's sum of token weights) / samples of the step."""
+    """float32 [X]: token weight / the segment's sum of token weights."""
     gate_weight: torch.Tensor
     """float32 [X]: the same over the segment's text tokens without closing brace and EOS, where it is 0."""
 
@@ -34,7 +34,7 @@ class CoordSupervision(NamedTuple):
     targets: torch.Tensor
     """float32 [S], 0..999: the bin to point at; a fraction where optimal transport says so."""
     weight: torch.Tensor
-    """float32 [S]: 1 / slots of the segment / samples of the step."""
+    """float32 [S]: 1 / slots of the segment."""
 
 
 class BoxSupervision(NamedTuple):
@@ -43,7 +43,7 @@ class BoxSupervision(NamedTuple):
     slots: torch.Tensor
     """int64 [B, 4], into the S coord slots of the row: those of x1, y1, x2, y2."""
     weight: torch.Tensor
-    """float32 [B]: 1 / boxes of the segment / samples of the step."""
+    """float32 [B]: 1 / boxes of the segment."""
 
 
 class ObjectiveLoss(NamedTuple):

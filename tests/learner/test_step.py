@@ -48,12 +48,13 @@ def step(parts, channel, rows):
     pipeline = config.rollout_matching.pipeline
     loss, terms = 0.0, {}
     for segments in rows:
-        row = collate(segments, text_weights=text_weights(pipeline, channel), num_samples=NUM_SEGMENTS, rope_index=loaded.model.model.get_rope_index)
+        row = collate(segments, text_weights=text_weights(pipeline, channel), rope_index=loaded.model.model.get_rope_index)
         result = backward_row(loaded.model, row, build_objectives(pipeline, channel, loaded.coord_ids_C), Sampling(0.0, loaded.banned_token_ids))
         loss += result.loss
         for name, value in result.terms.items():
             terms[name] = terms.get(name, 0.0) + value
-    return loss, terms, {name: p.grad.clone() for name, p in loaded.model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad / NUM_SEGMENTS for name, p in loaded.model.named_parameters() if p.grad is not None}
+    return loss / NUM_SEGMENTS, {name: term / NUM_SEGMENTS for name, term in terms.items()}, gradients
 
 
 @pytest.mark.parametrize("channel", list(Channel))

@@ -1,0 +1,95 @@
+"""`stage2_rollout_aligned`: leftovers are carried, a step is divided by the segments it learned (DESIGN 5, decision 7; spec: post-rollout packing)."""
+
+import pytest
+import torch
+from config_support import configuration
+from learner_support import half_right, make_learner
+
+from learner.collate import collate
+from learner.segments import Segment
+from learner.step import backward_row
+from learner.targets import rollout_target
+from shared.config.pipeline import Channel
+from shared.schedule import RunSchedule
+
+CARRYING = {
+    "custom__trainer_variant": "stage2_rollout_aligned",
+    "stage2_ab": {},
+    "global_max_length": 400,
+    "training__max_steps": 3,
+    "training__per_device_train_batch_size": 4,
+    "training__effective_batch_size": 8,
+    "training__packing_buffer": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def config(demo_checkpoint, demo_data, tmp_path_factory):
+    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **CARRYING | changes)
+
+
+def run_steps(config, num_steps, rounds=(range(8),)):
+    learner = make_learner(config)
+    reports = []
+    for plan in list(RunSchedule(config).plans())[:num_steps]:
+        rollouts = half_right(learner, plan)
+        for round_ in rounds:
+            learner.accumulate([rollouts[i] for i in round_])
+        reports.append(learner.finish_step())
+    return learner, reports
+
+
+def test_packing_enabled_does_not_break_rollout_matching_training(config):
+    """Scenario: un-packed rollouts, one packed row per micro-step, every step channel B and one update."""
+    _, reports = run_steps(config(), 3)
+    learned = sum(report.metrics["packing/num_segments"] for report in reports)
+    for report in reports:
+        assert report.channel is Channel.B
+        assert report.metrics["rollout/num"] == 8
+        assert report.metrics["packing/num_rows"] == 2, "one row per micro-step of 4 rollouts"
+    assert learned + reports[-1].metrics["packing/num_carried"] == 3 * 8
+
+
+def test_leftovers_are_learned_in_later_steps_and_their_age_is_logged(config):
+    _, reports = run_steps(config(), 3)
+    assert reports[0].metrics["packing/num_carried"] > 0, "the case needs leftovers"
+    assert reports[0].metrics["packing/learned_age_max"] == 0
+    assert reports[1].metrics["packing/learned_age_max"] == 1
+    assert 0 < reports[1].metrics["packing/learned_age"] <= 1
+
+
+def test_rows_and_losses_do_not_depend_on_rounds(config):
+    whole = [report.metrics for report in run_steps(config(), 2)[1]]
+    parts = [report.metrics for report in run_steps(config(), 2, rounds=(range(3), range(3, 8)))[1]]
+    for a, b in zip(whole, parts, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith("time/")} == {k: v for k, v in b.items() if not k.startswith("time/")}
+
+
+def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(config):
+    """Against each sample alone in its own row, averaged by hand."""
+    _, (report, *_) = run_steps(config(global_max_length=4096), 1)
+    assert report.metrics["packing/num_segments"] == 8
+    learner = make_learner(config(global_max_length=4096))
+    rollouts = half_right(learner, RunSchedule(config()).plan(0))
+    losses = []
+    for rollout, sample in zip(rollouts, learner._current.samples, strict=True):
+        target = rollout_target(rollout, sample, learner._loaded.codec, learner._rules)
+        segment = Segment(rollout.position, learner._encoder.encode(sample), target)
+        row = collate([segment], text_weights=learner._text_weights[Channel.B], rope_index=learner._loaded.model.model.get_rope_index)
+        losses.append(backward_row(learner._loaded.model, row, learner._objectives[Channel.B], learner._sampling).loss)
+    assert report.metrics["loss/total"] == pytest.approx(sum(losses) / 8, rel=1e-5)
+
+
+def test_carry_buffer_overflow_fails_fast_with_actionable_guidance(config):
+    # Rows of the smallest length that every sample fits: about one segment each, so that the buffer fills.
+    tight = config(global_max_length=370, training__packing_buffer=4)
+    learner = make_learner(tight)
+    rollouts = half_right(learner, RunSchedule(tight).plan(0))
+    with pytest.raises(ValueError, match="raise training.packing_buffer"):
+        learner.accumulate(rollouts)
+
+
+def test_the_same_configuration_gives_the_same_weights_twice(config):
+    first, second = run_steps(config(), 2)[0], run_steps(config(), 2)[0]
+    pairs = zip(first._loaded.model.parameters(), second._loaded.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
