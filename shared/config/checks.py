@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from shared.chunking import chunk_size
+from shared.config import variants
 from shared.config.base import Problem
-from shared.config.custom import TrainerVariant
-from shared.config.derive import effective_batch_size, needed_accumulation_steps, raw_rollouts_per_step
+from shared.config.derive import needed_accumulation_steps
 from shared.config.pipeline import Channel
 from shared.config.run import RunConfig
 from shared.rollouts import DecodeMode
 
 Find = Callable[[RunConfig], Iterator[Problem]]
 
-_OBJECTIVE = "rollout_matching.pipeline.objective"
+_PIPELINE = "rollout_matching.pipeline"
 _DECODING = "rollout_matching.decoding.temperature"
 _MODE = "rollout_matching.decode_mode"
 _VLLM = "rollout_matching.vllm"
@@ -37,12 +37,6 @@ def cross_check(run: RunConfig, unsound: Iterable[str] = ()) -> list[Problem]:
 def overlaps(a: str, b: str) -> bool:
     """Whether one dotted path lies in the other."""
     return a == b or a.startswith((f"{b}.", f"{b}[")) or b.startswith((f"{a}.", f"{a}["))
-
-
-def _variant(run: RunConfig) -> Iterator[Problem]:
-    variant = run.custom.trainer_variant
-    if variant is TrainerVariant.TRAJECTORY_PG:
-        yield Problem("custom.trainer_variant", f"'{variant}' is not in this version", "set stage2_rollout_aligned, stage2_two_channel or stage1_sft")
 
 
 def _world_size(run: RunConfig) -> Iterator[Problem]:
@@ -102,32 +96,21 @@ def _where(run: RunConfig) -> str:
     return f"rollout_backend {backend}" if backend != "vllm" else f"vllm.mode {run.rollout_matching.vllm.mode}"
 
 
-def _objective_covers_channels(run: RunConfig) -> Iterator[Problem]:
-    b_ratio = run.stage2_ab.schedule.b_ratio
-    two_channels = run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL
-    needed = {Channel.A: not two_channels or b_ratio < 1 or run.stage2_ab.schedule.warmup_steps > 0, Channel.B: two_channels and b_ratio > 0}
-    for channel in (channel for channel, is_used in needed.items() if is_used):
-        if not any(entry.weight > 0 for entry in run.rollout_matching.pipeline.active(channel)):
-            yield Problem(
-                _OBJECTIVE,
-                f"no enabled entry with a weight above 0 covers channel {channel}, so its steps would learn nothing",
-                f"add {channel} to the channels of an entry, or change stage2_ab.schedule",
-            )
-
-
 def _modules_once_per_channel(run: RunConfig) -> Iterator[Problem]:
-    taken: dict[tuple[str, Channel], int] = {}
-    for index, entry in enumerate(run.rollout_matching.pipeline.objective):
-        channels = entry.channels if entry.enabled else ()
-        again = [channel for channel in channels if (entry.name, channel) in taken]
-        if again:
-            yield Problem(
-                f"{_OBJECTIVE}[{index}].name",
-                f"'{entry.name}' is active on channel {' and '.join(again)} already, by {_OBJECTIVE}[{taken[entry.name, again[0]]}]",
-                "remove or disable one of the two entries, or give each its own channel",
-            )
-        for channel in channels:
-            taken.setdefault((entry.name, channel), index)
+    pipeline = run.rollout_matching.pipeline
+    for path, entries in ((f"{_PIPELINE}.objective", pipeline.objective), (f"{_PIPELINE}.diagnostics", pipeline.diagnostics)):
+        taken: dict[tuple[str, Channel], int] = {}
+        for index, entry in enumerate(entries):
+            channels = entry.channels if entry.enabled else ()
+            again = [channel for channel in channels if (entry.name, channel) in taken]
+            if again:
+                yield Problem(
+                    f"{path}[{index}].name",
+                    f"'{entry.name}' is active on channel {' and '.join(again)} already, by {path}[{taken[entry.name, again[0]]}]",
+                    "remove or disable one of the two entries, or give each its own channel",
+                )
+            for channel in channels:
+                taken.setdefault((entry.name, channel), index)
 
 
 def _decode_mode(run: RunConfig) -> Iterator[Problem]:
@@ -195,15 +178,12 @@ def _chunking(run: RunConfig) -> Iterator[Problem]:
         yield Problem("rollout_matching.decode_batch_size", wrong, remedy)
 
 
-def _packing_buffer(run: RunConfig) -> Iterator[Problem]:
-    buffer, samples, rollouts = run.training.packing_buffer, effective_batch_size(run), raw_rollouts_per_step(run)
-    needed = max(samples, rollouts)
-    # A step begins with an empty buffer. How much of it waits for a row depends on lengths that are not known yet: only room for all of it is safe.
-    if run.training.packing and buffer < needed:
+def _eval_steps(run: RunConfig) -> Iterator[Problem]:
+    if run.training.eval_steps is not None and run.data.val is None:
         yield Problem(
-            "training.packing_buffer",
-            f"{buffer} segments cannot hold a whole step ({samples} samples on channel A, {rollouts} raw rollouts on channel B)",
-            f"raise it to at least {needed}, or take fewer per step",
+            "training.eval_steps",
+            f"{run.training.eval_steps} asks for reports on held-out samples, and data.val is not set",
+            "set data.val to a JSONL file, or remove training.eval_steps",
         )
 
 
@@ -218,12 +198,14 @@ def _actor_devices(run: RunConfig) -> Iterator[Problem]:
 
 
 _VARIANT = "custom.trainer_variant"
+_SCHEDULE = "stage2_ab.schedule"
+_BUDGET = "stage2_ab.channel_b.rollouts_per_step"
 _ENGINES = ("rollout_matching.rollout_backend", f"{_VLLM}.mode")
 _BATCH = ("training.gradient_accumulation_steps", "training.effective_batch_size", "training.per_device_train_batch_size", "learner.world_size")
 _DEVICES = (f"{_VLLM}.actors.num_actors", f"{_VLLM}.actors.tensor_parallel_size", "learner.world_size")
 
 CHECKS: tuple[Check, ...] = (
-    Check(_variant, (_VARIANT,)),
+    Check(variants.known_variant, (_VARIANT,)),
     Check(_world_size, ("learner.world_size",)),
     Check(_staleness, ("rollout_matching.max_staleness",)),
     Check(_sync_mode, (f"{_VLLM}.sync.mode",)),
@@ -232,14 +214,18 @@ CHECKS: tuple[Check, ...] = (
     Check(_backend, ("rollout_matching.rollout_backend",)),
     Check(_vllm_mode, _ENGINES),
     Check(_dedicated_devices, ("stage2_ab.channel_b.enable_pipeline", *_ENGINES)),
-    Check(_objective_covers_channels, (_VARIANT, "stage2_ab.schedule", "rollout_matching.pipeline")),
-    Check(_modules_once_per_channel, ("rollout_matching.pipeline",)),
+    Check(variants.objective_covers_channels, (_VARIANT, _SCHEDULE, _PIPELINE)),
+    Check(variants.schedule_has_effect, (_VARIANT, _SCHEDULE)),
+    Check(variants.budget_has_effect, (_VARIANT, _BUDGET, *_BATCH)),
+    Check(variants.carry_only, (_VARIANT, "training.packing", "training.packing_drop_last")),
+    Check(variants.packing_buffer, (_VARIANT, _BUDGET, "training.packing", "training.packing_buffer", *_BATCH)),
+    Check(_modules_once_per_channel, (_PIPELINE,)),
     Check(_decode_mode, (_MODE, _DECODING)),
     Check(_beams, (_MODE, "rollout_matching.num_beams", *_ENGINES)),
     Check(_lengths, ("global_max_length", "rollout_matching.max_new_tokens")),
     Check(_model_length, ("global_max_length", f"{_VLLM}.max_model_len")),
     Check(_accumulation, _BATCH),
     Check(_chunking, ("rollout_matching.decode_batch_size", *_DEVICES)),
-    Check(_packing_buffer, ("training.packing", "training.packing_buffer", "stage2_ab.channel_b.rollouts_per_step", _VARIANT, *_BATCH)),
+    Check(_eval_steps, ("training.eval_steps", "data.val")),
     Check(_actor_devices, (f"{_VLLM}.actors.gpus_per_actor", f"{_VLLM}.actors.tensor_parallel_size")),
 )

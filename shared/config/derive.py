@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from shared.chunking import chunk_size, rank_share, split_contiguous, split_rounds
+from shared.config.custom import TrainerVariant
 from shared.config.run import RunConfig
+
+
+class RowRule(StrEnum):
+    """How the segments of a step come to rows (DESIGN 5, decision 7)."""
+
+    SEGMENT = "segment"
+    """No packing: each segment is a row."""
+    STEP = "step"
+    """Packed, and every segment of a step is learned in it."""
+    CARRY = "carry"
+    """One row per micro-step; the segments left wait for a later one, in this step or the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAlgebra:
-    """The sizes of one run, all of them known before it starts. Only the number of rows of a step depends on what is generated."""
+    """The sizes of one run, all of them known before it starts. Only how many rows a step has where the row rule is STEP, and how full rows are, depends on
+    what is generated."""
 
+    is_rollout_aligned: bool
+    """`stage2_rollout_aligned`: every step is channel B, and its rollouts are those of its micro-steps."""
     learner_world_size: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     """Micro-steps per update and rank."""
     effective_batch_size: int
-    """Samples per channel-A update over all ranks; at least the number asked for, since accumulation steps are rounded up."""
+    """Samples per update over all ranks where micro-steps count them: on channel A, and on the channel B of `stage2_rollout_aligned`.
+
+    At least the number asked for, since accumulation steps are rounded up.
+    """
     raw_rollouts_per_step: int
     """Rollouts per channel-B update over all ranks; 0 where the variant uses none."""
     share_per_rank: tuple[int, ...]
@@ -34,8 +53,9 @@ class BatchAlgebra:
     """Rollouts of each actor in each round, `shares[round][actor]`."""
     packing_length: int
     """Capacity of a row in tokens."""
+    row_rule: RowRule
     packing_window: int | None
-    """Rollouts after which rows are taken; None: no packing, one segment per row."""
+    """Rollouts after which rows are taken; None where the row rule is another one than STEP."""
     updates: int
     """Optimizer updates of the run, one per step."""
     warmup_steps: int
@@ -45,37 +65,46 @@ class BatchAlgebra:
 
     def describe(self) -> tuple[str, ...]:
         """The algebra in lines to print before the start."""
-        updates = f"{self.updates} = {self.a_steps} channel A ({self.warmup_steps} of them warm-up) + {self.b_steps} channel B, one per step"
         factors = (_counted(self.learner_world_size, "learner rank"), _counted(self.gradient_accumulation_steps, "accumulation step"))
-        samples = f"{_counted(self.effective_batch_size, 'sample')} = {' x '.join((f'{self.per_device_train_batch_size} per micro-step', *factors))}"
-        lines = [f"updates         {updates}", f"channel-A step  {samples}"]
-        if self.raw_rollouts_per_step:
-            lines += self._describe_rounds()
-        if self.packing_window is None:
-            rows = f"one segment each, of at most {self.packing_length} tokens"
+        micro_steps = " x ".join((f"{self.per_device_train_batch_size} per micro-step", *factors))
+        if self.is_rollout_aligned:
+            lines = [f"updates         {self.updates}, one per step, all channel B", *self._describe_rounds(f" = {micro_steps},")]
         else:
-            rows = f"packed to at most {self.packing_length} tokens, taken after every {self.packing_window} rollouts and at the step's end"
-        return (*lines, f"rows            {rows}")
+            updates = f"{self.updates} = {self.a_steps} channel A ({self.warmup_steps} of them warm-up) + {self.b_steps} channel B, one per step"
+            lines = [f"updates         {updates}", f"channel-A step  {_counted(self.effective_batch_size, 'sample')} = {micro_steps}"]
+            lines += self._describe_rounds() if self.raw_rollouts_per_step else ()
+        return (*lines, f"rows            {self._describe_rows()}")
 
-    def _describe_rounds(self) -> tuple[str, str]:
+    def _describe_rounds(self, micro_steps: str = "") -> tuple[str, str]:
         rounds = f"{_counted(len(self.round_sizes), 'round')} ({' + '.join(map(str, self.round_sizes))})"
         devices = f"{_counted(self.num_actors, 'actor')} of {_counted(self.devices_per_actor, 'device')}"
         bounds = f"at most {_counted(self.round_capacity, 'rollout')} over {devices}, at most {self.decode_batch_size} per device at a time"
         return (
-            f"channel-B step  {_counted(self.raw_rollouts_per_step, 'raw rollout')} in {rounds}; per learner rank {_joined(self.share_per_rank)}",
+            f"channel-B step  {_counted(self.raw_rollouts_per_step, 'raw rollout')}{micro_steps} in {rounds}; per learner rank {_joined(self.share_per_rank)}",
             f"round           {bounds}; shares per actor {' | '.join(map(_joined, self.shares))}",
         )
+
+    def _describe_rows(self) -> str:
+        match self.row_rule:
+            case RowRule.SEGMENT:
+                return f"one segment each, of at most {self.packing_length} tokens"
+            case RowRule.STEP:
+                return f"packed to at most {self.packing_length} tokens, taken after every {self.packing_window} rollouts and at the step's end"
+            case RowRule.CARRY:
+                return f"one per micro-step of at most {self.packing_length} tokens, leftovers carried"
 
 
 def batch_algebra(run: RunConfig) -> BatchAlgebra:
     """The sizes of a run. ValueError where not every learner rank could have a rollout of each round (names `decode_batch_size`)."""
-    world_size, uses_rollouts = run.learner.world_size, run.custom.trainer_variant.uses_rollouts
+    world_size, variant, rows = run.learner.world_size, run.custom.trainer_variant, row_rule(run)
     actors, decode_batch_size = run.rollout_matching.vllm.actors, run.rollout_matching.decode_batch_size
     rollouts = raw_rollouts_per_step(run)
     capacity = world_size * chunk_size(decode_batch_size, [actors.tensor_parallel_size] * actors.num_actors, world_size)
     rounds = tuple(map(len, split_rounds(rollouts, capacity)))
-    b_steps = run.stage2_ab.schedule.num_b_steps(run.training.max_steps) if uses_rollouts else 0
+    is_two_channel, is_aligned = variant is TrainerVariant.STAGE2_TWO_CHANNEL, variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED
+    b_steps = num_b_steps(run)
     return BatchAlgebra(
+        is_rollout_aligned=is_aligned,
         learner_world_size=world_size,
         per_device_train_batch_size=run.training.per_device_train_batch_size,
         gradient_accumulation_steps=accumulation_steps(run),
@@ -89,21 +118,36 @@ def batch_algebra(run: RunConfig) -> BatchAlgebra:
         round_sizes=rounds,
         shares=tuple(tuple(map(len, split_contiguous(size, actors.num_actors))) for size in rounds),
         packing_length=run.global_max_length,
-        packing_window=run.training.packing_window if run.training.packing else None,
+        row_rule=rows,
+        packing_window=run.training.packing_window if rows is RowRule.STEP else None,
         updates=run.training.max_steps,
-        warmup_steps=min(run.stage2_ab.schedule.warmup_steps, run.training.max_steps) if uses_rollouts else 0,
+        warmup_steps=min(run.stage2_ab.schedule.warmup_steps, run.training.max_steps) if is_two_channel else 0,
         a_steps=run.training.max_steps - b_steps,
         b_steps=b_steps,
     )
 
 
+def row_rule(run: RunConfig) -> RowRule:
+    """How the segments of the run's steps come to rows."""
+    if not run.training.packing:
+        return RowRule.SEGMENT
+    return RowRule.CARRY if run.custom.trainer_variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED else RowRule.STEP
+
+
+def num_b_steps(run: RunConfig) -> int:
+    """How many steps of the run are channel B: by the schedule where the variant has two channels, else all or none."""
+    if run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL:
+        return run.stage2_ab.schedule.num_b_steps(run.training.max_steps)
+    return run.training.max_steps if run.custom.trainer_variant.uses_rollouts else 0
+
+
 def effective_batch_size(run: RunConfig) -> int:
-    """Samples per channel-A update over all ranks."""
+    """Samples per update over all ranks where micro-steps count them; see `BatchAlgebra.effective_batch_size`."""
     return run.training.per_device_train_batch_size * run.learner.world_size * accumulation_steps(run)
 
 
 def raw_rollouts_per_step(run: RunConfig) -> int:
-    """Rollouts per channel-B update over all ranks; 0 where the variant uses none."""
+    """Rollouts per channel-B update over all ranks: as given, or the effective batch size. 0 where the variant uses none."""
     if not run.custom.trainer_variant.uses_rollouts:
         return 0
     return run.stage2_ab.channel_b.rollouts_per_step or effective_batch_size(run)

@@ -13,6 +13,9 @@ from pydantic_core import ErrorDetails
 
 from shared.config.base import Problem, Section, dotted
 
+MISSING = "is required, and missing"
+"""What is wrong with an absent key."""
+
 _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -87,18 +90,18 @@ def explain(root: type[Section], error: ErrorDetails) -> Problem:
     context = error.get("ctx", {})
     match kind:
         case "missing":
-            return Problem(place.path, "is missing", _add(place))
+            return Problem(place.path, MISSING, _add(place))
         case "extra_forbidden":
             return Problem(place.path, "is not a known key", _instead(str(error["loc"][-1]), tuple(place.parent.model_fields), "the keys here are"))
         case "refused":
             return Problem(_under(place, context["key"]), context["wrong"], context["remedy"])
         case "literal_error" | "enum":
             options = _options(place.field.annotation)
-            return Problem(place.path, f"must be one of {', '.join(options)}, got {shown(value)}", _instead(str(value), options, "choose one of"))
+            return Problem(place.path, f"must be {_one_of(options)}, got {shown(value)}", _instead(str(value), options, "choose one of"))
         case "union_tag_invalid":
             return Problem(_under(place, "name"), f"{context['tag']!r} is not an objective module", _instead(context["tag"], place.modules, "choose one of"))
         case "union_tag_not_found":
-            return Problem(_under(place, "name"), "is missing", f"choose one of {', '.join(place.modules)}")
+            return Problem(_under(place, "name"), MISSING, f"choose one of {', '.join(place.modules)}")
         case "finite_number":
             return Problem(place.path, f"must be a finite number, got {value}", "write an ordinary number")
         case "string_too_short":
@@ -169,9 +172,16 @@ def _under(place: Place, key: str | None) -> str:
     return place.path if key is None else f"{place.path}.{key}"
 
 
+def _one_of(options: Sequence[str]) -> str:
+    return options[0] if len(options) == 1 else f"one of {', '.join(options)}"
+
+
 def _instead(word: str, known: Sequence[str], otherwise: str) -> str:
-    close = suggestion(word, known)
-    return f"{otherwise} {', '.join(known)}" if close is None else f"did you mean '{close}'?"
+    if not known:
+        return "remove it, nothing is set here"
+    if (close := suggestion(word, known)) is not None:
+        return f"did you mean '{close}'?"
+    return f"{otherwise} {', '.join(known)}" if len(known) > 1 else f"write {known[0]}"
 
 
 def _doc(field: FieldInfo) -> str:
@@ -183,7 +193,7 @@ def _doc(field: FieldInfo) -> str:
 def _add(place: Place) -> str:
     options, field = _options(place.field.annotation), place.field
     if options:
-        return f"add it, one of {', '.join(options)} ({_doc(field)})"
+        return f"add it, {_one_of(options)} ({_doc(field)})"
     example = f", for example `{place.keys[-1]}: {as_yaml(field.examples[0])}`" if field.examples else ""
     return f"add it{example} ({_doc(field)})"
 
@@ -207,6 +217,8 @@ def _convert(place: Place, kind: str, value: object) -> str:
         return f"write {value:.0f} without a decimal point"
     if place.sections:
         keys = ", ".join(place.sections[0].model_fields)
+        if not keys:
+            return "write {}, it has no keys"
         return f"write its keys ({keys})" if place.field.is_required() else f"write its keys ({keys}), or remove it for the defaults"
     if value is None and not place.field.is_required():
         return f"remove the key for the default, {as_yaml(place.field.default)}"

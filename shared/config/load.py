@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from shared.config.base import Problem, dotted, plain
 from shared.config.checks import cross_check, overlaps
-from shared.config.explain import Place, explain, locate, sections_in, shown, suggestion
+from shared.config.explain import MISSING, Place, explain, locate, sections_in, shown, suggestion
 from shared.config.retired import take_retired
 from shared.config.run import RunConfig
 from shared.errors import ConfigError
@@ -51,7 +51,7 @@ def _fill_absent_sections(config: dict[str, Any]) -> None:
 
 def _is_moving(problem: Problem, moving: set[str]) -> bool:
     """Whether a key is missing only because its value still stands under a retired name, which is reported already."""
-    return problem.wrong == "is missing" and any(overlaps(problem.path, path) for path in moving)
+    return problem.wrong == MISSING and any(overlaps(problem.path, path) for path in moving)
 
 
 def _repaired(config: dict[str, Any], errors: Sequence[ErrorDetails]) -> set[str]:

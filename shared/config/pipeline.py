@@ -13,7 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, N
 
 from shared.config.base import Section, refusal
 
-_FUTURE_MODULES = frozenset({"policy_gradient"})
+_OBJECTIVES = ("token_ce", "coord_reg", "bbox_geo")
+_DIAGNOSTICS = ("coord_diag",)
+_FUTURE_MODULES = ("policy_gradient",)
 
 EXAMPLE_PIPELINE = {
     "objective": [
@@ -49,11 +51,22 @@ def _module_name(entry: Any) -> str | None:
     return entry["name"] if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) else None
 
 
-def _without_future_modules(entry: Any) -> Any:
+def _in_the_objective(entry: Any) -> Any:
     name = _module_name(entry)
     if name in _FUTURE_MODULES:
+        raise refusal(f"'{name}' is not in this version", f"remove the entry; the objective modules of this version are {', '.join(_OBJECTIVES)}", key="name")
+    if name in _DIAGNOSTICS:
+        raise refusal(f"'{name}' is a diagnostic, which nothing is learned from", "move the entry to rollout_matching.pipeline.diagnostics", key="name")
+    return entry
+
+
+def _in_the_diagnostics(entry: Any) -> Any:
+    name = _module_name(entry)
+    if name in _FUTURE_MODULES:
+        raise refusal(f"'{name}' is not in this version", f"remove the entry; the diagnostics of this version are {', '.join(_DIAGNOSTICS)}", key="name")
+    if name in _OBJECTIVES:
         raise refusal(
-            f"'{name}' is not in this version", "remove the entry; the objective modules of this version are token_ce, coord_reg and bbox_geo", key="name"
+            f"'{name}' is an objective module, and would not be learned from here", "move the entry to rollout_matching.pipeline.objective", key="name"
         )
     return entry
 
@@ -156,7 +169,10 @@ class CoordDiagEntry(Entry):
     name: Literal["coord_diag"]
     """The module."""
 
-    config: CoordDiagConfig
+    weight: NonNegativeFloat
+    """No effect, since a diagnostic has no loss; written out like every key of an entry."""
+
+    config: Annotated[CoordDiagConfig, Field(examples=[{}])]
     """The module's settings: none."""
 
 
@@ -164,12 +180,10 @@ ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry
 
 
 class PipelineSection(Section):
-    objective: Annotated[
-        tuple[Annotated[Annotated[ObjectiveEntry, Field(discriminator="name")], BeforeValidator(_without_future_modules)], ...], Field(strict=False)
-    ]
+    objective: Annotated[tuple[Annotated[Annotated[ObjectiveEntry, Field(discriminator="name")], BeforeValidator(_in_the_objective)], ...], Field(strict=False)]
     """The modules whose weighted losses are summed."""
 
-    diagnostics: Annotated[tuple[CoordDiagEntry, ...], Field(strict=False)]
+    diagnostics: Annotated[tuple[Annotated[CoordDiagEntry, BeforeValidator(_in_the_diagnostics)], ...], Field(strict=False)]
     """Modules that are logged and not learned from."""
 
     def active(self, channel: Channel) -> tuple[ObjectiveEntry, ...]:

@@ -1,9 +1,9 @@
-"""Keys that were removed, moved, or are not in this version: each is refused by name, with what to write instead."""
+"""Keys that were removed, moved, or are not in this version: each is refused by name, with what to write instead (DESIGN 5, decision 3)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.config.base import Problem, dotted
@@ -35,9 +35,17 @@ def _later(pattern: str, remedy: str) -> Retired:
     return Retired(pattern, "is not in this version", remedy)
 
 
-def _aliases(*names: tuple[str, str]) -> tuple[Retired, ...]:
+def _unknown(pattern: str, remedy: str) -> Retired:
+    return Retired(pattern, "is not a known key", remedy)
+
+
+def _aliases(module: str, names: dict[str, str]) -> tuple[Retired, ...]:
+    # The module is named because the alias may stand in the entry of another one, where its successor is no key either.
     config = "rollout_matching.pipeline.objective[].config"
-    return tuple(_moved(f"{config}.{alias}", f"{config}.{name}") for alias, name in names)
+    return tuple(
+        Retired(f"{config}.{alias}", f"was removed: the key of {module} has another name", f"use {config}.{name}", f"{config}.{name}")
+        for alias, name in names.items()
+    )
 
 
 _SERVERS = "servers are listed in rollout_matching.vllm.server.servers[], which is not in this version: set rollout_matching.vllm.mode: actors"
@@ -45,23 +53,38 @@ _SERVERS = "servers are listed in rollout_matching.vllm.server.servers[], which 
 RETIRED: tuple[Retired, ...] = (
     _moved("custom.extra.rollout_matching", "rollout_matching"),
     _moved("custom.extra.stage2_ab", "stage2_ab"),
+    _unknown("custom.extra", "remove it: rollout settings are keys of rollout_matching, those of the channels keys of stage2_ab"),
     _gone("custom.coord_soft_ce_w1", "declare a coord_reg entry in rollout_matching.pipeline.objective, with soft_ce_weight and w1_weight in its config"),
+    _moved("template.max_length", "global_max_length"),
+    _moved("training.packing_length", "global_max_length"),
+    _moved("stage2_ab.pipeline", "rollout_matching.pipeline"),
+    _moved("stage2_ab.channel_b.decode_batch_size", "rollout_matching.decode_batch_size"),
     _moved("rollout_matching.rollout_generate_batch_size", "rollout_matching.decode_batch_size"),
     _moved("rollout_matching.rollout_infer_batch_size", "rollout_matching.decode_batch_size"),
-    _gone("rollout_matching.post_rollout_pack_scope", "remove it: a channel-B step always packs all of its own rollouts"),
+    _gone("rollout_matching.post_rollout_pack_scope", "remove it: which rollouts share rows follows from custom.trainer_variant"),
     _gone("rollout_matching.rollout_buffer", "remove it: rollouts are used once; to overlap rollout and learning set stage2_ab.channel_b.enable_pipeline"),
     _moved("rollout_matching.temperature", "rollout_matching.decoding.temperature"),
     _moved("rollout_matching.top_p", "rollout_matching.decoding.top_p"),
     _moved("rollout_matching.top_k", "rollout_matching.decoding.top_k"),
     _gone("rollout_matching.vllm.server.base_url", _SERVERS),
     _gone("rollout_matching.vllm.server.group_port", _SERVERS),
+    *_aliases("bbox_geo", {"bbox_smoothl1_weight": "smoothl1_weight", "bbox_ciou_weight": "ciou_weight"}),
     *_aliases(
-        ("bbox_smoothl1_weight", "smoothl1_weight"),
-        ("bbox_ciou_weight", "ciou_weight"),
-        ("coord_soft_ce_weight", "soft_ce_weight"),
-        ("coord_w1_weight", "w1_weight"),
+        "coord_reg",
+        {
+            "coord_soft_ce_weight": "soft_ce_weight",
+            "coord_w1_weight": "w1_weight",
+            "gate_weight": "coord_gate_weight",
+            "coord_text_gate_weight": "text_gate_weight",
+            "coord_temperature": "temperature",
+            "coord_target_sigma": "target_sigma",
+            "coord_target_truncate": "target_truncate",
+            "soft_ce_sigma": "target_sigma",
+            "soft_ce_truncate": "target_truncate",
+        },
     ),
     _later("rollout_matching.vllm.server", "remove it and set rollout_matching.vllm.mode: actors"),
+    _later("rollout_matching.vllm.tensor_parallel_size", "remove it; actors have rollout_matching.vllm.actors.tensor_parallel_size"),
     _later("rollout_matching.vllm.enable_lora", "remove it: weights are synced in full"),
     _later("rollout_matching.offload", "remove it: rollout actors have devices of their own"),
     _later("rollout_matching.repeat_terminate", "remove it; max_new_tokens bounds a response"),
@@ -91,12 +114,15 @@ def _at(keys: Keys, retired: Retired) -> Retired:
     if retired.successor is None:
         return retired
     depth = len(retired.pattern.split(".")) + retired.pattern.count("[]")
-    successor = retired.successor
+    above, remedy = retired.successor, retired.remedy
     for index in (key for key in keys[:depth] if isinstance(key, int)):
-        successor = successor.replace("[]", f"[{index}]", 1)
-    successor = ".".join(filter(None, (successor, dotted(keys[depth:]))))
-    later = next((other for other in RETIRED if f"{successor}.".startswith(f"{other.pattern}.")), None)
-    return _moved(retired.pattern, successor) if later is None else later
+        above, remedy = above.replace("[]", f"[{index}]", 1), remedy.replace("[]", f"[{index}]", 1)
+    under = dotted(keys[depth:])
+    successor = f"{above}.{under}" if under else above
+    further = next((other for other in RETIRED if f"{successor}.".startswith(f"{other.pattern}.")), None)
+    if further is not None:
+        return _at(tuple(successor.split(".")), further)
+    return replace(retired, remedy=f"{remedy}.{under}" if under else remedy, successor=successor)
 
 
 def _find(node: Any, pattern: str, above: Keys = ()) -> Iterator[Keys]:

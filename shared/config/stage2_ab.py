@@ -1,4 +1,7 @@
-"""`stage2_ab`: which channel a step runs, and how a channel-B step is made."""
+"""`stage2_ab`: which channel a step of `stage2_two_channel` runs, and how a channel-B step is made (spec/channel-b-pipeline-spec.md).
+
+Under `stage2_rollout_aligned` every step is channel B and takes the effective batch size: a schedule or a budget of its own is refused.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,10 @@ class TrainingSection(Section):
     """Optimizer updates of the run."""
 
     per_device_train_batch_size: PositiveInt = 1
-    """Samples per learner rank and micro-step. Under packing a forward takes one row whatever this says."""
+    """Samples per learner rank and micro-step. Under packing a forward takes one row whatever this says.
+
+    Under `stage2_rollout_aligned` it is the raw rollouts that enter the carry buffer before each row.
+    """
 
     per_device_eval_batch_size: PositiveInt = 1
     """Samples per learner rank in an evaluation forward. No effect in this version: an evaluation has no forward of the learner.
@@ -26,13 +29,16 @@ class TrainingSection(Section):
     """
 
     effective_batch_size: PositiveInt | None = None
-    """Samples per update wanted over all learner ranks; the accumulation steps follow from it, rounded up."""
+    """Samples per update wanted over all learner ranks; the accumulation steps follow from it, rounded up. So an update may take more than asked."""
 
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-steps per update; null: derived from `effective_batch_size`, or 1 where that is null too."""
 
     eval_steps: PositiveInt | None = None
-    """Evaluate on `data.val` before every this many updates; null: only where the warm-up of channel A ends. Always at the end of the run."""
+    """Evaluate on `data.val` before every this many updates; null: only where the warm-up of channel A ends. Always at the end of the run.
+
+    Rollouts of an evaluation are generated in batches of `rollout_matching.decode_batch_size`, as in training.
+    """
 
     learning_rate: Annotated[PositiveFloat, Field(examples=[0.001])]
     """Peak learning rate of AdamW."""
@@ -65,13 +71,21 @@ class TrainingSection(Section):
     """Put several segments into one forward; false: one segment per row."""
 
     packing_buffer: PositiveInt = 256
-    """Most segments waiting for a row; at least the samples of a step, so that no step can overflow it."""
+    """Most segments waiting for a row; at least the samples of a step, so that no step can overflow it.
+
+    Under `stage2_rollout_aligned` at least the samples of a micro-step. There leftovers add up where rows hold less than what comes in: a buffer that
+    would overflow stops the run.
+    """
 
     packing_min_fill_ratio: Fraction01 = 0.7
     """A row filled less than this fraction of `global_max_length` is counted and logged, not refused."""
 
     packing_drop_last: bool = True
-    """Segments left in a carry buffer at the end of the run are dropped. No effect in this version: every step learns all of its segments."""
+    """Segments left in the carry buffer of `stage2_rollout_aligned` at the end of the run are dropped: under packing it must be true there, as no step is
+    added for them. No effect under the other variants, which learn every segment in its own step."""
 
     packing_window: PositiveInt = 8
-    """Rows are taken after every this many rollouts, in index order, so that they do not depend on arrival (DESIGN 5, decision 7)."""
+    """Rows are taken after every this many rollouts, in index order, so that they do not depend on arrival (DESIGN 5, decision 7).
+
+    No effect under `stage2_rollout_aligned`, which takes one row per micro-step.
+    """

@@ -22,7 +22,7 @@ def changed() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
     def change(changes: Mapping[str, Any]) -> dict[str, Any]:
         config = copy.deepcopy(MINIMAL)
-        for path, value in changes.items():
+        for path, value in copy.deepcopy(dict(changes)).items():
             keys = [int(part[1:-1]) if part.startswith("[") else part for part in re.findall(r"\[\d+\]|[^.\[\]]+", path)]
             node = config
             for key in keys[:-1]:

@@ -17,8 +17,14 @@ NO_QUEUE = {"stage2_ab.channel_b.enable_pipeline": False}
 TOKEN_CE = EXAMPLE_PIPELINE["objective"][0]
 
 REFUSED = [
-    ({"custom.trainer_variant": "stage2_rollout_aligned"}, "custom.trainer_variant: 'stage2_rollout_aligned' is not in this version; "),
-    ({"custom.trainer_variant": "trajectory_pg"}, "custom.trainer_variant: 'trajectory_pg' is not in this version; "),
+    (
+        {"custom.trainer_variant": "trajectory_pg"},
+        "custom.trainer_variant: 'trajectory_pg' is not in this version; set stage1_sft, stage2_rollout_aligned or stage2_two_channel",
+    ),
+    (
+        {"training.eval_steps": 20, "data.val": ...},
+        "training.eval_steps: 20 asks for reports on held-out samples, and data.val is not set; set data.val to a JSONL file, or remove",
+    ),
     ({"learner.world_size": 2}, "learner.world_size: 2 learner ranks are not in this version; "),
     ({f"{MATCHING}.max_staleness": 1}, f"{MATCHING}.max_staleness: rollouts of older weights are not in this version; "),
     ({f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode: 'adapter' needs LoRA, which is not in this version; set {VLLM}.sync.mode: full"),
@@ -66,6 +72,8 @@ REFUSED = [
 ]
 
 ACCEPTED = [
+    {"data.val": ...},
+    {"training.eval_steps": 1000},
     {f"{MATCHING}.decode_mode": "greedy"},
     {f"{MATCHING}.decode_mode": "sample", f"{MATCHING}.decoding.temperature": 1.0},
     {f"{VLLM}.max_model_len": 2048},
@@ -102,6 +110,14 @@ def test_values_that_agree_are_accepted(problems, changes):
 def test_a_module_is_active_once_per_channel(problems, channels, twice):
     (line,) = problems({f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": channels}})
     assert line.startswith(f"{OBJECTIVE}[2].name: 'token_ce' is active on channel {twice} already, by {OBJECTIVE}[0]; remove or disable one of the two")
+
+
+def test_a_diagnostic_is_active_once_per_channel_too(problems):
+    entry = {"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["A", "B"], "config": {}}
+    path = f"{MATCHING}.pipeline.diagnostics"
+    assert problems({path: [entry | {"channels": ["A"]}, entry | {"channels": ["B"]}, entry | {"enabled": False}]}) == []
+    (line,) = problems({path: [entry, entry | {"channels": ["B"]}]})
+    assert line.startswith(f"{path}[1].name: 'coord_diag' is active on channel B already, by {path}[0]; ")
 
 
 def test_every_further_entry_of_a_module_is_reported_once(problems):

@@ -1,14 +1,11 @@
-"""The batch algebra, and which step is on which channel."""
+"""The batch algebra."""
 
 from __future__ import annotations
 
-from math import floor
-
 import pytest
 
-from shared.config.derive import batch_algebra
+from shared.config.derive import RowRule, batch_algebra
 from shared.config.pipeline import Channel
-from shared.config.stage2_ab import ScheduleSection
 
 ACTORS = "rollout_matching.vllm.actors"
 
@@ -70,16 +67,43 @@ def test_a_warm_up_longer_than_the_run_leaves_channel_a_alone(load):
     assert (algebra.warmup_steps, algebra.a_steps, algebra.b_steps) == (10, 10, 0)
 
 
-@pytest.mark.parametrize("percent", [0, 1, 25, 29, 50, 70, 99, 100])
-@pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_a_step_is_channel_b_where_the_floor_of_s_times_b_rises_counting_after_the_warm_up(percent, warmup_steps):
-    schedule = ScheduleSection(b_ratio=percent / 100, warmup_steps=warmup_steps)
-    expected = [Channel.A] * warmup_steps + [Channel.B if (s + 1) * percent // 100 > s * percent // 100 else Channel.A for s in range(300)]
-    assert [schedule.channel(step) for step in range(warmup_steps + 300)] == expected
-    assert schedule.num_b_steps(warmup_steps + 300) == expected.count(Channel.B) == 3 * percent
-    assert schedule.num_b_steps(0) == 0
+ALIGNED = {
+    "custom.trainer_variant": "stage2_rollout_aligned",
+    "stage2_ab.schedule": ...,
+    "stage2_ab.channel_b.rollouts_per_step": ...,
+    "training.per_device_train_batch_size": 8,
+}
 
 
-def test_the_schedule_is_the_rule_in_floats_where_floats_are_exact():
-    schedule = ScheduleSection(b_ratio=0.375)
-    assert all((schedule.channel(s) is Channel.B) == (floor((s + 1) * 0.375) > floor(s * 0.375)) for s in range(200))
+def test_the_aligned_variant_takes_the_rollouts_of_its_micro_steps_and_one_row_after_each(load):
+    algebra = batch_algebra(load(ALIGNED))
+    assert (algebra.gradient_accumulation_steps, algebra.per_device_train_batch_size, algebra.raw_rollouts_per_step) == (4, 8, 32)
+    assert (algebra.updates, algebra.warmup_steps, algebra.a_steps, algebra.b_steps) == (100, 0, 0, 100)
+    assert (algebra.row_rule, algebra.packing_window) == (RowRule.CARRY, None)
+    assert algebra.describe() == (
+        "updates         100, one per step, all channel B",
+        "channel-B step  32 raw rollouts = 8 per micro-step x 1 learner rank x 4 accumulation steps, in 2 rounds (16 + 16); per learner rank 32",
+        "round           at most 18 rollouts over 3 actors of 1 device, at most 6 per device at a time; shares per actor 6+6+4 | 6+6+4",
+        "rows            one per micro-step of at most 2048 tokens, leftovers carried",
+    )
+
+
+def test_without_packing_the_aligned_variant_has_a_row_per_segment(load):
+    algebra = batch_algebra(load({**ALIGNED, "training.packing": False, "training.packing_drop_last": False}))
+    assert algebra.row_rule is RowRule.SEGMENT
+    assert algebra.describe()[-1] == "rows            one segment each, of at most 2048 tokens"
+
+
+@pytest.mark.parametrize(("wanted", "accumulation", "rollouts"), [(33, 5, 40), (8, 1, 8), (3, 1, 8), (..., 1, 8)])
+def test_the_aligned_variant_rounds_its_raw_rollouts_up_to_whole_micro_steps(load, wanted, accumulation, rollouts):
+    algebra = batch_algebra(load({**ALIGNED, "training.effective_batch_size": wanted}))
+    assert (algebra.gradient_accumulation_steps, algebra.effective_batch_size, algebra.raw_rollouts_per_step) == (accumulation, rollouts, rollouts)
+
+
+@pytest.mark.parametrize("changes", [{}, {"custom.trainer_variant": "stage1_sft"}, {"stage2_ab.schedule.b_ratio": 0.29}, ALIGNED])
+def test_the_algebra_counts_the_channels_that_the_steps_have(load, changes):
+    run = load(changes)
+    channels = [run.channel(step) for step in range(run.training.max_steps)]
+    algebra = batch_algebra(run)
+    assert (algebra.a_steps, algebra.b_steps) == (channels.count(Channel.A), channels.count(Channel.B))
+    assert channels[: algebra.warmup_steps] == [Channel.A] * algebra.warmup_steps

@@ -71,7 +71,7 @@ def test_what_is_no_mapping_is_refused_as_a_configuration_error(mapping):
 def test_an_empty_mapping_names_every_missing_key():
     with pytest.raises(ConfigError) as error:
         load_config({})
-    missing = [line.split(":")[0] for line in str(error.value).splitlines() if ": is missing; " in line]
+    missing = [line.split(":")[0] for line in str(error.value).splitlines() if ": is required, and missing; " in line]
     assert missing == [
         "model.path",
         "data.train",

@@ -1,0 +1,189 @@
+"""The scenarios of spec/rollout-matching-sft.md and spec/channel-b-pipeline-spec.md that are about the configuration, by their titles.
+
+Old paths (`custom.extra.*`) that later requirements still spell are read as the new ones (DESIGN 5, decision 3).
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import get_type_hints
+
+import pytest
+
+from launch.preflight import check_data
+from shared.config import RunConfig
+from shared.config.derive import batch_algebra
+from shared.config.learner import LearnerSection
+from shared.config.pipeline import Channel
+from shared.config.retired import take_retired
+from shared.schedule import RunSchedule
+
+MATCHING = "rollout_matching"
+OLD = "custom.extra.rollout_matching"
+SERVER = f"{MATCHING}.vllm.server"
+ALIGNED = {"custom.trainer_variant": "stage2_rollout_aligned", "stage2_ab": ...}
+NO_PIPELINE = {f"{MATCHING}.pipeline": ...}
+
+
+@pytest.mark.parametrize("variant", [ALIGNED, {}])
+def test_missing_rollout_pipeline_fails_fast(problems, variant):
+    (line,) = problems({**variant, **NO_PIPELINE})
+    assert line.startswith("rollout_matching.pipeline: is required, and missing; add it, for example `pipeline: {objective: [{name: token_ce, ")
+
+
+@pytest.mark.parametrize("variant", [ALIGNED, {}])
+def test_missing_rollout_pipeline_fails_fast_where_the_whole_section_is_absent(problems, variant):
+    assert any(line.startswith("rollout_matching.pipeline: is required, and missing; ") for line in problems({**variant, MATCHING: ...}))
+
+
+@pytest.mark.parametrize("decode_batch_size", [2, 4, 16])
+def test_canonical_stage_2_key_controls_decode_microbatching(load, decode_batch_size):
+    algebra = batch_algebra(load({f"{MATCHING}.decode_batch_size": decode_batch_size}))
+    assert algebra.decode_batch_size == decode_batch_size
+    assert max(share for shares in algebra.shares for share in shares) <= decode_batch_size < algebra.round_capacity
+
+
+def test_without_the_key_a_device_decodes_one_sequence_at_a_time(load):
+    assert load({f"{MATCHING}.decode_batch_size": ...}).rollout_matching.decode_batch_size == 1
+
+
+@pytest.mark.parametrize("variant", [ALIGNED, {}])
+def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(load, variant):
+    with_knob = load({**variant, f"{MATCHING}.decode_batch_size": 3, "training.per_device_eval_batch_size": 7})
+    without = load({**variant, f"{MATCHING}.decode_batch_size": 3})
+    assert with_knob.training.per_device_eval_batch_size == 7
+    assert batch_algebra(with_knob) == batch_algebra(without)
+    assert with_knob.rollout_matching == without.rollout_matching
+
+
+def test_legacy_decode_key_path_fails_fast(problems):
+    assert problems({f"{OLD}.decode_batch_size": 4}) == [f"{OLD}.decode_batch_size: was removed; use rollout_matching.decode_batch_size"]
+
+
+def test_legacy_rollout_backend_key_path_fails_fast(problems):
+    assert problems({f"{OLD}.rollout_backend": "vllm"}) == [f"{OLD}.rollout_backend: was removed; use rollout_matching.rollout_backend"]
+
+
+def test_unknown_nested_decoding_key_fails_before_execution(problems):
+    assert problems({f"{MATCHING}.decoding.unknown_decoding_key": 1}) == [
+        f"{MATCHING}.decoding.unknown_decoding_key: is not a known key; the keys here are temperature, top_p, top_k"
+    ]
+
+
+def test_legacy_rollout_server_paired_list_shape_fails_fast(problems):
+    lines = problems({f"{SERVER}.base_url": ["http://127.0.0.1:8000"], f"{SERVER}.group_port": [51216]})
+    assert [line.split(": ")[0] for line in lines] == [f"{SERVER}.base_url", f"{SERVER}.group_port"]
+    assert all(": was removed; " in line and "rollout_matching.vllm.server.servers[]" in line for line in lines)
+
+
+def test_multi_server_pairing_is_strict_and_deterministic(problems):
+    pairs = {f"{SERVER}.base_url": ["http://a:8000", "http://b:8000"], f"{SERVER}.group_port": [51216, 51217], f"{MATCHING}.vllm.mode": "server"}
+    lines = problems(pairs)
+    assert sum("rollout_matching.vllm.server.servers[]" in line for line in lines) == 2
+    assert lines == problems(pairs)
+
+
+def test_canonical_grouped_config_drives_trainer_contract(load):
+    """`rollout_matching_cfg` is the typed section `RunConfig.rollout_matching` (DESIGN 5, decision 18)."""
+    settings = {
+        "rollout_backend": "vllm",
+        "decode_batch_size": 4,
+        "max_new_tokens": 96,
+        "decoding": {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+        "candidate_top_k": 5,
+        "maskiou_gate": 0.25,
+        "maskiou_resolution": 128,
+        "fp_cost": 0.5,
+        "fn_cost": 2.0,
+        "ot_cost": "l1",
+        "ot_epsilon": 5.0,
+        "ot_iters": 40,
+    }
+    run = load({**{f"{MATCHING}.{key}": value for key, value in settings.items()}, f"{MATCHING}.vllm.sync.canary_tolerance": 1e-3})
+    contract = run.rollout_matching
+    assert {key: contract.model_dump(mode="json")[key] for key in settings} == settings
+    assert (contract.vllm.mode, contract.vllm.actors.num_actors, contract.vllm.sync.mode, contract.vllm.sync.canary_tolerance) == ("actors", 3, "full", 1e-3)
+    decode = contract.decode_settings(stop_token_ids=(1,), banned_token_ids=())
+    assert (decode.temperature, decode.top_p, decode.top_k, decode.max_new_tokens) == (0.7, 0.9, 50, 96)
+    assert (run.training.packing, run.training.packing_buffer, run.training.packing_min_fill_ratio, run.training.packing_drop_last) == (True, 256, 0.7, True)
+
+
+def test_preflight_runtime_consume_a_shared_validated_rollout_contract(load):
+    """Launcher and learner take the same validated object, and what is sent to another process is equal to it."""
+    for consumer in (check_data, batch_algebra, RunSchedule.__init__):
+        assert RunConfig in get_type_hints(consumer).values(), inspect.signature(consumer)
+    run = load({f"{MATCHING}.decode_batch_size": 4})
+    assert pickle.loads(pickle.dumps(run)) == run
+    assert batch_algebra(pickle.loads(pickle.dumps(run))) == batch_algebra(run)
+    assert RunSchedule(run).plan(99).num_samples == batch_algebra(run).raw_rollouts_per_step
+
+
+def test_runtime_rollout_injection_path_stays_stable(load, problems):
+    resolved = load({}).model_dump(mode="json")
+    assert resolved[MATCHING]["decode_batch_size"] == 6
+    assert take_retired(resolved) == ([], set())
+    assert len(problems({f"{OLD}.decode_batch_size": 6, f"{MATCHING}.decode_batch_size": 6})) == 1
+
+
+def test_rollout_generate_batch_size_fails_fast_when_present(problems):
+    assert problems({f"{MATCHING}.rollout_generate_batch_size": 4}) == [
+        "rollout_matching.rollout_generate_batch_size: was removed; use rollout_matching.decode_batch_size"
+    ]
+
+
+def test_rollout_infer_batch_size_fails_fast_when_present(problems):
+    assert problems({f"{MATCHING}.rollout_infer_batch_size": 4}) == [
+        "rollout_matching.rollout_infer_batch_size: was removed; use rollout_matching.decode_batch_size"
+    ]
+
+
+@pytest.mark.parametrize("value", ["micro", "window", None, {"scope": "window"}])
+def test_post_rollout_pack_scope_fails_fast_when_present(problems, value):
+    (line,) = problems({f"{MATCHING}.post_rollout_pack_scope": value})
+    assert line.startswith("rollout_matching.post_rollout_pack_scope") and ": was removed; remove it: " in line
+
+
+@pytest.mark.parametrize("value", [{"enabled": True}, {"enabled": False}, {}, None])
+def test_rollout_buffer_fails_fast_when_present(problems, value):
+    (line,) = problems({f"{MATCHING}.rollout_buffer": value})
+    assert line.startswith("rollout_matching.rollout_buffer") and ": was removed; remove it: " in line
+
+
+@pytest.mark.parametrize(("key", "value"), [("temperature", 0.7), ("top_p", 0.9), ("top_k", 50)])
+def test_legacy_decoding_keys_fail_fast(problems, key, value):
+    for old in (f"{MATCHING}.{key}", f"{OLD}.{key}"):
+        assert problems({old: value}) == [f"{old}: was removed; use rollout_matching.decoding.{key}"]
+
+
+def test_rollout_matching_enabled_via_trainer_variant(load):
+    aligned, baseline = load(ALIGNED), load({"custom.trainer_variant": "stage1_sft"})
+    assert [plan.channel for plan in RunSchedule(aligned).plans()] == [Channel.B] * 100
+    assert [plan.channel for plan in RunSchedule(baseline).plans()] == [Channel.A] * 100
+
+
+def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(load):
+    """What is known before the start: 32 rollouts and one update, and rows of 12,000 tokens as they come."""
+    run = load({"global_max_length": 12000, "stage2_ab.channel_b.rollouts_per_step": ..., "training.effective_batch_size": 32})
+    algebra = batch_algebra(run)
+    assert (algebra.raw_rollouts_per_step, algebra.updates, algebra.packing_length) == (32, run.training.max_steps, 12000)
+    assert "32 raw rollouts" in algebra.describe()[2]
+    assert "packed to at most 12000 tokens" in algebra.describe()[-1]
+
+
+def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(load):
+    """What is known before the start: every rank gathers 8 rollouts over 8 micro-steps, and they are one step with one update."""
+    one_rank = load(
+        {"training.effective_batch_size": ..., "training.gradient_accumulation_steps": 8, "stage2_ab.channel_b.rollouts_per_step": ..., "training.max_steps": 1}
+    )
+    # Four learner ranks are refused in this version; their sizes are known all the same.
+    run = one_rank.model_copy(update={"learner": LearnerSection(world_size=4)})
+    algebra = batch_algebra(run)
+    assert (algebra.per_device_train_batch_size, algebra.learner_world_size, algebra.gradient_accumulation_steps) == (1, 4, 8)
+    assert (algebra.raw_rollouts_per_step, algebra.share_per_rank, algebra.updates) == (32, (8, 8, 8, 8), 1)
+
+
+def test_rollout_decode_batch_size_2_with_learner_microbatch_1(load):
+    algebra = batch_algebra(load({f"{MATCHING}.decode_batch_size": 2, f"{MATCHING}.vllm.actors.num_actors": 1, "stage2_ab.channel_b.rollouts_per_step": 8}))
+    assert (algebra.per_device_train_batch_size, algebra.decode_batch_size) == (1, 2)
+    assert algebra.shares == ((2,), (2,), (2,), (2,))
