@@ -2,12 +2,13 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 DATA := outputs/demo/data
+POLYGON_DATA := outputs/demo/data_polygons
 MODEL := outputs/demo/model
 
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo demo-data control check test lint clean
+.PHONY: help setup demo demo-data demo-polygons-data control check test lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +18,7 @@ help:
 	@echo "make check      the same without the tests that start Ray or vLLM engines"
 	@echo "make setup      .venv with everything (does nothing where it is done)"
 	@echo "make demo-data  the demo's data and model in outputs/demo (kept where they are there)"
+	@echo "make demo-polygons-data  the same scenes with outlines for the odd digits, for data=demo_polygons"
 	@echo "make clean      remove .venv and caches; outputs stay"
 
 setup:
@@ -29,7 +31,12 @@ $(DATA): | setup
 $(MODEL): | setup
 	@$(PYTHON) -m launch.make_demo_model --out $@
 
+$(POLYGON_DATA): | setup
+	@$(PYTHON) -m launch.make_demo_data --geometry mixed --out $@
+
 demo-data: $(DATA) $(MODEL)
+
+demo-polygons-data: $(POLYGON_DATA) $(MODEL)
 
 demo: demo-data
 	@$(PYTHON) -m launch.train +experiment=stage2_3v1 telemetry.name=demo
