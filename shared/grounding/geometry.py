@@ -1,6 +1,7 @@
 """Shapes in norm1000: pixels to bins and back, boxes around shapes, and how much two shapes overlap (DESIGN 4 and 7.4).
 
-Shape legend: P predictions, G ground truths, V polygon vertices, R canvas pixels per axis.
+Shape legend: P predictions, G ground truths, K candidates of each prediction, N shapes, V vertices of all of them, R canvas pixels per axis,
+W words of 64 pixels per canvas row, T edges, C crossings of edges with canvas rows.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from shared.grounding.areas import Point, exact_iou
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS
 
@@ -21,7 +23,6 @@ MIN_RASTER_PIXELS = 16
 """A shape that covers fewer canvas pixels is compared by exact area."""
 
 Box: TypeAlias = tuple[int, int, int, int]
-Point: TypeAlias = tuple[int, int]
 
 
 class Shape(Protocol):
@@ -75,140 +76,133 @@ def aabb(shape: Shape) -> Box:
 
 def box_iou(a_P4: np.ndarray, b_G4: np.ndarray) -> np.ndarray:
     """[P, 4] and [G, 4] boxes to float64 [P, G]: IoU of their continuous areas. Identical boxes have 1, also without area."""
-    a_P14, b_1G4 = a_P4[:, None, :], b_G4[None, :, :]
-    sides_PG2 = np.minimum(a_P14[..., 2:], b_1G4[..., 2:]) - np.maximum(a_P14[..., :2], b_1G4[..., :2])
-    intersection_PG = sides_PG2.clip(min=0).prod(axis=-1)
-    union_PG = (a_P14[..., 2:] - a_P14[..., :2]).prod(axis=-1) + (b_1G4[..., 2:] - b_1G4[..., :2]).prod(axis=-1) - intersection_PG
-    iou_PG = (a_P14 == b_1G4).all(axis=-1).astype(np.float64)
-    return np.divide(intersection_PG, union_PG, out=iou_PG, where=union_PG > 0)
+    return _paired_box_iou(a_P4[:, None], b_G4[None])
 
 
 def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
-    """IoU of two shapes rasterised on a canvas of `resolution` x `resolution` pixels, 0..1.
+    """IoU of two shapes rasterised on a canvas of `resolution` x `resolution` pixels, 0..1. ValueError for a canvas under 2 pixels.
 
     Bins are scaled by `(resolution - 1) / 999`; a pixel is covered where its centre lies in the half-open shape (even-odd rule). Where
     either shape covers fewer than 16 pixels the ratio of the exact areas takes the place of the raster's; identical shapes have 1.
     """
-    return raster_iou(Raster.of(a, resolution), Raster.of(b, resolution))
+    return float(Rasters.of([a, b], resolution).mask_iou(np.array([0]), np.array([[1]]))[0, 0])
 
 
 @dataclass(frozen=True, slots=True)
-class Raster:
-    """One shape on the canvas, to be compared with many others."""
+class Rasters:
+    """Shapes on one canvas, to be compared with each other."""
 
-    ring: list[Point]
-    window: tuple[int, int, int, int] | None
-    """A box's pixels as half-open column and row ranges (x1, y1, x2, y2); None for a polygon."""
-    mask: np.ndarray | None
-    """bool [R, R], rows first; None for a box."""
-    num_pixels: int
+    rings: list[list[Point]]
+    """[N]"""
+    is_box_N: np.ndarray
+    """bool [N]"""
+    boxes_N4: np.ndarray
+    """int64 [N, 4]: the box around each shape, in bins."""
+    windows_N4: np.ndarray
+    """int64 [N, 4]: the pixels of that box as half-open column and row ranges (x1, y1, x2, y2)."""
+    words_NRW: np.ndarray | None
+    """uint64 [N, R, W]: the covered pixels, one bit each, rows first, the lowest bit leftmost; None where all shapes are boxes: they are their windows."""
+    num_pixels_N: np.ndarray
+    """int64 [N]: covered pixels."""
 
     @classmethod
-    def of(cls, shape: Shape, resolution: int) -> Raster:
+    def of(cls, shapes: Sequence[Shape], resolution: int) -> Rasters:
+        """ValueError for a canvas under 2 pixels per axis."""
         if resolution < 2:
             raise ValueError(f"a canvas of {resolution} pixels per axis shows nothing; use at least 2")
-        ring = vertices(shape)
-        if shape.kind is GeometryKind.BBOX:
-            (x1, y1), _, (x2, y2), _ = [(_first_pixel(x, resolution), _first_pixel(y, resolution)) for x, y in ring]
-            return cls(ring, (x1, y1, x2, y2), None, max(x2 - x1, 0) * max(y2 - y1, 0))
-        mask_RR = _rasterise(ring, resolution)
-        return cls(ring, None, mask_RR, int(mask_RR.sum()))
+        rings = [vertices(shape) for shape in shapes]
+        is_box_N = np.array([shape.kind is GeometryKind.BBOX for shape in shapes], dtype=bool)
+        points_V2, stops_N = np.array([point for ring in rings for point in ring], dtype=np.int64), np.cumsum([len(ring) for ring in rings])
+        starts_N = np.array([0, *stops_N[:-1]])
+        boxes_N4 = np.hstack([np.minimum.reduceat(points_V2, starts_N), np.maximum.reduceat(points_V2, starts_N)])
+        windows_N4 = _first_pixel(boxes_N4, resolution)
+        if is_box_N.all():
+            return cls(rings, is_box_N, boxes_N4, windows_N4, None, _box_area(windows_N4))
+        words_NRW = _rasterise(points_V2, starts_N, stops_N, resolution)
+        return cls(rings, is_box_N, boxes_N4, windows_N4, words_NRW, np.bitwise_count(words_NRW).sum(axis=(1, 2), dtype=np.int64))
+
+    def mask_iou(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
+        """`mask_iou` of shape `left[p]` with each `right[p, k]`, indices into the shapes: float64 [P, K]."""
+        left_P1 = left_P[:, None]
+        common_PK = self._common_pixels(left_P, right_PK)
+        union_PK = self.num_pixels_N[left_P1] + self.num_pixels_N[right_PK] - common_PK
+        iou_PK = np.divide(common_PK, union_PK, out=np.zeros(union_PK.shape), where=union_PK > 0)
+
+        small_PK = np.minimum(self.num_pixels_N[left_P1], self.num_pixels_N[right_PK]) < MIN_RASTER_PIXELS
+        if small_PK.any():
+            # For two boxes this is the answer. For others only its zeros are: their boxes share no area and differ.
+            iou_PK[small_PK] = _paired_box_iou(self.boxes_N4[left_P1], self.boxes_N4[right_PK])[small_PK]
+            for p, k in np.argwhere(small_PK & (iou_PK > 0) & ~(self.is_box_N[left_P1] & self.is_box_N[right_PK])):
+                iou_PK[p, k] = exact_iou(self.rings[left_P[p]], self.rings[right_PK[p, k]])
+        return iou_PK
+
+    def _common_pixels(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
+        if self.words_NRW is None:
+            return _box_area(_intersection(self.windows_N4[left_P][:, None], self.windows_N4[right_PK]))
+        common_PK = np.empty(right_PK.shape, dtype=np.int64)
+        for p, left in enumerate(left_P):
+            x1, y1, x2, y2 = self.windows_N4[left]
+            window = np.s_[y1:y2, x1 // 64 : -(-x2 // 64)]
+            both_Krw = self.words_NRW[right_PK[p], *window] & self.words_NRW[left, *window]
+            common_PK[p] = np.bitwise_count(both_Krw).sum(axis=(1, 2), dtype=np.int64)
+        return common_PK
 
 
-def raster_iou(a: Raster, b: Raster) -> float:
-    """`mask_iou` of two shapes on the same canvas."""
-    if min(a.num_pixels, b.num_pixels) < MIN_RASTER_PIXELS:
-        return exact_iou(a.ring, b.ring)
-    intersection = _common_pixels(a, b)
-    return intersection / (a.num_pixels + b.num_pixels - intersection)
+def _rasterise(points_V2: np.ndarray, starts_N: np.ndarray, stops_N: np.ndarray, resolution: int) -> np.ndarray:
+    """uint64 [N, R, W] of the pixels whose centres lie inside the rings `points[start:stop]`: left of them is an odd number of edges.
 
-
-def exact_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
-    """IoU of the areas that two rings enclose (even-odd rule). Without any area: 1 for the same vertices, else 0."""
-    edges_a, edges_b = _edges(a), _edges(b)
-    levels = _levels(edges_a + edges_b)
-    areas = np.zeros(3)  # of a, of b, of both
-    for low, high in pairwise(levels):
-        # No edges cross between two levels, so every width is linear there and the middle one is the mean.
-        middle = (low + high) / 2
-        crossings_a, crossings_b = _crossings(edges_a, middle), _crossings(edges_b, middle)
-        areas += (high - low) * np.array([_overlap(crossings_a, crossings_a), _overlap(crossings_b, crossings_b), _overlap(crossings_a, crossings_b)])
-    union = areas[0] + areas[1] - areas[2]
-    if union == 0:
-        return float(set(a) == set(b))
-    return float(areas[2] / union)
-
-
-_Edge: TypeAlias = tuple[Point, Point]
-
-
-def _edges(ring: Sequence[Point]) -> list[_Edge]:
-    """Each upwards; horizontal ones bound no area between two levels and are left out."""
-    pairs = [(a, b) if a[1] < b[1] else (b, a) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
-    return [(a, b) for a, b in pairs if a[1] != b[1]]
-
-
-def _levels(edges: Sequence[_Edge]) -> list[float]:
-    """The ordinates of all ends and crossings of edges, ascending."""
-    levels = {float(point[1]) for edge in edges for point in edge}
-    for i, ((ax, ay), (bx, by)) in enumerate(edges):
-        for (cx, cy), (dx, dy) in edges[:i]:
-            determinant = (bx - ax) * (dy - cy) - (by - ay) * (dx - cx)
-            if determinant:
-                y = ay + (by - ay) * ((cx - ax) * (dy - cy) - (cy - ay) * (dx - cx)) / determinant
-                if max(ay, cy) < y < min(by, dy):
-                    levels.add(y)
-    return sorted(levels)
-
-
-def _crossings(edges: Sequence[_Edge], y: float) -> list[float]:
-    """Where edges cross the line at `y`, ascending: inside is between each odd one and the next."""
-    return sorted(ax + (y - ay) * (bx - ax) / (by - ay) for (ax, ay), (bx, by) in edges if ay < y < by)
-
-
-def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
-    """The length that is inside both; with itself, the length inside, summed in the same order, so that equal shapes have equal areas."""
-    return sum(
-        max(min(a_end, b_end) - max(a_start, b_start), 0.0)
-        for a_start, a_end in zip(a[::2], a[1::2], strict=True)
-        for b_start, b_end in zip(b[::2], b[1::2], strict=True)
-    )
-
-
-def _common_pixels(a: Raster, b: Raster) -> int:
-    if a.window is not None and b.window is not None:
-        width = min(a.window[2], b.window[2]) - max(a.window[0], b.window[0])
-        height = min(a.window[3], b.window[3]) - max(a.window[1], b.window[1])
-        return max(width, 0) * max(height, 0)
-    if a.window is not None:
-        a, b = b, a
-    assert a.mask is not None
-    if b.window is not None:
-        x1, y1, x2, y2 = b.window
-        return int(a.mask[y1:y2, x1:x2].sum())
-    assert b.mask is not None
-    return int((a.mask & b.mask).sum())
-
-
-def _first_pixel(bin: int, resolution: int) -> int:
-    """The first pixel whose centre is not before `bin`: ceil(bin * (R - 1) / 999 - 1/2), in integers."""
-    return -((MAX_BIN - 2 * bin * (resolution - 1)) // (2 * MAX_BIN))
-
-
-def _rasterise(ring: Sequence[Point], resolution: int) -> np.ndarray:
-    """bool [R, R] of the pixels whose centres lie inside: left of them is an odd number of edges. In integers, so without rounding.
-
-    The unit is 1 / 1998 of a pixel: a bin is `2 * (R - 1)` of them, a pixel's centre `(2 k + 1) * 999`.
+    In integers, so without rounding. The unit is 1 / 1998 of a pixel: a bin is `2 * (R - 1)` of them, a pixel's centre `(2 k + 1) * 999`.
     """
-    toggles = np.zeros((resolution, resolution + 1), dtype=np.int64)
+    next_V = np.arange(1, len(points_V2) + 1)
+    next_V[stops_N - 1] = starts_N
+    ring_V = np.repeat(np.arange(len(starts_N)), stops_N - starts_N)
+    is_up_V1 = points_V2[:, 1:] <= points_V2[next_V, 1:]
+    low_V2, high_V2 = np.where(is_up_V1, points_V2, points_V2[next_V]), np.where(is_up_V1, points_V2[next_V], points_V2)
+
+    first_V, last_V = _first_pixel(low_V2[:, 1], resolution), _first_pixel(high_V2[:, 1], resolution)
+    edge_C = np.repeat(np.arange(len(points_V2)), last_V - first_V)
+    row_C = np.arange(len(edge_C)) - np.repeat(np.cumsum(last_V - first_V) - last_V, last_V - first_V)
     pixel, scale = 2 * MAX_BIN, 2 * (resolution - 1)
-    for (ax, ay), (bx, by) in _edges(ring):
-        rows = np.arange(_first_pixel(ay, resolution), _first_pixel(by, resolution), dtype=np.int64)
-        dx, dy = (bx - ax) * scale, (by - ay) * scale
-        numerator = (ax * scale - MAX_BIN) * dy + ((2 * rows + 1) * MAX_BIN - ay * scale) * dx
-        columns = -(-numerator // (pixel * dy))
-        np.add.at(toggles, (rows, columns.clip(0, resolution)), 1)
-    return toggles.cumsum(axis=1)[:, :resolution] % 2 == 1
+    (ax_C, ay_C), (dx_C, dy_C) = (low_V2[edge_C] * scale).T, ((high_V2 - low_V2)[edge_C] * scale).T
+    numerator_C = (ax_C - MAX_BIN) * dy_C + ((2 * row_C + 1) * MAX_BIN - ay_C) * dx_C
+    column_C = -(-numerator_C // (pixel * dy_C)).clip(-resolution, 0)
+
+    # A row has an even number of crossings, so a pixel with an odd number of them to its right has an odd number to its left.
+    row_C, column_C = np.divmod(np.sort((ring_V[edge_C] * resolution + row_C) * (resolution + 1) + column_C), resolution + 1)
+    starts = np.flatnonzero(np.diff(row_C, prepend=-1))
+    words_NRW = np.zeros((len(starts_N), resolution, -(-resolution // 64)), dtype=np.uint64)
+    words_NRW.reshape(-1, words_NRW.shape[-1])[row_C[starts]] = np.bitwise_xor.reduceat(_words_left_of(resolution)[column_C], starts)
+    return words_NRW
+
+
+@lru_cache(maxsize=4)
+def _words_left_of(resolution: int) -> np.ndarray:
+    """uint64 [R + 1, W]: the pixels of a canvas row left of each column."""
+    num_words = -(-resolution // 64)
+    bits = np.arange(64 * num_words) < np.arange(resolution + 1)[:, None]
+    return np.packbits(bits, axis=1, bitorder="little").view("<u8").astype(np.uint64)
+
+
+def _first_pixel(bins: np.ndarray, resolution: int) -> np.ndarray:
+    """The first pixels whose centres are not before `bins`: ceil(bin * (R - 1) / 999 - 1/2), in integers."""
+    return -((MAX_BIN - 2 * bins * (resolution - 1)) // (2 * MAX_BIN))
+
+
+def _paired_box_iou(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[..., 4] and [..., 4] to float64 [...]: `box_iou` of each with its partner."""
+    common = _box_area(_intersection(a, b))
+    union = _box_area(a) + _box_area(b) - common
+    return np.divide(common, union, out=(a == b).all(axis=-1).astype(np.float64), where=union > 0)
+
+
+def _intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[..., 4]: what two boxes have in common; x1 > x2 or y1 > y2 where that is nothing."""
+    return np.concatenate([np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])], axis=-1)
+
+
+def _box_area(boxes: np.ndarray) -> np.ndarray:
+    """[..., 4] to [...]"""
+    return (boxes[..., 2] - boxes[..., 0]).clip(min=0) * (boxes[..., 3] - boxes[..., 1]).clip(min=0)
 
 
 def _last_pixel(length: int) -> int:

@@ -1,6 +1,6 @@
 """Which prediction is which ground truth: Hungarian assignment by maskIoU, whatever the class (DESIGN 7.4).
 
-Shape legend: P predictions, G ground truths, N = P + G.
+Shape legend: P predictions, G ground truths, K candidates of each prediction, N = P + G.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from shared.grounding.geometry import Raster, Shape, aabb, box_iou, raster_iou
+from shared.grounding.geometry import Rasters, box_iou
 from shared.grounding.objects import ParsedObject
 from shared.records import GroundTruthObject
 
@@ -56,10 +56,9 @@ def match_objects(
     num_predictions, num_ground_truth = len(predictions), len(ground_truth)
     iou_PG = np.full((num_predictions, num_ground_truth), np.nan)
     if iou_PG.size:
-        rasters = [Raster.of(shape, maskiou_resolution) for shape in ground_truth]
-        for prediction, candidates in enumerate(_candidates(predictions, ground_truth, candidate_top_k)):
-            raster = Raster.of(predictions[prediction], maskiou_resolution)
-            iou_PG[prediction, candidates] = [raster_iou(raster, rasters[candidate]) for candidate in candidates]
+        rasters, predictions_P = Rasters.of([*predictions, *ground_truth], maskiou_resolution), np.arange(num_predictions)
+        candidates_PK = _candidates(rasters.boxes_N4[:num_predictions], rasters.boxes_N4[num_predictions:], candidate_top_k)
+        iou_PG[predictions_P[:, None], candidates_PK] = rasters.mask_iou(predictions_P, num_predictions + candidates_PK)
     feasible_PG = iou_PG >= maskiou_gate  # false where a pair was not compared: NaN
 
     cost_NN = np.zeros((num_predictions + num_ground_truth,) * 2)
@@ -80,18 +79,13 @@ def match_objects(
     )
 
 
-def _candidates(predictions: Sequence[Shape], ground_truth: Sequence[Shape], top_k: int) -> list[np.ndarray]:
-    """For each prediction the ground truths to compare it with: overlapping boxes by IoU, then the others by distance; ties by index."""
-    boxes_P4 = np.array([aabb(shape) for shape in predictions], dtype=np.int64)
-    boxes_G4 = np.array([aabb(shape) for shape in ground_truth], dtype=np.int64)
+def _candidates(boxes_P4: np.ndarray, boxes_G4: np.ndarray, top_k: int) -> np.ndarray:
+    """int [P, K]: the ground truths to compare each prediction with: overlapping boxes by IoU, then the others by distance; ties by index."""
     iou_PG = box_iou(boxes_P4, boxes_G4)
     # Twice the centres, in integers: equal distances are ties, not rounding.
     centres_P2, centres_G2 = boxes_P4[:, :2] + boxes_P4[:, 2:], boxes_G4[:, :2] + boxes_G4[:, 2:]
     distance_PG = ((centres_P2[:, None] - centres_G2[None]) ** 2).sum(axis=-1)
-    distance_PG[iou_PG > 0] = 0
-    index_G = np.arange(len(ground_truth))
-    # The last key is the first criterion.
-    return [np.lexsort((index_G, distance_G, -iou_G))[:top_k] for iou_G, distance_G in zip(iou_PG, distance_PG, strict=True)]
+    return np.argsort(np.where(iou_PG > 0, -iou_PG, distance_PG), axis=-1, kind="stable")[:, :top_k]
 
 
 def _others(count: int, matched: Sequence[int]) -> tuple[int, ...]:

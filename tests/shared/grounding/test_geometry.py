@@ -8,7 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from shared.grounding.geometry import Point, Raster, aabb, bin_box, bin_points, box_iou, exact_iou, mask_iou, pixels_of, vertices
+from shared.grounding.areas import Point, exact_iou
+from shared.grounding.geometry import Rasters, aabb, bin_box, bin_points, box_iou, mask_iou, pixels_of, vertices
 from shared.records import GeometryKind, GroundTruthObject
 
 
@@ -43,19 +44,39 @@ def test_the_example_of_the_design() -> None:
     assert mask_iou(box(100, 100, 300, 300), box(200, 200, 400, 400)) == pytest.approx(0.149359, abs=5e-7)
 
 
+def unpacked(words_RW: np.ndarray, resolution: int) -> np.ndarray:
+    bits = np.unpackbits(words_RW.astype("<u8").view(np.uint8), axis=1, bitorder="little")
+    assert not bits[:, resolution:].any()
+    return bits[:, :resolution].astype(bool)
+
+
 @pytest.mark.parametrize("resolution", [2, 7, 16, 21])
 def test_rasters_are_those_of_the_definition(resolution: int) -> None:
     generator = random.Random(resolution)
-    for _ in range(20):
-        shape = random_shape(generator)
-        raster = Raster.of(shape, resolution)
+    shapes = [random_shape(generator) for _ in range(30)]
+    rasters = Rasters.of(shapes, resolution)
+    assert rasters.words_NRW is not None
+    for shape, words_RW, num_pixels, (x1, y1, x2, y2) in zip(shapes, rasters.words_NRW, rasters.num_pixels_N, rasters.windows_N4, strict=True):
         expected = slow_mask(shape, resolution)
-        assert raster.num_pixels == expected.sum()
-        if raster.mask is not None:
-            np.testing.assert_array_equal(raster.mask, expected)
-        as_polygon = Raster.of(poly(*(value for point in vertices(shape) for value in point)), resolution)
-        assert as_polygon.mask is not None
-        np.testing.assert_array_equal(as_polygon.mask, expected)
+        np.testing.assert_array_equal(unpacked(words_RW, resolution), expected)
+        assert num_pixels == expected.sum() == expected[y1:y2, x1:x2].sum()
+
+
+def test_boxes_alone_cover_the_pixels_that_they_cover_among_polygons() -> None:
+    generator = random.Random(8)
+    boxes = [shape for shape in (random_shape(generator) for _ in range(100)) if shape.kind is GeometryKind.BBOX]
+    alone, among = Rasters.of(boxes, 70), Rasters.of([*boxes, poly(0, 0, 9, 0, 9, 9)], 70)
+    assert alone.words_NRW is None and among.words_NRW is not None
+    np.testing.assert_array_equal(alone.num_pixels_N, among.num_pixels_N[:-1])
+    first, others = np.arange(len(boxes)), np.tile(np.arange(len(boxes)), (len(boxes), 1))
+    np.testing.assert_array_equal(alone.mask_iou(first, others), among.mask_iou(first, others))
+
+
+def test_a_canvas_wider_than_one_word_of_pixels_is_that_of_the_definition() -> None:
+    shape = poly(3, 5, 990, 40, 400, 500, 995, 980, 20, 900, 700, 450)
+    rasters = Rasters.of([shape], 130)
+    assert rasters.words_NRW is not None
+    np.testing.assert_array_equal(unpacked(rasters.words_NRW[0], 130), slow_mask(shape, 130))
 
 
 def test_mask_iou_is_the_ratio_of_the_rasters() -> None:
@@ -92,6 +113,15 @@ def test_coordinates_beyond_the_bins_are_clamped() -> None:
         (poly(0, 0, 8, 8, 8, 0, 0, 8), box(0, 0, 8, 8), 1 / 2),
         (box(10, 10, 10, 20), box(10, 10, 20, 20), 0.0),
         (box(10, 10, 10, 20), box(10, 10, 10, 30), 0.0),
+        # Without area: collinear on a slope that has no exact slope in floats, repeated vertices, a ring walked twice.
+        (poly(0, 0, 3, 1, 9, 3), poly(0, 0, 3, 1, 6, 2), 0.0),
+        (poly(0, 0, 3, 1, 9, 3), poly(9, 3, 0, 0, 3, 1), 1.0),
+        (poly(5, 5, 5, 5, 5, 5), box(5, 5, 5, 5), 1.0),
+        (poly(5, 5, 5, 5, 5, 5), box(5, 5, 5, 6), 0.0),
+        (poly(5, 5, 5, 5, 5, 5), box(0, 0, 9, 9), 0.0),
+        (poly(10, 10, 14, 10, 10, 14, 10, 10, 14, 10, 10, 14), poly(10, 10, 14, 10, 10, 14), 0.0),
+        # Vertices repeated within a ring change nothing.
+        (poly(10, 10, 10, 10, 14, 10, 14, 10, 10, 14), poly(10, 10, 14, 10, 10, 14), 1.0),
     ],
 )
 def test_small_shapes_are_compared_by_exact_area(a: GroundTruthObject, b: GroundTruthObject, expected: float) -> None:
@@ -109,6 +139,11 @@ def test_small_shapes_are_compared_by_exact_area(a: GroundTruthObject, b: Ground
         poly(5, 5, 5, 5, 5, 5),
         poly(1, 1, 2, 2, 3, 3),
         poly(7, 7, 9, 8, 8, 11),
+        poly(1, 1, 8, 9, 8, 1, 1, 9),
+        poly(0, 0, 999, 999, 999, 0, 0, 999),
+        poly(4, 4, 4, 4, 9, 4, 9, 4, 9, 9),
+        poly(3, 3, 900, 3, 3, 900, 3, 3, 900, 3, 3, 900),
+        *(box(500, 500, 500 + width, 500 + height) for width in range(4) for height in range(4)),
     ],
 )
 def test_identical_shapes_have_iou_1_at_any_size(shape: GroundTruthObject) -> None:
@@ -142,6 +177,41 @@ def test_exact_areas_agree_with_a_fine_grid() -> None:
         mask_a, mask_b = inside(a), inside(b)
         if (mask_a | mask_b).sum() > 2000:
             assert exact_iou(a, b) == pytest.approx((mask_a & mask_b).sum() / (mask_a | mask_b).sum(), abs=0.02)
+
+
+def slow_areas(a: list[Point], b: list[Point]) -> tuple[Fraction, Fraction]:
+    """Common area and union in fractions: slab after slab between the ordinates of all ends and crossings."""
+    edges = [[(p, q) if p[1] < q[1] else (q, p) for p, q in zip(ring, [*ring[1:], ring[0]], strict=True) if p[1] != q[1]] for ring in (a, b)]
+    levels = {Fraction(point[1]) for edge in edges[0] + edges[1] for point in edge}
+    for ((ax, ay), (bx, by)), ((cx, cy), (dx, dy)) in itertools.combinations(edges[0] + edges[1], 2):
+        if determinant := (bx - ax) * (dy - cy) - (by - ay) * (dx - cx):
+            y = ay + Fraction((by - ay) * ((cx - ax) * (dy - cy) - (cy - ay) * (dx - cx)), determinant)
+            if max(ay, cy) < y < min(by, dy):
+                levels.add(y)
+    common = union = Fraction(0)
+    for low, high in itertools.pairwise(sorted(levels)):
+        y = (low + high) / 2
+        crossings = [[ax + (y - ay) * Fraction(bx - ax, by - ay) for (ax, ay), (bx, by) in ring if ay < y < by] for ring in edges]
+        for left, right in itertools.pairwise(sorted(crossings[0] + crossings[1])):
+            inside = [sum(x <= left for x in ring) % 2 for ring in crossings]
+            common += all(inside) * (right - left) * (high - low)
+            union += any(inside) * (right - left) * (high - low)
+    return common, union
+
+
+def test_exact_areas_are_those_of_arithmetic_in_fractions() -> None:
+    generator = random.Random(9)
+    for _ in range(150):
+        a, b = (vertices(random_shape(generator, reach=generator.choice([3, 8, 999]))) for _ in range(2))
+        common, union = slow_areas(a, b)
+        assert exact_iou(a, b) == pytest.approx(float(common / union) if union else float(set(a) == set(b)), abs=1e-9)
+
+
+def test_a_long_tangle_is_compared_in_slabs_of_bounded_size() -> None:
+    generator = random.Random(10)
+    tangle = [(generator.randint(0, 15), generator.randint(0, 15)) for _ in range(150)]
+    assert exact_iou(tangle, tangle) == 1.0
+    assert 0.1 < exact_iou(tangle, [(0, 0), (15, 0), (15, 15), (0, 15)]) < 0.9
 
 
 def test_a_canvas_needs_pixels() -> None:

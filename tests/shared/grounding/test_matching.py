@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from shared.grounding.geometry import aabb, mask_iou
@@ -57,11 +58,21 @@ def test_the_assignment_has_the_least_cost_of_all() -> None:
         assert cost == pytest.approx(slow_match(predictions, ground_truth, gate=gate, fp_cost=fp_cost, fn_cost=fn_cost))
 
 
-def test_pairs_under_the_gate_are_rejected_before_the_assignment() -> None:
-    result = match_objects([guess(100, 100, 300, 300)], [truth(200, 200, 400, 400)])
-    assert result == MatchResult((), (0,), (0,), gating_rejections=1)
-    result = match_objects([guess(100, 100, 300, 300)], [truth(200, 200, 400, 400)], maskiou_gate=0.149)
-    assert [pair[:2] for pair in result.pairs] == [(0, 0)] and result.gating_rejections == 0
+def test_pre_assignment_gating_prevents_wrong_matches_and_triggers_fn_append() -> None:
+    predictions = [guess(100, 100, 300, 300), guess(900, 0, 950, 50), guess(600, 600, 700, 600, 600, 700)]
+    ground_truth = [truth(200, 200, 400, 400), truth(650, 650, 750, 650, 750, 750)]
+    result = match_objects(predictions, ground_truth)
+    assert result == MatchResult((), (0, 1, 2), (0, 1), gating_rejections=6)
+    result = match_objects(predictions, ground_truth, maskiou_gate=0.149)
+    assert [pair[:2] for pair in result.pairs] == [(0, 0)] and result.pairs[0].iou == pytest.approx(0.149359, abs=5e-7)
+    assert result.unmatched_ground_truth == (1,) and result.gating_rejections == 5
+
+
+def test_gating_comes_before_the_assignment() -> None:
+    # By cost alone 0 -> 1 (under the gate) and 1 -> 0 win together; a gate after the assignment would leave the worse pair 1 -> 0.
+    predictions, ground_truth = [guess(276, 0, 476, 500), guess(104, 0, 304, 500)], [truth(200, 0, 400, 500), truth(386, 0, 586, 500)]
+    assert [pair[:2] for pair in match_objects(predictions, ground_truth, maskiou_gate=0.0).pairs] == [(0, 1), (1, 0)]
+    assert [pair[:2] for pair in match_objects(predictions, ground_truth).pairs] == [(0, 0)]
 
 
 def test_names_do_not_matter() -> None:
@@ -89,6 +100,35 @@ def test_either_side_may_be_empty(num_predictions: int, num_ground_truth: int) -
 
 def test_degenerate_twins_are_matched() -> None:
     assert match_objects([guess(5, 5, 5, 9)], [truth(400, 400, 900, 900), truth(5, 5, 5, 9)], candidate_top_k=1).pairs == (MatchedPair(0, 1, 1.0),)
+
+
+@pytest.mark.parametrize("side", range(4))
+def test_identical_small_shapes_match_with_iou_1(side: int) -> None:
+    boxes = [(x, y, x + side, y + side) for x, y in itertools.product(range(0, 1000 - side, 197), repeat=2)]
+    bins = [*boxes, *((x1, y1, x2, y1, x2, y2) for x1, y1, x2, y2 in ((a + 40, b + 40, c + 40, d + 40) for a, b, c, d in boxes if c < 900 and d < 900))]
+    result = match_objects([guess(*values) for values in reversed(bins)], [truth(*values) for values in bins])
+    assert result.pairs == tuple(MatchedPair(index, len(bins) - 1 - index, 1.0) for index in range(len(bins)))
+
+
+def test_any_shape_a_model_may_write_is_matched_or_not_but_never_an_error() -> None:
+    generator = random.Random(13)
+
+    def odd_bins() -> tuple[int, ...]:
+        reach = generator.choice([0, 1, 3, 12, 999])
+        x, y = generator.randint(0, 999 - reach), generator.randint(0, 999 - reach)
+        points = [(x + generator.randint(0, reach), y + generator.randint(0, reach)) for _ in range(generator.randint(3, 8))]
+        if generator.random() < 0.3:
+            (x1, x2), (y1, y2) = (sorted(values[:2]) for values in zip(*points, strict=True))
+            return x1, y1, x2, y2
+        return tuple(value for point in points + points[: generator.randint(0, 3)] for value in point)
+
+    for _ in range(40):
+        predictions = [guess(*odd_bins()) for _ in range(generator.randint(1, 6))]
+        ground_truth = [truth(*odd_bins()) for _ in range(3)] + [truth(*prediction.bins) for prediction in predictions]
+        result = match_objects(predictions, ground_truth)
+        check_partition(result, len(predictions), len(ground_truth))
+        assert all(pair.iou == mask_iou(predictions[pair.prediction], ground_truth[pair.ground_truth]) for pair in result.pairs)
+        assert [pair.iou for pair in result.pairs] == [1.0] * len(predictions)
 
 
 def test_only_the_top_k_by_box_overlap_are_compared() -> None:
@@ -121,7 +161,8 @@ def test_candidates_are_by_overlap_then_by_distance_then_by_index() -> None:
         ground_truth = [truth(*random_bins(generator)) for _ in range(8)]
         ground_truth.append(ground_truth[generator.randrange(8)])  # ties
         for top_k in (1, 3, 20):
-            actual = [list(map(int, row)) for row in _candidates(predictions, ground_truth, top_k)]
+            boxes = [np.array([aabb(shape) for shape in shapes], dtype=np.int64) for shapes in (predictions, ground_truth)]
+            actual = _candidates(*boxes, top_k).tolist()
             assert actual == [slow_candidates(prediction, ground_truth, top_k) for prediction in predictions]
 
 
