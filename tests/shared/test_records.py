@@ -117,6 +117,23 @@ def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_r
     assert error.field == "objects[1].poly" and error.remedy == "write it as bbox_2d, or remove the object"
 
 
+def test_a_polygon_keeps_its_vertices_in_order_numbers_and_coord_tokens_alike() -> None:
+    given = [500, "<|coord_7|>", 999, 0, "<|coord_0|>", 999, 500, 7]
+    (found,) = load(row(objects=[{"poly": given, "desc": "dog"}])).objects
+    assert found == GroundTruthObject(GeometryKind.POLY, (500, 7, 999, 0, 0, 999, 500, 7), "dog")
+
+
+@pytest.mark.parametrize("num_values", [0, 2, 4, 5, 7, 9])
+def test_a_polygon_has_at_least_three_points_and_an_even_number_of_values(num_values: int) -> None:
+    error = refusal(row(objects=[{"poly": list(range(num_values)), "desc": "dog"}]))
+    assert error.field == "objects[0].poly" and f"has {num_values} values" in str(error) and "at least 3 points" in error.remedy
+
+
+def test_polygon_values_are_bins() -> None:
+    error = refusal(row(objects=[{"poly": [1, 2, 3, 4, 5, 1000], "desc": "dog"}]))
+    assert error.field == "objects[0].poly" and "value 5 is 1000" in str(error)
+
+
 UNSORTED = [
     {"bbox_2d": [5, 50, 60, 60], "desc": "c"},
     {"bbox_2d": [9, 10, 20, 20], "desc": "b"},
@@ -126,6 +143,15 @@ UNSORTED = [
 
 def test_objects_are_brought_into_reading_order() -> None:
     assert [object_.desc for object_ in load(row(objects=UNSORTED)).objects] == ["a", "b", "c"]
+
+
+def test_a_polygon_is_where_its_least_y_and_least_x_are_whatever_vertex_has_them() -> None:
+    box = {"bbox_2d": [300, 100, 400, 200], "desc": "box"}
+    right, left = ({"poly": [900, 100, x, 500, 900, 500], "desc": name} for x, name in ((301, "right"), (299, "left")))
+    above = {"poly": [800, 800, 900, 99, 990, 800], "desc": "above"}
+    ordered = load(row(objects=[right, box, left, above]))
+    assert [object_.desc for object_ in ordered.objects] == ["above", "left", "box", "right"]
+    assert load(row(objects=[above, left, box, right]), sort_objects=False).objects == ordered.objects
 
 
 def test_equal_places_keep_their_order() -> None:
