@@ -5,8 +5,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from launch import export_coco, import_coco
 from learner.samples import image_size
@@ -298,6 +301,25 @@ def test_there_and_back_everything_is_within_one_bin(source: Source, capsys: pyt
         # A bin is 99 / 999 of a pixel at most, on a picture of 100 x 80.
         assert result["bbox"] == pytest.approx(original["bbox"], abs=0.1)
         assert result["segmentation"][0] == pytest.approx(original["segmentation"][0], abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
+def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_annotations(source: Source, kind: str) -> None:
+    shapes = [([0, 0, 50, 80], [0, 0, 50, 0, 50, 80, 0, 80]), ([60, 10, 40, 30], [60, 10, 100, 10, 100, 40]), ([52, 50, 40, 25], [52, 75, 92, 75, 72, 50])]
+    for image_id in (5, 6):
+        given = [annotation(image_id, id=10 * image_id + i, category_id=(3, 1)[i % 2], bbox=b, segmentation=[s]) for i, (b, s) in enumerate(shapes, 1)]
+        source.image(image_id, *[{**one, "area": one["bbox"][2] * one["bbox"][3]} for one in given])
+    data, _ = source.convert(geometry="poly")
+    predictions = predictions_of(data, source.folder / "predictions.jsonl")
+    out = source.folder / "results.json"
+    export_coco.main([f"predictions={predictions}", f"categories={source.folder / 'out' / 'train.categories.json'}", f"out={out}"])
+    truth = COCO(source.folder / "annotations.json")
+    scored = COCOeval(truth, truth.loadRes(str(out)), kind)
+    scored.params.iouThrs = np.array([0.5, 0.9])
+    scored.evaluate()
+    scored.accumulate()
+    precision = scored.eval["precision"][:, :, :, 0, -1]
+    assert (precision[precision > -1] == 1).all() and (precision[:, :, :2] == 1).all()
 
 
 @pytest.mark.parametrize(
