@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from shared.grounding.entries import COORD_START, Entry, PlainFields, unescape
 from shared.grounding.members import Leaf, Members, Value, read_members
@@ -45,7 +46,7 @@ class _Response:
         # The codec is asked once per distinct token: a response repeats few of them over and over.
         pieces = {token_id: codec.piece_bytes(token_id) for token_id in set(kept)}
         bins = {token_id: bin for token_id in pieces if (bin := codec.coord_bin(token_id)) is not None}
-        parts = [pieces[token_id] for token_id in kept]
+        parts = list(map(pieces.__getitem__, kept))
         ends = list(accumulate(map(len, parts)))
         positions = [position for position, token_id in enumerate(kept) if token_id in bins]
         text, _, _ = b"".join(parts).partition(END_OF_TURN.encode())
@@ -76,8 +77,7 @@ class _Prefix:
     """Bytes of the response that are kept; 0 in the fallback."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(NamedTuple):
     """A valid value: its geometry and where things lie. The desc span is bytes, the positions are tokens."""
 
     kind: GeometryKind
@@ -96,7 +96,7 @@ def parse_rollout(token_ids: Sequence[int], codec: TokenCodec, *, geometry: froz
     if GeometryKind.BBOX not in geometry:
         raise ValueError(f"geometry {sorted(geometry)} lacks {GeometryKind.BBOX}; boxes are always read, add {GeometryKind.BBOX}")
     response = _Response.read(token_ids, codec)
-    container = scan_container(response.text) or Container((), closed=bool(response.text.strip()))
+    container = scan_container(response.text) or Container((), closed=bool(response.text.strip(b" \t\n\r")))
     prefix = _prefix(response, container.entries, codec)
     objects: list[ParsedObject] = []
     dropped: list[DroppedObject] = []

@@ -7,7 +7,7 @@ possessive or atomic (`entries` says in which form) and every offset only grows,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shared.grounding.entries import KEY_INDEX, SPACE, STRING_CHARACTERS, Entry, plain_entries, unescape
 
@@ -81,7 +81,7 @@ class _Scan:
 
     def _step(self) -> bool:
         """Takes the plain entries and the one symbol that follow; False at the end of the text."""
-        if self._last in (b"{", _OBJECT_VALUE):
+        if self._last == b"{" or self._position == self._lead:  # nothing since the opening or an entry
             self._take_plain_entries()
         lexeme = _lexeme(self._text, self._position)
         if lexeme is None:
@@ -105,7 +105,6 @@ class _Scan:
     def _take_plain_entries(self) -> None:
         plain, end = plain_entries(self._text, self._position, first=self._last == b"{")
         if plain:
-            self._drop_awaited(self._position)
             self.entries += plain
             self._brackets, self._earlier, self._last = 0, b":", _OBJECT_VALUE
             self._lead = self._position = end
@@ -120,7 +119,7 @@ class _Scan:
             return
         if symbol == _OBJECT_VALUE and not self._brackets:
             colon = (self._earlier, self._last) == (_ENTRY_KEY, b":")
-            self.entries.append(replace(self._awaited, value=(start, self._position), separated=self._awaited.separated and colon))
+            self.entries.append(self._awaited._replace(value=(start, self._position), separated=self._awaited.separated and colon))
             self._awaited, self._lead = None, self._position
         elif symbol == _ENTRY_KEY:
             self._drop_awaited(self._last_start if self._last == b"," else start)

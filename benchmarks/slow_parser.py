@@ -1,0 +1,416 @@
+"""`parse_rollout` written out character by character, as DESIGN 7.2 tells it: what the fast one is measured against and compared with.
+
+Nothing here is shared with the parser but the types of its answer. The text is a string with one character per byte.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
+from shared.records import ALL_GEOMETRY, GeometryKind
+from shared.tokens.vocabulary import TokenCodec
+
+SPACE = " \t\n\r"
+
+
+@dataclass
+class Symbol:
+    """One thing at the container's top level: a string, a nested object, a punctuation mark or a word."""
+
+    kind: str
+    start: int
+    end: int
+
+
+@dataclass
+class Leaf:
+    """A string, an unquoted coord token, or anything else that is no array and no object."""
+
+    start: int
+    end: int
+    quoted: bool
+    coord: int | None
+    """Token position, where this is a coord token."""
+
+
+@dataclass
+class Tokens:
+    """Token ids with what every token and every byte belongs to."""
+
+    ids: list[int]
+    text: str
+    owner: list[int]
+    """[byte]: its token."""
+    coords: dict[tuple[int, int], int]
+    """Byte span of each coord token: its position."""
+
+    @classmethod
+    def of(cls, ids: list[int], codec: TokenCodec) -> Tokens:
+        text, owner, coords = "", [], {}
+        for position, token_id in enumerate(ids):
+            piece = codec.piece_bytes(token_id).decode("latin-1")
+            if codec.coord_bin(token_id) is not None:
+                coords[len(text), len(text) + len(piece)] = position
+            text += piece
+            owner += [position] * len(piece)
+        return cls(ids, text, owner, coords)
+
+
+def slow_parse(token_ids: list[int], codec: TokenCodec, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> ParsedRollout:
+    ids: list[int] = []
+    for token_id in token_ids:
+        if token_id == codec.eos_token_id:
+            break
+        ids.append(token_id)
+    tokens = Tokens.of(ids, codec)
+    text = tokens.text.split("<|im_end|>")[0]
+    symbols, closed = read_symbols(text)
+    entries = read_entries(text, symbols, tokens)
+    for entry in reversed(entries):
+        if entry.value is not None:
+            kept = cut_tokens(tokens, text, entry.value.end, codec)
+            if kept is not None:
+                return answer(entries, kept, text[: entry.value.end], not closed, tokens, codec, geometry)
+    return ParsedRollout(tuple(codec.encode("{")), "{", (), (), None, truncated=not closed, fallback=True)
+
+
+def read_symbols(text: str) -> tuple[list[Symbol], bool]:
+    """The container's symbols, its own two braces among them, and whether it closed. Nothing, and True, where other text came first."""
+    symbols: list[Symbol] = []
+    depth, start, in_string, escaped = 0, 0, False, False
+    for position, character in enumerate(text):
+        if in_string:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == '"':
+                in_string = False
+                if depth == 1:
+                    symbols.append(Symbol('"', start, position + 1))
+        elif depth == 0:
+            if character == "{":
+                depth = 1
+                symbols.append(Symbol("{", position, position + 1))
+            elif character not in SPACE:
+                return [], True
+        elif character == '"':
+            in_string = True
+            start = position if depth == 1 else start
+        elif character == "{":
+            depth += 1
+            start = position if depth == 2 else start
+        elif character == "}":
+            depth -= 1
+            if depth < 2:
+                symbols.append(Symbol("{}", start, position + 1) if depth else Symbol("}", position, position + 1))
+            if depth == 0:
+                return symbols, True
+        elif depth == 1 and character in "[],:":
+            symbols.append(Symbol(character, position, position + 1))
+        elif depth == 1 and character not in SPACE:
+            symbols.append(Symbol("word", position, position + 1))
+    # `str.strip` would take more than JSON's space away.
+    return symbols, depth == 0 and any(character not in SPACE for character in text)
+
+
+@dataclass
+class Entry:
+    index: int
+    key: Symbol
+    sound: bool
+    """What stands in front of the key and between it and the value is as it has to be."""
+    value: Symbol | None
+
+
+def read_entries(text: str, symbols: list[Symbol], tokens: Tokens) -> list[Entry]:
+    entries: list[Entry] = []
+    keys = find_keys(text, symbols)
+    lead = 0  # the symbol that is to be the separator of the next entry
+    for number, (at, index) in enumerate(keys):
+        next_key = keys[number + 1][0] if number + 1 < len(keys) else None
+        sound = is_lead(text, symbols[lead:at], tokens)
+        brackets = 0
+        for i in range(at + 1, len(symbols)):
+            kind = symbols[i].kind
+            if i == next_key:
+                entries.append(Entry(index, symbols[at], False, None))
+                lead = i - 1 if symbols[i - 1].kind == "," else i
+                break
+            if kind == "{}" and brackets == 0:
+                entries.append(Entry(index, symbols[at], sound and i == at + 2 and symbols[at + 1].kind == ":", symbols[i]))
+                lead = i + 1
+                break
+            if kind == "}" or (kind == "," and brackets == 0):
+                entries.append(Entry(index, symbols[at], False, None))
+                lead = i
+                break
+            brackets = brackets + 1 if kind == "[" else max(brackets - 1, 0) if kind == "]" else brackets
+    return entries
+
+
+def find_keys(text: str, symbols: list[Symbol]) -> list[tuple[int, int]]:
+    """(symbol, n) of every `object_{n}` key at the top level."""
+    keys: list[tuple[int, int]] = []
+    brackets = 0
+    for i, symbol in enumerate(symbols):
+        if symbol.kind in "[]":
+            brackets = max(brackets + (1 if symbol.kind == "[" else -1), 0)
+        if symbol.kind != '"' or symbols[i - 1].kind == ":":
+            continue
+        index = key_index(text[symbol.start : symbol.end])
+        behind = next((character for character in text[symbol.end :] if character not in SPACE), "")
+        if index is not None and (behind == ":" or (symbols[i - 1].kind in ("{", ",", "{}") and brackets == 0)):
+            keys.append((i, index))
+            brackets = 0
+    return keys
+
+
+def key_index(quoted: str) -> int | None:
+    try:
+        key = json.loads(quoted)
+    except ValueError:
+        return None
+    digits = key.removeprefix("object_")
+    if digits == key or not 1 <= len(digits) <= 9 or any(digit not in "0123456789" for digit in digits) or (digits[0] == "0" and digits != "0"):
+        return None
+    return int(digits)
+
+
+def is_lead(text: str, lead: list[Symbol], tokens: Tokens) -> bool:
+    """One separator, or sound members of other keys between two."""
+    if not lead or lead[0].kind not in ("{", ","):
+        return False
+    if len(lead) == 1:
+        return True
+    if len(lead) == 2 or lead[-1].kind != ",":
+        return False
+    members = text[lead[0].end : lead[-1].start]
+    return is_utf8(members) and Reader("{" + members + "}", lead[0].end - 1, tokens).read_object() is not None
+
+
+class Reader:
+    """Strict JSON by recursive descent, in which coord tokens may stand without quotes. Every method leaves `at` behind what it read, or raises."""
+
+    def __init__(self, text: str, offset: int, tokens: Tokens) -> None:
+        self.text, self.offset, self.tokens = text, offset, tokens
+        self.at = 0
+        self.num_objects = 0
+
+    def read_object(self) -> list[tuple[str, object]] | None:
+        """The members of the object that the whole text is; None where it is not sound."""
+        try:
+            members = self.members()
+        except ValueError:
+            return None
+        return members if self.at == len(self.text) else None
+
+    def skip(self) -> str:
+        """The next character that is no space."""
+        while self.at < len(self.text) and self.text[self.at] in SPACE:
+            self.at += 1
+        return self.text[self.at] if self.at < len(self.text) else ""
+
+    def expect(self, character: str) -> None:
+        if self.skip() != character:
+            raise ValueError(character)
+        self.at += 1
+
+    def members(self) -> list[tuple[str, object]]:
+        self.num_objects += 1
+        self.expect("{")
+        members: list[tuple[str, object]] = []
+        while self.skip() != "}" or members:
+            key = self.string()
+            self.expect(":")
+            members.append((unescape(self.text[key.start - self.offset : key.end - self.offset]), self.value()))
+            if self.skip() == "}":
+                break
+            self.expect(",")
+        self.expect("}")
+        return members
+
+    def array(self) -> list[object]:
+        self.expect("[")
+        items: list[object] = []
+        while self.skip() != "]" or items:
+            items.append(self.value())
+            if self.skip() == "]":
+                break
+            self.expect(",")
+        self.expect("]")
+        return items
+
+    def value(self) -> object:
+        match self.skip():
+            case "{":
+                self.members()
+                return None
+            case "[":
+                return self.array()
+            case '"':
+                return self.string()
+            case _:
+                return self.bare()
+
+    def string(self) -> Leaf:
+        if self.skip() != '"':
+            raise ValueError
+        start = self.at + 1
+        self.at = start
+        while self.text[self.at : self.at + 1] != '"':
+            character = self.text[self.at : self.at + 1]
+            if character < " ":
+                raise ValueError
+            if character == "\\":
+                self.at += 1
+                escape = self.text[self.at : self.at + 1]
+                digits = self.text[self.at + 1 : self.at + 5]
+                if escape == "u" and len(digits) == 4 and all(digit in "0123456789abcdefABCDEF" for digit in digits):
+                    self.at += 4
+                elif escape == "" or escape not in '"\\/bfnrt':
+                    raise ValueError
+            self.at += 1
+        self.at += 1
+        return self.leaf(start, self.at - 1, quoted=True)
+
+    def bare(self) -> Leaf:
+        """A number, a word or a coord token: up to what cannot be part of one."""
+        start = self.at
+        while self.at < len(self.text) and self.text[self.at] not in SPACE + '",:[]{}':
+            self.at += 1
+        leaf = self.leaf(start, self.at, quoted=False)
+        if leaf.coord is None:
+            json.loads(self.text[start : self.at], parse_constant=refuse)
+        return leaf
+
+    def leaf(self, start: int, end: int, *, quoted: bool) -> Leaf:
+        span = start + self.offset, end + self.offset
+        return Leaf(*span, quoted, self.tokens.coords.get(span))
+
+
+def refuse(constant: str) -> object:
+    raise ValueError(constant)
+
+
+def unescape(raw: str) -> str:
+    text = raw.encode("latin-1").decode()
+    return json.loads(f'"{text}"', strict=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def is_utf8(text: str) -> bool:
+    try:
+        text.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def cut_tokens(tokens: Tokens, text: str, cut: int, codec: TokenCodec) -> tuple[list[int], int] | None:
+    """The prefix and how much of it is unchanged; None where the token that the cut falls into cannot be shortened."""
+    last = tokens.owner[cut - 1]
+    if cut == len(tokens.owner) or tokens.owner[cut] != last:
+        return tokens.ids[: last + 1], last + 1
+    start = cut
+    while start > 0 and tokens.owner[start - 1] == last:
+        start -= 1
+    needed = text[start:cut].encode("latin-1")
+    shorter = codec.encode(needed.decode(errors="replace"))
+    return (tokens.ids[:last] + shorter, last) if b"".join(map(codec.piece_bytes, shorter)) == needed else None
+
+
+def answer(
+    entries: list[Entry],
+    kept: tuple[list[int], int],
+    text: str,
+    truncated: bool,
+    tokens: Tokens,
+    codec: TokenCodec,
+    geometry: frozenset[GeometryKind],
+) -> ParsedRollout:
+    ids, num_unchanged = kept
+    prefix = Tokens.of(ids, codec)
+    objects: list[ParsedObject] = []
+    dropped: list[DroppedObject] = []
+    indices = nested_indices(text)
+    for entry in entries:
+        if entry.key.start >= len(text):
+            break
+        indices.append(entry.index)
+        key = f"object_{entry.index}"
+        judged = judge(entry, text, tokens, codec, geometry)
+        if isinstance(judged, DropReason):
+            dropped.append(DroppedObject(key, judged))
+            continue
+        assert entry.value is not None
+        kind, desc, leaf, coords, bins = judged
+        span = prefix.owner[entry.value.start], prefix.owner[entry.value.end - 1] + 1
+        desc_positions = tuple(range(prefix.owner[leaf.start], prefix.owner[leaf.end - 1] + 1))
+        objects.append(ParsedObject(key, entry.index, kind, desc, bins, coords, span, desc_positions))
+    shown = text.encode("latin-1").decode(errors="replace")
+    return ParsedRollout(tuple(ids), shown, tuple(objects), tuple(dropped), max(indices), truncated, False, num_unchanged)
+
+
+def nested_indices(text: str) -> list[int]:
+    """The n of every string `object_{n}`, unescaped as it is, with a colon behind it; at any depth."""
+    indices: list[int] = []
+    start: int | None = None
+    escaped = False
+    for position, character in enumerate(text):
+        if start is None:
+            start = position if character == '"' else None
+        elif escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character == '"':
+            behind = next((later for later in text[position + 1 :] if later not in SPACE), "")
+            quoted = text[start : position + 1]
+            index = None if "\\" in quoted else key_index(quoted)
+            indices += [index] if index is not None and behind == ":" else []
+            start = None
+    return indices
+
+
+Judged = tuple[GeometryKind, str, Leaf, tuple[int, ...], tuple[int, ...]]
+
+
+def judge(entry: Entry, text: str, tokens: Tokens, codec: TokenCodec, geometry: frozenset[GeometryKind]) -> Judged | DropReason:
+    if entry.value is None or not entry.sound:
+        return DropReason.MALFORMED
+    value = text[entry.value.start : entry.value.end]
+    reader = Reader(value, entry.value.start, tokens)
+    members = reader.read_object() if is_utf8(value) else None
+    if members is None:
+        return DropReason.MALFORMED
+    keys = [key for key, _ in members]
+    unknown = [item for key, item in members if key not in ("desc", "bbox_2d", "poly")]
+    if reader.num_objects > 1 or keys.count("desc") > 1 or {"bbox_2d", "poly"} <= set(keys):
+        return DropReason.KEY_INVALID
+    if unknown:
+        return DropReason.UNKNOWN_GEOM if len(unknown) == 1 and isinstance(unknown[0], list) else DropReason.KEY_INVALID
+    desc = next((item for key, item in members if key == "desc"), None)
+    if not isinstance(desc, Leaf) or not desc.quoted or not unescape(text[desc.start : desc.end]).strip():
+        return DropReason.MISSING_DESC
+    shapes = [(key, item) for key, item in members if key != "desc"]
+    arrays = [item for _, item in shapes if isinstance(item, list)]
+    if not arrays:
+        return DropReason.MISSING_GEOM
+    kind = GeometryKind(shapes[0][0])
+    flat = [[leaf for item in array for leaf in (item if kind is GeometryKind.POLY and isinstance(item, list) else [item])] for array in arrays]
+    if any(not isinstance(leaf, Leaf) or leaf.coord is None for array in flat for leaf in array):
+        return DropReason.NON_COORD_TOKEN
+    grouped = [item for item in arrays[0] if isinstance(item, list)]
+    if len(shapes) > 1 or (grouped and (len(grouped) < len(arrays[0]) or any(len(item) != 2 for item in grouped))):
+        return DropReason.WRONG_ARITY
+    coords = tuple(leaf.coord for leaf in flat[0] if isinstance(leaf, Leaf) and leaf.coord is not None)
+    if len(coords) != 4 if kind is GeometryKind.BBOX else len(coords) < 6 or len(coords) % 2:
+        return DropReason.WRONG_ARITY
+    bins = tuple(bin for position in coords if (bin := codec.coord_bin(tokens.ids[position])) is not None)
+    if kind is GeometryKind.BBOX and (bins[0] > bins[2] or bins[1] > bins[3]):
+        return DropReason.BBOX_INVALID
+    if kind not in geometry:
+        return DropReason.POLY_UNSUPPORTED
+    return kind, unescape(text[desc.start : desc.end]), desc, coords, bins
