@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from learner.objectives.interface import BoxSupervision, CoordSupervision, TextSupervision
+from learner.objectives.interface import BoxSupervision, CoordSupervision, Supervision, TextSupervision
 from learner.segments import Segment
 from learner.targets import Target, TextWeights, TokenRole
 
@@ -43,23 +43,21 @@ class SampledTokens(NamedTuple):
 
     at: torch.Tensor
     """int64 [K], into the N positions, ascending."""
-    ids: torch.Tensor
-    """int64 [K]"""
     logprobs: torch.Tensor
     """float32 [K]"""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One forward and everything that is asked of its logits. `logits[n]` predicts the row's token `positions_N[n] + 1`."""
+    """One forward and everything that is asked of its logits."""
 
     segments: tuple[Segment, ...]
     inputs: ModelInputs
     positions_N: torch.Tensor
     """int64, ascending: the row positions whose logits are needed."""
-    text: TextSupervision
-    coord: CoordSupervision
-    boxes: BoxSupervision
+    token_ids_N: torch.Tensor
+    """int64: the token that each of them predicts, the row's next."""
+    supervision: Supervision
     sampled: SampledTokens
 
     @property
@@ -67,14 +65,14 @@ class PackedRow:
         return self.inputs.input_ids.shape[1]
 
     def to(self, device: torch.device) -> PackedRow:
+        text, coord, boxes = self.supervision
         return PackedRow(
             self.segments,
             _to(self.inputs, device),
             self.positions_N.to(device),
-            text=_to(self.text, device),
-            coord=_to(self.coord, device),
-            boxes=_to(self.boxes, device),
-            sampled=_to(self.sampled, device),
+            self.token_ids_N.to(device),
+            Supervision(_to(text, device), _to(coord, device), _to(boxes, device)),
+            _to(self.sampled, device),
         )
 
 
@@ -98,25 +96,27 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_inde
     def index(row_positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.searchsorted(needed, row_positions))
 
+    inputs, positions_N = _model_inputs(segments, rope_index), torch.from_numpy(needed)
     return PackedRow(
-        segments=tuple(segments),
-        inputs=_model_inputs(segments, rope_index),
-        positions_N=torch.from_numpy(needed),
-        text=TextSupervision(
-            index(text_at),
-            torch.from_numpy(_concat(part.labels for part in text)),
-            torch.from_numpy(_concat((part.weights for part in text), np.float32)),
-            torch.from_numpy(_concat((part.gate_weights for part in text), np.float32)),
+        tuple(segments),
+        inputs,
+        positions_N,
+        inputs.input_ids[0, positions_N + 1],
+        Supervision(
+            TextSupervision(
+                index(text_at),
+                torch.from_numpy(_concat((part.weights for part in text), np.float32)),
+                torch.from_numpy(_concat((part.gate_weights for part in text), np.float32)),
+            ),
+            CoordSupervision(
+                index(coord_at),
+                torch.from_numpy(_concat((np.array(target.coord_targets, dtype=np.float32) for target in targets), np.float32)),
+                torch.from_numpy(_concat((_equal_weights(len(target.coord_positions)) for target in targets), np.float32)),
+            ),
+            _box_supervision(targets),
         ),
-        coord=CoordSupervision(
-            index(coord_at),
-            torch.from_numpy(_concat((np.array(target.coord_targets, dtype=np.float32) for target in targets), np.float32)),
-            torch.from_numpy(_concat((_equal_weights(len(target.coord_positions)) for target in targets), np.float32)),
-        ),
-        boxes=_box_supervision(targets),
-        sampled=SampledTokens(
+        SampledTokens(
             index(sampled_at),
-            torch.from_numpy(_concat(np.array(target.token_ids[:count], dtype=np.int64) for target, count in zip(targets, num_sampled, strict=True))),
             torch.from_numpy(_concat((np.array(target.sampled_logprobs, dtype=np.float32) for target in targets), np.float32)),
         ),
     )
@@ -125,7 +125,6 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_inde
 @dataclass(frozen=True, slots=True)
 class _TextSupervision:
     positions: np.ndarray
-    labels: np.ndarray
     weights: np.ndarray
     gate_weights: np.ndarray
 
@@ -134,8 +133,7 @@ def _text_supervision(target: Target, text_weights: TextWeights) -> _TextSupervi
     weights_L = text_weights.of(target.roles)
     gate_L = np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)
     positions = np.flatnonzero(weights_L)
-    labels = np.array(target.token_ids, dtype=np.int64)[positions]
-    return _TextSupervision(positions, labels, _mean_weights(weights_L)[positions], _mean_weights(gate_L)[positions])
+    return _TextSupervision(positions, _mean_weights(weights_L)[positions], _mean_weights(gate_L)[positions])
 
 
 def _mean_weights(weights_L: np.ndarray) -> np.ndarray:

@@ -46,6 +46,8 @@ class StepTally:
         """A row that was learned. Its losses are sums over segments, to be divided at the step's end."""
         for name, value in {"loss/total": result.loss, **result.terms}.items():
             self._losses[name] = self._losses[name] + value if name in self._losses else value
+        for name, mean in result.diagnostics.items():
+            self.totals.add_to_mean(name, mean.total, mean.num_slots)
         ages = [self._step - segment.step for segment in row.segments]
         self.num_segments += len(row.segments)
         self.totals.add("packing/num_rows", 1)

@@ -1,28 +1,22 @@
 """Forward and backward of one packed row, and the one optimizer update of a step.
 
-Shape legend: D hidden size, N positions whose logits are needed, V vocabulary, K sampled tokens to compare.
+Shape legend: D hidden size, N positions whose logits are needed, S coord slots, K sampled tokens to compare.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from learner.collate import PackedRow, SampledTokens
-from learner.objectives.coord_math import sampled_logprobs
-from learner.objectives.interface import CoordSupervision, Objective, TextSupervision
+from learner.collate import PackedRow
+from learner.logits import LOGIT_CHUNK, LogitsPass
+from learner.objectives.coord_math import Normalizer
+from learner.objectives.interface import ChannelObjectives, RowValues
 from shared.config.training import TrainingSection
 from shared.errors import LearnerError
-
-Indexed = TypeVar("Indexed", TextSupervision, CoordSupervision, SampledTokens)
-
-# Positions whose full-vocabulary logits exist at a time: 1,024 x 152,000 x 4 bytes is 0.6 GB.
-LOGIT_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +24,19 @@ class Sampling:
     """How the engine drew its tokens, for computing the same probabilities here."""
 
     temperature: float
+    """0: greedy, of which engines report the log-probability at temperature 1."""
     banned_ids: tuple[int, ...]
+
+    @property
+    def normalizer(self) -> Normalizer:
+        return Normalizer(self.temperature if self.temperature > 0 else 1.0, self.banned_ids)
+
+
+class SlotMean(NamedTuple):
+    """A mean over coord slots, in parts that add over rows."""
+
+    total: float
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,14 @@ class RowResult:
     """The row's part of the step's loss."""
     terms: dict[str, float]
     """`loss/...` metrics, to be summed over the rows of a step."""
+    diagnostics: dict[str, SlotMean]
+    """Metrics of the active diagnostics, of which nothing is learned."""
     sampled_logprobs_K: torch.Tensor
     """The learner's log-probabilities of the row's sampled tokens, on the CPU."""
 
 
-def backward_row(model: Any, row: PackedRow, objectives: Sequence[Objective], sampling: Sampling) -> RowResult:
-    """Add the row's gradient. Logits exist only at supervised and compared positions, a chunk at a time."""
+def backward_row(model: Any, row: PackedRow, objectives: ChannelObjectives, sampling: Sampling, *, logit_chunk: int = LOGIT_CHUNK) -> RowResult:
+    """Add the row's gradient. Logits exist only at supervised and compared positions, `logit_chunk` of them at a time."""
     inputs = row.inputs
     output = model.model(
         input_ids=inputs.input_ids,
@@ -55,33 +63,25 @@ def backward_row(model: Any, row: PackedRow, objectives: Sequence[Objective], sa
         image_grid_thw=inputs.image_grid_thw,
         use_cache=False,
     )
-    hidden_ND = output.last_hidden_state[0, row.positions_N]
-    banned_ids = torch.tensor(sampling.banned_ids, dtype=torch.long, device=hidden_ND.device)
-
-    def chunk(chunk_ND: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(loss, terms, log-probabilities of sampled tokens) of the positions from `start`."""
-        stop = start + len(chunk_ND)
-        logits_NV = model.lm_head(chunk_ND).float()
-        text, coord, sampled = _between(row.text, start, stop), _between(row.coord, start, stop), _between(row.sampled, start, stop)
-        losses = [objective(logits_NV, text, coord) for objective in objectives]
-        with torch.no_grad():
-            logprobs = sampled_logprobs(logits_NV[sampled.at], sampled.ids, temperature=sampling.temperature, banned_ids=banned_ids)
-        return torch.stack([loss for loss, _ in losses]).sum(), torch.stack([term for _, terms in losses for term in terms]), logprobs
-
-    # The logits of a chunk are computed again in its backward, so that no two chunks' exist at once.
-    results = [checkpoint(chunk, hidden_ND[start : start + LOGIT_CHUNK], start, use_reentrant=False) for start in range(0, max(1, len(hidden_ND)), LOGIT_CHUNK)]
-    loss = torch.stack([result[0] for result in results]).sum()
+    read = LogitsPass(model.lm_head, objectives.coord_ids_C, objectives.needs, sampling.normalizer, logit_chunk)
+    values = read(output.last_hidden_state[0, row.positions_N], row)
+    losses = [objective(values, row.supervision) for objective in objectives.objectives]
+    # So that a row without supervised slots or text has a gradient too, of zero.
+    nothing = 0.0 * values.coord_logits_SC.sum()
+    loss = torch.stack([nothing, *(part.loss for part in losses)]).sum()
     loss.backward()
-    names = [f"loss/{name}" for objective in objectives for name in objective.term_names]
-    terms = torch.stack([result[1] for result in results]).sum(0).tolist()
-    return RowResult(loss.item(), dict(zip(names, terms, strict=True)), torch.cat([result[2] for result in results]).cpu())
+    names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
+    terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)]).tolist()[1:]
+    return RowResult(loss.item(), dict(zip(names, terms, strict=True)), _diagnose(objectives, values, row), values.sampled_logprobs_K.detach().cpu())
 
 
-def _between(columns: Indexed, start: int, stop: int) -> Indexed:
-    """The rows at positions `start .. stop`, counted from `start`."""
-    inside = (columns.at >= start) & (columns.at < stop)
-    kept = type(columns)(*(column[inside] for column in columns))
-    return kept._replace(at=kept.at - start)
+@torch.no_grad()
+def _diagnose(objectives: ChannelObjectives, values: RowValues, row: PackedRow) -> dict[str, SlotMean]:
+    means = {}
+    for diagnostic in objectives.diagnostics:
+        for name, value_S in zip(diagnostic.names, diagnostic(values, row.supervision), strict=True):
+            means[name] = SlotMean(value_S.sum().item(), len(value_S))
+    return means
 
 
 @dataclass(frozen=True, slots=True)

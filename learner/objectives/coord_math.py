@@ -1,14 +1,19 @@
-"""Losses over coord logits, and every numeric fence of the project (DESIGN 8).
+"""Losses over logits, and every numeric fence of the project (DESIGN 8).
 
 Training, diagnostics and evaluation call these functions, so that NaN, infinities, temperature and clamps mean the same everywhere.
 
-Shape legend: S coord slots, T text tokens, C the 1,000 coord bins, V the vocabulary.
+Shape legend: N positions, P positions whose coord logits are wanted, S coord slots, T text tokens, B boxes, C the 1,000 coord bins, V the vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from shared.tokens.vocabulary import NUM_BINS
 
@@ -16,12 +21,146 @@ from shared.tokens.vocabulary import NUM_BINS
 _LOGIT_LIMIT = 1.0e4
 _TEMPERATURE_FLOOR = 1.0e-3
 _PROBABILITY_FLOOR = 1.0e-6
+_SIGMA_FLOOR = 1.0e-3
+# A tenth of a bin, of coordinates in [0, 1]: boxes thinner than that have no overlap and no aspect that a float32 could tell.
+_SIDE_FLOOR = 1.0e-4
+_TOP = 5
 
 
 def _fenced(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """float32 logits over a floored temperature; NaN becomes 0, infinities and outliers the limit."""
-    finite = torch.nan_to_num(logits.float(), nan=0.0, posinf=_LOGIT_LIMIT, neginf=-_LOGIT_LIMIT)
-    return finite.clamp(-_LOGIT_LIMIT, _LOGIT_LIMIT) / max(temperature, _TEMPERATURE_FLOOR)
+    """A float32 copy of the logits over a floored temperature; NaN becomes 0, infinities and outliers the limit, and these get no gradient."""
+    # In place on the copy: over a whole vocabulary every temporary is a large one.
+    finite = logits.to(torch.float32, copy=True).nan_to_num_(nan=0.0, posinf=_LOGIT_LIMIT, neginf=-_LOGIT_LIMIT).clamp_(-_LOGIT_LIMIT, _LOGIT_LIMIT)
+    return finite.div_(max(temperature, _TEMPERATURE_FLOOR))
+
+
+# Of the whole vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Normalizer:
+    """Under what the probabilities of a position add to 1."""
+
+    temperature: float = 1.0
+    excluded_ids: tuple[int, ...] = ()
+    """Token ids of probability 0."""
+
+
+class LogitReading(NamedTuple):
+    """What is kept of full-vocabulary logits. Float32, finite."""
+
+    token_logits_N: torch.Tensor
+    """The logit of each position's token."""
+    coord_logits_PC: torch.Tensor
+    log_normalizers_N: tuple[torch.Tensor, ...]
+    """`logsumexp(logits / T)` without the excluded ids, in the order asked."""
+
+
+def read_logits(
+    logits_NV: torch.Tensor, token_ids_N: torch.Tensor, coord_at_P: torch.Tensor, coord_ids_C: torch.Tensor, normalizers: tuple[Normalizer, ...]
+) -> LogitReading:
+    """Everything that any loss needs of full-vocabulary logits, with at most two float32 copies of them alive, one of them the gradient.
+
+    Args:
+        logits_NV: any float type.
+        token_ids_N: int64, a token per position.
+        coord_at_P: int64, positions without repetition.
+        coord_ids_C: int64, the token id of each bin.
+    """
+    token_logits_N, coord_logits_PC, *log_normalizers = _ReadLogits.apply(logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers)
+    return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers))
+
+
+class _ReadLogits(torch.autograd.Function):
+    """By hand, because autograd would hold a copy per operation, and would add the parts of a bfloat16 gradient in bfloat16."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: torch.Tensor,
+        token_ids_N: torch.Tensor,
+        coord_at_P: torch.Tensor,
+        coord_ids_C: torch.Tensor,
+        normalizers: tuple[Normalizer, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        log_normalizers = tuple(_log_normalizer(logits_NV, normalizer) for normalizer in normalizers)
+        ctx.normalizers = normalizers
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers)
+        tokens_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0]
+        return _fenced(tokens_N), _fenced(logits_NV[coord_at_P[:, None], coord_ids_C]), *log_normalizers
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tokens_N: torch.Tensor | None, coord_PC: torch.Tensor | None, *normalizers_N: torch.Tensor | None) -> tuple[Any, ...]:
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers = ctx.saved_tensors
+        total_NV: torch.Tensor | None = None
+        for normalizer, log_normalizer_N, gradient_N in zip(ctx.normalizers, log_normalizers, normalizers_N, strict=True):
+            if gradient_N is not None:
+                share_NV = _logits_under(logits_NV, normalizer).sub_(log_normalizer_N[:, None]).exp_()
+                share_NV.mul_((gradient_N / max(normalizer.temperature, _TEMPERATURE_FLOOR))[:, None])
+                total_NV = share_NV if total_NV is None else total_NV.add_(share_NV)
+        if total_NV is None:
+            total_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
+        if tokens_N is not None:
+            total_NV.scatter_add_(1, token_ids_N[:, None], tokens_N[:, None])
+        if coord_PC is not None:
+            total_NV[coord_at_P[:, None], coord_ids_C] += coord_PC
+        # The fence passes no gradient where it replaced the logit.
+        within_NV = logits_NV <= _LOGIT_LIMIT
+        within_NV &= logits_NV >= -_LOGIT_LIMIT
+        return total_NV.mul_(within_NV).to(logits_NV.dtype), None, None, None, None
+
+
+def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
+    scaled_NV = _fenced(logits_NV, normalizer.temperature)
+    if normalizer.excluded_ids:
+        scaled_NV[:, torch.tensor(normalizer.excluded_ids, device=scaled_NV.device)] = -math.inf
+    return scaled_NV
+
+
+def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
+    """`torch.logsumexp` without its two temporaries."""
+    scaled_NV = _logits_under(logits_NV, normalizer)
+    largest_N = scaled_NV.amax(-1)
+    return scaled_NV.sub_(largest_N[:, None]).exp_().sum(-1).log_().add_(largest_N)
+
+
+def token_logprobs(token_logits_N: torch.Tensor, log_normalizer_N: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probability of each position's token, from a `LogitReading`: [N]. Its negative is the cross-entropy."""
+    return _fenced(token_logits_N, temperature) - log_normalizer_N
+
+
+def mass_leak(log_normalizer_S: torch.Tensor, coord_logits_SC: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """`logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`: [S], at least 0, minus log of the probability on the coord vocabulary."""
+    return (log_normalizer_S - torch.logsumexp(_fenced(coord_logits_SC, temperature), dim=-1)).clamp_min(0.0)
+
+
+def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
+    """`-log(1 - p)`, `1 - p` not under 1e-6, of the coord vocabulary's probability `p = exp(-leak)`: [T]."""
+    # Either form is exact on its own side; the clamps keep the other's gradient finite, which `where` multiplies by 0.
+    rest_T = (-torch.expm1(-leak_T)).clamp_min(_PROBABILITY_FLOOR)
+    return torch.where(leak_T < math.log(2.0), -torch.log(rest_T), -torch.log1p(-torch.exp(-leak_T).clamp_max(0.5)))
+
+
+def coord_mass(leak_S: torch.Tensor) -> torch.Tensor:
+    """Probability on the coord vocabulary, from its leak: [S], 0..1."""
+    return torch.exp(-leak_S)
+
+
+def gate_mass_leak(logits_SV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """`logsumexp(all / T) - logsumexp(coord / T)`, minus log of the probability on the coord vocabulary: [S], at least 0."""
+    every_S = torch.arange(len(logits_SV), device=logits_SV.device)
+    reading = read_logits(logits_SV, torch.zeros_like(every_S), every_S, coord_ids_C, (Normalizer(temperature),))
+    return mass_leak(reading.log_normalizers_N[0], reading.coord_logits_PC, temperature=temperature)
+
+
+def text_gate(logits_TV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """`-log(1 - p_coord)` with `1 - p_coord` not under 1e-6: [T], what coord tokens take from text positions."""
+    return gate_of_leak(gate_mass_leak(logits_TV, coord_ids_C, temperature=temperature))
+
+
+# Of the coord vocabulary
 
 
 def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) -> torch.Tensor:
@@ -30,16 +169,18 @@ def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) ->
     Args:
         bins_S: the bins aimed at; integers or, from optimal transport, fractions.
         sigma: width in bins, above 0.
-        truncate: half-width in bins; None: no truncation.
+        truncate: half-width in bins; None: no truncation. The nearest bin always stays, so that a fraction with 0 has a target.
 
     Returns:
         float32 [S, 1000].
     """
     distance_SC = torch.arange(NUM_BINS, device=bins_S.device, dtype=torch.float32)[None, :] - bins_S.float()[:, None]
-    weight_SC = torch.exp(-0.5 * (distance_SC / sigma) ** 2)
+    log_weight_SC = -0.5 * (distance_SC / max(sigma, _SIGMA_FLOOR)) ** 2
     if truncate is not None:
-        weight_SC = weight_SC.masked_fill(distance_SC.abs() > truncate, 0.0)
-    return weight_SC / weight_SC.sum(-1, keepdim=True)
+        outside_SC = (distance_SC.abs() > truncate).scatter_(1, nearest_bins(bins_S)[:, None], False)
+        log_weight_SC = log_weight_SC.masked_fill_(outside_SC, -math.inf)
+    # A softmax: a small sigma between two bins would underflow to 0 / 0.
+    return torch.softmax(log_weight_SC, dim=-1)
 
 
 def nearest_bins(targets_S: torch.Tensor) -> torch.Tensor:
@@ -63,25 +204,63 @@ def wasserstein1(coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, tem
     return (p_SC - targets_SC).cumsum(-1).abs().sum(-1) / (NUM_BINS - 1)
 
 
-def gate_mass_leak(logits_SV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """`logsumexp(all / T) - logsumexp(coord / T)`, minus log of the probability on the coord vocabulary: [S], at least 0."""
-    scaled_SV = _fenced(logits_SV, temperature)
-    return torch.logsumexp(scaled_SV, dim=-1) - torch.logsumexp(scaled_SV[:, coord_ids_C], dim=-1)
+def expected_coordinate(coord_logits_SC: torch.Tensor) -> torch.Tensor:
+    """`sum_k p_k k / 999` at temperature 1: [S], in [0, 1]."""
+    fraction_C = torch.arange(NUM_BINS, device=coord_logits_SC.device, dtype=torch.float32) / (NUM_BINS - 1)
+    return (torch.softmax(_fenced(coord_logits_SC), dim=-1) * fraction_C).sum(-1).clamp(0.0, 1.0)
 
 
-def text_gate(logits_TV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """`-log(1 - p_coord)` with `1 - p_coord` not under 1e-6: [T], what coord tokens take from text positions."""
-    log_p_coord_T = -gate_mass_leak(logits_TV, coord_ids_C, temperature=temperature)
-    return -torch.log((-torch.expm1(log_p_coord_T)).clamp_min(_PROBABILITY_FLOOR))
+def expected_bin_error(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
+    """`|E[k] - target|` in bins: [S]."""
+    return (expected_coordinate(coord_logits_SC) * (NUM_BINS - 1) - targets_S).abs()
 
 
-def token_cross_entropy(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy over the whole vocabulary: [T]."""
-    return F.cross_entropy(_fenced(logits_TV), labels_T, reduction="none")
+def top5_hits(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
+    """Whether the target's nearest bin is among the 5 most probable: bool [S]. Of equal logits the lower bin comes first."""
+    logits_SC, aim_S1 = _fenced(coord_logits_SC), nearest_bins(targets_S)[:, None]
+    at_aim_S1 = logits_SC.gather(1, aim_S1)
+    lower_SC = torch.arange(NUM_BINS, device=logits_SC.device)[None, :] < aim_S1
+    return ((logits_SC > at_aim_S1) | ((logits_SC == at_aim_S1) & lower_SC)).sum(-1) < _TOP
 
 
-def sampled_logprobs(logits_TV: torch.Tensor, token_ids_T: torch.Tensor, *, temperature: float, banned_ids: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each sampled token as the engine computes it: temperature (0 counts as 1), banned ids taken out: [T]."""
-    scaled_TV = _fenced(logits_TV, temperature if temperature > 0 else 1.0)
-    scaled_TV = scaled_TV.index_fill(1, banned_ids, -_LOGIT_LIMIT / _TEMPERATURE_FLOOR)
-    return torch.log_softmax(scaled_TV, dim=-1).gather(1, token_ids_T[:, None])[:, 0]
+# Of boxes, x1 y1 x2 y2 in [0, 1]
+
+
+def canonical_boxes(boxes_B4: torch.Tensor) -> torch.Tensor:
+    """The same boxes with x1 <= x2 and y1 <= y2."""
+    first_B2, second_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
+    return torch.cat([torch.minimum(first_B2, second_B2), torch.maximum(first_B2, second_B2)], dim=1)
+
+
+def smooth_l1(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
+    """Smooth-L1 with beta 1, mean over the four coordinates: [B]."""
+    return F.smooth_l1_loss(boxes_B4, targets_B4, beta=1.0, reduction="none").mean(-1)
+
+
+def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
+    """Complete IoU of canonical boxes (Zheng et al. 2020, Distance-IoU Loss, AAAI): [B], `IoU - d^2 / c^2 - alpha v`, at most 1.
+
+    `d` is the distance of the centres, `c` the diagonal of the enclosing box, `v = 4 / pi^2 (atan(w_t / h_t) - atan(w / h))^2`, and
+    `alpha = v / (1 - IoU + v)` a constant to the gradient, as in the paper. A side under 1e-4 counts as 1e-4 about its centre, so that
+    degenerate boxes have finite values and gradients, and identical ones a CIoU of 1.
+    """
+    a_low_B2, a_high_B2 = _thickened(boxes_B4)
+    b_low_B2, b_high_B2 = _thickened(targets_B4)
+    a_sides_B2, b_sides_B2 = a_high_B2 - a_low_B2, b_high_B2 - b_low_B2
+    overlap_B2 = (torch.minimum(a_high_B2, b_high_B2) - torch.maximum(a_low_B2, b_low_B2)).clamp_min(0.0)
+    overlap_B = overlap_B2[:, 0] * overlap_B2[:, 1]
+    iou_B = overlap_B / (a_sides_B2[:, 0] * a_sides_B2[:, 1] + b_sides_B2[:, 0] * b_sides_B2[:, 1] - overlap_B)
+    enclosing_B2 = torch.maximum(a_high_B2, b_high_B2) - torch.minimum(a_low_B2, b_low_B2)
+    between_B2 = (a_low_B2 + a_high_B2 - b_low_B2 - b_high_B2) / 2
+    distance_B = (between_B2**2).sum(-1) / (enclosing_B2**2).sum(-1)
+    v_B = 4 / math.pi**2 * (torch.atan(b_sides_B2[:, 0] / b_sides_B2[:, 1]) - torch.atan(a_sides_B2[:, 0] / a_sides_B2[:, 1])) ** 2
+    with torch.no_grad():
+        alpha_B = v_B / (1 - iou_B + v_B).clamp_min(_PROBABILITY_FLOOR)
+    return iou_B - distance_B - alpha_B * v_B
+
+
+def _thickened(boxes_B4: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Low and high corners, [B, 2] each, of boxes with sides of at least the floor."""
+    low_B2, high_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
+    thin_B2, centre_B2 = high_B2 - low_B2 < _SIDE_FLOOR, (low_B2 + high_B2) / 2
+    return torch.where(thin_B2, centre_B2 - _SIDE_FLOOR / 2, low_B2), torch.where(thin_B2, centre_B2 + _SIDE_FLOOR / 2, high_B2)

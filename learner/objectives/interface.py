@@ -1,13 +1,16 @@
 """What an objective sees and what it answers.
 
-Every term is a weighted sum over positions. The weights already hold the mean within a segment (DESIGN 5, decision 6), so a term of a row, or of a
-chunk of a row, adds to the others, and packing cannot change the step's loss: that sum over its segments, divided once at the step's end.
+Every term is a weighted sum over a row's positions. The weights already hold the means within a segment, so that the terms of rows add
+and packing cannot change a step's loss (DESIGN 5, decision 6).
 
-Shape legend: N positions whose logits are there, X of them text, S of them coord slots, V the vocabulary.
+Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them predict sampled tokens, B boxes, C the 1,000 coord bins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,10 +21,8 @@ class TextSupervision(NamedTuple):
 
     at: torch.Tensor
     """int64 [X], into the N positions, ascending."""
-    labels: torch.Tensor
-    """int64 [X]"""
     weight: torch.Tensor
-    """float32 [X]: token weight / the segment's sum of token weights."""
+    """float32 [X]: token weight / segment's sum of token weights."""
     gate_weight: torch.Tensor
     """float32 [X]: the same over the segment's text tokens without closing brace and EOS, where it is 0."""
 
@@ -46,6 +47,56 @@ class BoxSupervision(NamedTuple):
     """float32 [B]: 1 / boxes of the segment."""
 
 
+class Supervision(NamedTuple):
+    """What a row's objectives are about."""
+
+    text: TextSupervision
+    coord: CoordSupervision
+    boxes: BoxSupervision
+
+
+@dataclass(frozen=True, slots=True)
+class LogitNeeds:
+    """What is asked of the whole vocabulary beside the coord logits. What nobody asks for is not computed."""
+
+    text_ce: bool = False
+    text_gate: float | None = None
+    """The gate's temperature; None: not asked."""
+    coord_gate: float | None = None
+    """The gate's temperature; None: not asked."""
+    coord_mass: bool = False
+
+    def __or__(self, other: LogitNeeds) -> LogitNeeds:
+        return LogitNeeds(
+            self.text_ce or other.text_ce,
+            _asked(self.text_gate, other.text_gate),
+            _asked(self.coord_gate, other.coord_gate),
+            self.coord_mass or other.coord_mass,
+        )
+
+
+def _asked(one: float | None, other: float | None) -> float | None:
+    assert one is None or other is None or one == other, "a module is active once per channel"
+    return other if one is None else one
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """What a row's logits are reduced to: float32, differentiable, finite; None where not asked."""
+
+    text_ce_X: torch.Tensor | None
+    """Cross-entropy over the whole vocabulary, in nats."""
+    text_gate_X: torch.Tensor | None
+    """`-log(1 - p_coord)`"""
+    coord_logits_SC: torch.Tensor
+    coord_gate_S: torch.Tensor | None
+    """`-log p_coord`"""
+    coord_mass_S: torch.Tensor | None
+    """`p_coord` at temperature 1."""
+    sampled_logprobs_K: torch.Tensor
+    """Of the tokens an engine sampled, under the probabilities it sampled from."""
+
+
 class ObjectiveLoss(NamedTuple):
     loss: torch.Tensor
     """Scalar, the module's own weight included."""
@@ -59,4 +110,36 @@ class Objective(Protocol):
         """`module.term`, with the terms' names of DESIGN section 8."""
         ...
 
-    def __call__(self, logits_NV: torch.Tensor, text: TextSupervision, coord: CoordSupervision) -> ObjectiveLoss: ...
+    @property
+    def needs(self) -> LogitNeeds: ...
+
+    def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss: ...
+
+
+class Diagnostic(Protocol):
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Metrics of the step."""
+        ...
+
+    @property
+    def needs(self) -> LogitNeeds: ...
+
+    def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
+        """A value per slot for each name, [S]: the step's metric is their mean over all slots of its rows. Called without gradient."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelObjectives:
+    """What the rows of one channel are learned from and measured by."""
+
+    objectives: tuple[Objective, ...]
+    diagnostics: tuple[Diagnostic, ...]
+    coord_ids_C: torch.Tensor
+    """int64, the token id of each bin."""
+
+    @property
+    def needs(self) -> LogitNeeds:
+        modules: Iterable[Objective | Diagnostic] = (*self.objectives, *self.diagnostics)
+        return reduce(LogitNeeds.__or__, (module.needs for module in modules), LogitNeeds())

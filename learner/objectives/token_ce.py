@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from learner.objectives.coord_math import token_cross_entropy
-from learner.objectives.interface import CoordSupervision, ObjectiveLoss, TextSupervision
+from learner.objectives.interface import LogitNeeds, ObjectiveLoss, RowValues, Supervision
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +12,11 @@ class TokenCE:
     weight: float
     term_names: tuple[str, ...] = ("token_ce",)
 
-    def __call__(self, logits_NV: torch.Tensor, text: TextSupervision, coord: CoordSupervision) -> ObjectiveLoss:
-        ce = (text.weight * token_cross_entropy(logits_NV[text.at], text.labels)).sum()
+    @property
+    def needs(self) -> LogitNeeds:
+        return LogitNeeds(text_ce=True)
+
+    def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
+        assert values.text_ce_X is not None
+        ce = (supervision.text.weight * values.text_ce_X).sum()
         return ObjectiveLoss(self.weight * ce, (ce.detach(),))

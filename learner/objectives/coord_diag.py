@@ -1,0 +1,28 @@
+"""`coord_diag`: how well the coord slots' distributions point, logged and not learned from (DESIGN 8). The functions are those of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from learner.objectives import coord_math
+from learner.objectives.interface import LogitNeeds, RowValues, Supervision
+
+
+@dataclass(frozen=True, slots=True)
+class CoordDiag:
+    names: tuple[str, ...] = ("coord_diag/expected_bin_error", "coord_diag/top5_accuracy", "coord_diag/coord_mass")
+
+    @property
+    def needs(self) -> LogitNeeds:
+        return LogitNeeds(coord_mass=True)
+
+    def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
+        assert values.coord_mass_S is not None
+        logits_SC, targets_S = values.coord_logits_SC, supervision.coord.targets
+        return (
+            coord_math.expected_bin_error(logits_SC, targets_S),
+            coord_math.top5_hits(logits_SC, targets_S).float(),
+            values.coord_mass_S,
+        )
