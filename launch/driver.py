@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from launch.telemetry import Telemetry
-from shared.evaluation import DetectionCounts
-from shared.metrics import EvaluationReport, StepReport
+from shared.evaluation import Evaluation, Scene
+from shared.metrics import StepReport
 from shared.schedule import RunSchedule, StepPlan
 from shared.weight_sync import SendsWeights, TakesWeights, sync_weights
 
@@ -16,14 +16,19 @@ Queue = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 """`one_ahead` or `one_at_a_time`."""
 
 
-class DrivesLearner(SendsWeights, Protocol):
+class HoldsOut(Protocol):
+    """Who has the held-out samples; requests and rollouts are references."""
+
+    def held_out_requests(self, step: int) -> list[Any]: ...
+    def score(self, done: Any) -> list[Scene]: ...
+
+
+class DrivesLearner(HoldsOut, SendsWeights, Protocol):
     """The learner as the driver sees it; requests and rollouts are references."""
 
     def next_requests(self, plan: StepPlan) -> list[Any]: ...
     def accumulate(self, done: Any) -> None: ...
     def finish_step(self) -> StepReport: ...
-    def held_out_requests(self, step: int) -> list[Any]: ...
-    def score(self, done: Any) -> DetectionCounts: ...
 
 
 class DrivesRollouts(TakesWeights, Protocol):
@@ -52,10 +57,10 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
         telemetry.evaluation(evaluate(learner, rollouts, schedule.max_steps, queue))
 
 
-def evaluate(learner: DrivesLearner, rollouts: DrivesRollouts, step: int, queue: Queue) -> EvaluationReport:
-    """The held-out report with the weights the actors serve now."""
-    started_s, counts = time.monotonic(), DetectionCounts()
-    requests = learner.held_out_requests(step)
-    for done in queue(rollouts.generate, rollouts.split(requests)):
-        counts = counts + learner.score(done)
-    return EvaluationReport(step, rollouts.version, len(requests), counts, wall_s=time.monotonic() - started_s)
+def evaluate(held_out: HoldsOut, rollouts: DrivesRollouts, step: int, queue: Queue) -> Evaluation:
+    """What the actors find on the held-out samples with the weights that they serve now."""
+    scenes: list[Scene] = []
+    started_s = time.monotonic()
+    for done in queue(rollouts.generate, rollouts.split(held_out.held_out_requests(step))):
+        scenes += held_out.score(done)
+    return Evaluation(step, rollouts.version, tuple(scenes), wall_s=time.monotonic() - started_s)

@@ -14,12 +14,15 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from launch.report import make_report
+from launch.report_folder import write_report
 from shared.config import RunConfig
 from shared.config.derive import BatchAlgebra
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
+from shared.evaluation import Evaluation
 from shared.metric_table import BY_NAME
-from shared.metrics import EvaluationReport, StepReport
+from shared.metrics import StepReport
 from shared.rollouts import SyncReport
 from shared.schedule import StepPlan
 from shared.timeline import Span, TraceWriter
@@ -34,6 +37,15 @@ class StepRecord:
     plan: StepPlan
     report: StepReport | None = None
     sync: SyncReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutF1:
+    """What the run's closing line says of a report."""
+
+    step: int | None
+    iou_threshold: float
+    f1: float
 
 
 class Telemetry:
@@ -61,7 +73,7 @@ class Telemetry:
         except OSError as error:
             raise StorageError(str(folder), str(error)) from error
         self._actors: tuple[str, ...] = ()
-        self.evaluations: list[EvaluationReport] = []
+        self.evaluations: list[HeldOutF1] = []
 
     def __enter__(self) -> Telemetry:
         return self
@@ -111,21 +123,19 @@ class Telemetry:
             f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {_total_s(report):.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
         )
 
-    def evaluation(self, report: EvaluationReport) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Report on it, in a folder and in a line."""
+        self._trace_spans([_span_until_now("held-out report", evaluation.wall_s)])
+        report = make_report(evaluation, self._config.evaluation, subject=f"{self._config.telemetry.name} after {evaluation.step} steps")
         counts = report.counts
-        values = {
-            "val/f1": counts.f1,
-            "val/precision": counts.precision,
-            "val/recall": counts.recall,
-            "val/valid_object_rate": counts.valid_rate,
-            "val/class_accuracy": counts.class_accuracy,
-        }
-        self.evaluations.append(report)
-        self._trace_spans([_span_until_now("held-out report", report.wall_s)])
-        _write(self._evaluations, {"step": report.step, "weight_version": report.weight_version, "num_samples": report.num_samples, **values})
+        self.evaluations.append(HeldOutF1(evaluation.step, report.iou_threshold, counts.f1))
+        write_report(self._config.telemetry.run_dir / "evaluations" / f"step_{evaluation.step:06d}", report)
+        place = {"step": evaluation.step, "weight_version": evaluation.weight_version, "num_samples": len(evaluation.scenes)}
+        _write(self._evaluations, {**place, **report.metrics()})
         self._console.print(
-            f"held out  after {report.step} steps, {report.num_samples} samples: F1@0.5 {counts.f1:.3f}, precision {counts.precision:.3f}, "
-            f"recall {counts.recall:.3f}, valid objects {counts.valid_rate:.3f}, class accuracy on matched boxes {counts.class_accuracy:.3f}",
+            f"held out  after {evaluation.step} steps, {len(evaluation.scenes)} samples: F1@{report.iou_threshold:g} {counts.f1:.3f}, "
+            f"precision {counts.precision:.3f}, recall {counts.recall:.3f}, valid objects {counts.valid_rate:.3f}, "
+            f"class accuracy on matched boxes {counts.class_accuracy:.3f}",
             highlight=False,
         )
 

@@ -5,43 +5,27 @@ Nothing heavy is imported before the configuration and the data are known to be 
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from launch.command import end_on_signals, explained, with_absolute_paths
 from shared.config import RunConfig, load_config
 from shared.config.derive import batch_algebra
-from shared.errors import ConfigError, LearnerError, RecordError, RolloutError, StorageError, WeightSyncError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerError, StorageError, OSError)
-"""Errors whose message says where and what to do; a traceback would hide it."""
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
-    _end_on_signals()
-    try:
-        config = load_config(_mapping(composed))
-        run(config, console)
-    except EXPLAINED as error:
-        console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
-        console.print(str(error), markup=False, highlight=False)
-        # The other side of a failed sync. (An error's own OSError would only say the same again.)
-        if isinstance(error.__cause__, RolloutError | WeightSyncError | LearnerError):
-            console.print(f"caused by {type(error.__cause__).__name__}: {error.__cause__}", markup=False, highlight=False)
-        sys.exit(2 if isinstance(error, ConfigError | RecordError) else 1)
-    except KeyboardInterrupt:
-        console.print("interrupted; every process of the run was ended")
-        sys.exit(130)
+    with explained(console):
+        run(load_config(_mapping(composed)), console)
 
 
 def run(config: RunConfig, console: Console) -> None:
@@ -52,7 +36,7 @@ def run(config: RunConfig, console: Console) -> None:
     algebra = batch_algebra(config)
     for line in algebra.describe():
         console.print(line, markup=False, highlight=False)
-    config = _with_absolute_paths(config)
+    config = with_absolute_paths(config)
     facts = check_data(config)
     for line in facts.describe():
         console.print(line, markup=False, highlight=False)
@@ -66,7 +50,7 @@ def run(config: RunConfig, console: Console) -> None:
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
     with Telemetry(config, algebra, console) as telemetry, Cluster(config, max_images=facts.max_images) as cluster:
-        _end_on_signals()  # ray.init has put a handler of its own in place of ours
+        end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         telemetry.placed(rollouts.names, learner_threads=learner.num_threads)
         console.print(
@@ -77,41 +61,20 @@ def run(config: RunConfig, console: Console) -> None:
         if config.checkpoint.save_final:
             learner.save(config.telemetry.run_dir / "checkpoint")
             console.print(f"saved     {config.telemetry.run_dir / 'checkpoint'}", highlight=False)
-    if len(telemetry.evaluations) == 2:
-        before, after = (report.counts.f1 for report in telemetry.evaluations)
+    if len(telemetry.evaluations) > 1:
+        # The first report is that of the warm-up's end, unless `training.eval_steps` asks for earlier ones.
+        warmup_steps = config.stage2_ab.schedule.warmup_steps
+        before = next((report for report in telemetry.evaluations if report.step == warmup_steps), telemetry.evaluations[0])
+        after = telemetry.evaluations[-1]
         effort = f"B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s"
-        console.print(f"{config.telemetry.name}: val F1@0.5 warm-up {before:.2f} -> final {after:.2f} ({effort})", highlight=False)
+        change = f"val F1@{after.iou_threshold:g} warm-up {before.f1:.2f} -> final {after.f1:.2f}"
+        console.print(f"{config.telemetry.name}: {change} ({effort})", highlight=False)
 
 
 def _mapping(composed: DictConfig) -> dict[str, Any]:
     mapping = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     assert isinstance(mapping, dict)
     return {str(key): value for key, value in mapping.items()}
-
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Actors run in a working directory of Ray's own."""
-    data = {"train": config.data.train.resolve(), "val": config.data.val and config.data.val.resolve()}
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": str(Path(config.model.path).resolve())}),
-            "data": config.data.model_copy(update=data),
-            "telemetry": config.telemetry.model_copy(update={"run_dir": config.telemetry.run_dir.resolve()}),
-        }
-    )
-
-
-def _end_on_signals() -> None:
-    """SIGTERM and SIGINT unwind the run, so that every `with` ends what it started."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    # Once: a second signal must not interrupt the ending of the run's processes.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _as_schema_overrides(arguments: list[str]) -> list[str]:

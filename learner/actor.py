@@ -16,7 +16,7 @@ from learner.learner import Learner
 from shared.config import RunConfig
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import LearnerError
-from shared.evaluation import DetectionCounts
+from shared.evaluation import Scene
 from shared.metrics import StepReport
 from shared.rollouts import Rollout, WeightOffer
 from shared.schedule import StepPlan
@@ -55,7 +55,7 @@ class LearnerShell:
     def held_out_requests(self, step: int) -> list[ray.ObjectRef]:
         return [ray.put(request) for request in self._learner.held_out_requests(step)]
 
-    def score(self, *shares: Share) -> DetectionCounts:
+    def score(self, *shares: Share) -> list[Scene]:
         return self._learner.score(list(itertools.chain(*shares)))
 
     def save(self, folder: Path) -> None:
@@ -88,7 +88,7 @@ class RemoteLearner:
     def held_out_requests(self, step: int) -> list[ray.ObjectRef]:
         return self._learn(self._actor.held_out_requests.remote(step), "held_out_requests")
 
-    def score(self, done: Sequence[ray.ObjectRef]) -> DetectionCounts:
+    def score(self, done: Sequence[ray.ObjectRef]) -> list[Scene]:
         return self._learn(self._actor.score.remote(*done), "score")
 
     def offer_weights(self) -> WeightOffer:

@@ -1,13 +1,23 @@
-"""The report on held-out samples: greedy rollouts, parsed strictly, scored against the ground truth."""
+"""The held-out samples: greedy requests for them, and what the answers say, parsed strictly."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Literal
 
 from learner.checks import check_prompt
+from learner.lengths import require_lengths
+from learner.loading import LoadedTokens
+from learner.rules import target_rules
 from learner.segments import PromptEncoder
-from shared.evaluation import DetectionCounts, score_detections
+from shared.coco import ScoredObject
+from shared.config import RunConfig
+from shared.dataset import Dataset
+from shared.evaluation import Scene
+from shared.grounding.objects import ParsedObject
 from shared.grounding.parsing import parse_rollout
 from shared.records import GeometryKind, Sample
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
@@ -18,15 +28,36 @@ from shared.tokens.vocabulary import TokenCodec
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     samples: Sequence[Sample]
+    """In the order of the validation file; a request's position is its sample's place here."""
     encoder: PromptEncoder
     codec: TokenCodec
     decode: DecodeSettings
+    """Greedy."""
     geometry: frozenset[GeometryKind]
     run_seed: int
+    score_by: Literal["constant", "coord_probability"]
+
+    @classmethod
+    def of(cls, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> HeldOut:
+        """The first `data.max_val_samples` of `dataset`, as this configuration prompts and decodes. ConfigError for one that is too long."""
+        encoder = PromptEncoder(tokens.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+        samples = dataset.first(config.data.max_val_samples)
+        max_new_tokens = config.rollout_matching.max_new_tokens
+        require_lengths(samples, encoder, tokens.codec, max_new_tokens=max_new_tokens, global_max_length=config.global_max_length, taught=False)
+        decode = config.rollout_matching.decode_settings(stop_token_ids=(tokens.codec.eos_token_id,), banned_token_ids=tokens.banned_token_ids)
+        score_by = config.evaluation.score
+        return cls(
+            samples,
+            encoder,
+            tokens.codec,
+            replace(decode, mode=DecodeMode.GREEDY, temperature=0.0, top_p=1.0, top_k=-1, num_beams=1, return_logprobs=score_by == "coord_probability"),
+            target_rules(config).geometry,
+            config.training.seed,
+            score_by,
+        )
 
     def requests(self, step: int) -> list[RolloutRequest]:
-        """One greedy request per sample; position is the sample's place in the validation file."""
-        greedy = replace(self.decode, mode=DecodeMode.GREEDY, temperature=0.0, top_p=1.0, top_k=-1, num_beams=1, return_logprobs=False)
+        """One per sample, in order. RecordError when an image file is gone or changed."""
         return [
             RolloutRequest(
                 step=step,
@@ -34,18 +65,31 @@ class HeldOut:
                 sample_id=sample.sample_id,
                 prompt_token_ids=self.encoder.request_ids(sample),
                 images=sample.with_image_data().images,
-                decode=greedy,
+                decode=self.decode,
                 seed=request_seed(self.run_seed, step, position),
             )
             for position, sample in enumerate(self.samples)
         ]
 
-    def score(self, rollouts: Sequence[Rollout]) -> DetectionCounts:
-        """Counts over these rollouts, each with the sample at its position."""
-        total = DetectionCounts()
-        for rollout in rollouts:
-            sample = self.samples[rollout.position]
-            check_prompt(rollout, self.encoder.encode(sample))
-            parsed = parse_rollout(rollout.response_token_ids, self.codec, geometry=self.geometry)
-            total = total + score_detections(parsed.objects, sample.objects, num_dropped=len(parsed.dropped))
-        return total
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
+        """One scene per rollout, in order. RolloutError when an engine saw another prompt than this side encodes."""
+        return [self._scene(rollout) for rollout in rollouts]
+
+    def _scene(self, rollout: Rollout) -> Scene:
+        sample = self.samples[rollout.position]
+        check_prompt(rollout, self.encoder.encode(sample))
+        parsed = parse_rollout(rollout.response_token_ids, self.codec, geometry=self.geometry)
+        return Scene(
+            position=rollout.position,
+            sample=sample,
+            objects=tuple(ScoredObject(found.kind, found.bins, found.desc, self._confidence(found, rollout)) for found in parsed.objects),
+            dropped=tuple(dropped.reason for dropped in parsed.dropped),
+            truncated=parsed.truncated,
+        )
+
+    def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
+        """0..1. What the engine gave is under the ban of vision placeholders, at temperature 1: greedy decoding divides by nothing."""
+        if self.score_by == "constant":
+            return 1.0
+        assert rollout.logprobs is not None, "requested by `of`"
+        return fmean(math.exp(rollout.logprobs[position]) for position in found.coord_positions)

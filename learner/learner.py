@@ -34,7 +34,7 @@ from learner.weight_sender import WeightSender
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
-from shared.evaluation import DetectionCounts
+from shared.evaluation import Scene
 from shared.metrics import StepReport
 from shared.records import Sample
 from shared.rollouts import Rollout, RolloutRequest, WeightOffer
@@ -174,7 +174,7 @@ class Learner:
         assert self._held_out is not None, "there is a report only with data.val"
         return self._held_out.requests(step)
 
-    def score(self, rollouts: Sequence[Rollout]) -> DetectionCounts:
+    def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
         assert self._held_out is not None
         return self._held_out.score(rollouts)
 
@@ -186,19 +186,8 @@ class Learner:
         return self._step
 
     def _load_held_out(self) -> HeldOut | None:
-        data = self._config.data
-        if data.val is None:
-            return None
-        samples = load_samples(self._config, data.val).first(data.max_val_samples)
-        require_lengths(
-            samples,
-            self._encoder,
-            self._loaded.codec,
-            max_new_tokens=self._config.rollout_matching.max_new_tokens,
-            global_max_length=self._config.global_max_length,
-            taught=False,
-        )
-        return HeldOut(samples, self._encoder, self._loaded.codec, self._decode, self._rules.geometry, self._config.training.seed)
+        path = self._config.data.val
+        return None if path is None else HeldOut.of(self._config, load_samples(self._config, path), self._loaded)
 
     def _request(self, position: int) -> RolloutRequest:
         step = self._current

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from shared.config import RunConfig
 from shared.errors import ConfigError
@@ -20,52 +20,74 @@ MODEL_TYPES = ("qwen3_vl",)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    model: Any
-    """transformers' image-text-to-text model, in training mode (these checkpoints have no dropout)."""
+class LoadedTokens:
+    """A checkpoint without its weights: enough to ask a model and to read its answers."""
+
     processor: Any
     codec: HFTokenCodec
-    device: torch.device
-    coord_ids_C: torch.Tensor
-    """int64 [1000]: the token id of each bin."""
     banned_token_ids: tuple[int, ...]
     """Vision placeholders: sampled, they would stand for features that are not there (FACTS 4)."""
 
 
-def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
-    """Load `model.path` for training. Sets torch's seed and thread count for this process.
+@dataclass(frozen=True, slots=True)
+class LoadedModel(LoadedTokens):
+    model: Any
+    """transformers' image-text-to-text model, in training mode (these checkpoints have no dropout)."""
+    device: torch.device
+    coord_ids_C: torch.Tensor
+    """int64 [1000]: the token id of each bin."""
 
-    Raises ConfigError when the folder is not a checkpoint or its tokenizer lacks coord tokens.
-    """
+
+def load_tokens(config: RunConfig) -> LoadedTokens:
+    """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a known kind or its tokenizer lacks coord tokens."""
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"model.path: {path} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote"
         )
+    try:
+        model_config = AutoConfig.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise _cannot_load(path, error) from error
+    if model_config.model_type not in MODEL_TYPES:
+        raise ConfigError(f"model.path: {path} is a {model_config.model_type} model; this version trains {', '.join(MODEL_TYPES)}")
+    try:
+        processor = AutoProcessor.from_pretrained(path)
+        codec = HFTokenCodec(processor.tokenizer)
+    except (ValueError, OSError) as error:
+        raise _cannot_load(path, error) from error
+    placeholders = (model_config.image_token_id, model_config.video_token_id, model_config.vision_start_token_id, model_config.vision_end_token_id)
+    return LoadedTokens(processor, codec, tuple(sorted(placeholders)))
+
+
+def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
+    """Load `model.path` for training. Sets torch's seed and thread count for this process.
+
+    Raises ConfigError as `load_tokens` does, for weights that cannot be read and for a model with dropout.
+    """
+    tokens, path = load_tokens(config), Path(config.model.path)
     torch.manual_seed(config.training.seed)
     # The results of a reduction depend on the number of threads: it is part of the configuration of a repeatable run, never left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     try:
-        processor = AutoProcessor.from_pretrained(path)
-        codec = HFTokenCodec(processor.tokenizer)
         # float32 is the one dtype of this version's configuration.
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation=config.model.attn_implementation).to(device)
     except (ValueError, OSError, SafetensorError) as error:
-        raise ConfigError(f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote, of a model with coord tokens") from error
+        raise _cannot_load(path, error) from error
     model.train()
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    model_config = model.config
-    if model_config.model_type not in MODEL_TYPES:
-        raise ConfigError(f"model.path: {path} is a {model_config.model_type} model; this version trains {', '.join(MODEL_TYPES)}")
-    if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) or model_config.text_config.attention_dropout:
+    if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) or model.config.text_config.attention_dropout:
         raise ConfigError(f"model.path: {path} has dropout, with which the learner does not compute what the engines do; set it to 0 in config.json")
-    placeholders = (model_config.image_token_id, model_config.video_token_id, model_config.vision_start_token_id, model_config.vision_end_token_id)
     return LoadedModel(
         model=model,
-        processor=processor,
-        codec=codec,
+        processor=tokens.processor,
+        codec=tokens.codec,
         device=device,
-        coord_ids_C=torch.tensor([codec.coord_id(bin_) for bin_ in range(NUM_BINS)], device=device),
-        banned_token_ids=tuple(sorted(placeholders)),
+        coord_ids_C=torch.tensor([tokens.codec.coord_id(bin_) for bin_ in range(NUM_BINS)], device=device),
+        banned_token_ids=tokens.banned_token_ids,
     )
+
+
+def _cannot_load(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote, of a model with coord tokens")

@@ -52,8 +52,10 @@ class RunSchedule:
         )
 
     def evaluates_before(self, step: int) -> bool:
-        """A held-out report is due when the warm-up ends and at the end of the run, where there is validation data."""
-        return self._config.data.val is not None and step in (self._config.stage2_ab.schedule.warmup_steps, self.max_steps)
+        """A held-out report is due after every `training.eval_steps` updates, when the warm-up ends and at the end of the run, where there is validation data."""
+        every = self._config.training.eval_steps
+        due = step in (self._config.stage2_ab.schedule.warmup_steps, self.max_steps) or (every is not None and step > 0 and step % every == 0)
+        return self._config.data.val is not None and due
 
     def _generates(self, step: int) -> bool:
         return step < self.max_steps and self._config.channel(step) is Channel.B

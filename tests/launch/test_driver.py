@@ -13,7 +13,6 @@ from launch.driver import train
 from launch.pipeline import one_ahead, one_at_a_time
 from shared.canary import CanaryProbe
 from shared.config import load_config
-from shared.evaluation import DetectionCounts
 from shared.metrics import StepReport
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule
@@ -88,7 +87,8 @@ class LearnerOfFixedLatency:
         return [("val", step)]
 
     def score(self, done):
-        return DetectionCounts(num_predictions=1, num_ground_truth=1, num_matched=1)
+        self.world.note("score", tuple(done))
+        return []
 
     def offer_weights(self):
         self.offered += 1

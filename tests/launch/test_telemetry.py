@@ -11,8 +11,8 @@ from launch.telemetry import Telemetry
 from shared.config.derive import batch_algebra
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
-from shared.evaluation import DetectionCounts
-from shared.metrics import EvaluationReport, StepReport
+from shared.evaluation import Evaluation
+from shared.metrics import StepReport
 from shared.rollouts import SyncReport
 from shared.schedule import RunSchedule
 from shared.timeline import Span
@@ -59,7 +59,7 @@ def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
 def test_the_timeline_is_a_trace_that_perfetto_opens(config):
     with open_telemetry(config) as telemetry:
         take_step(telemetry, config)
-        telemetry.evaluation(EvaluationReport(26, 8, 4, DetectionCounts(), wall_s=1.0))
+        telemetry.evaluation(Evaluation(26, 8, (), wall_s=1.0))
         # The array form needs no closing bracket: the file of a run that was killed opens as well.
         assert json.loads((config.telemetry.run_dir / "timeline.json").read_text() + "]")
     events = json.loads((config.telemetry.run_dir / "timeline.json").read_text())

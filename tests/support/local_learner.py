@@ -18,7 +18,8 @@ from launch.telemetry import StepRecord
 from learner.learner import Learner
 from rollout_actors.pool import ActorPool
 from shared.config import RunConfig
-from shared.metrics import EvaluationReport, StepReport
+from shared.evaluation import Evaluation
+from shared.metrics import StepReport
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
 from shared.timeline import Span
@@ -74,12 +75,12 @@ class Reports:
     def __init__(self) -> None:
         self.steps: list[StepReport] = []
         self.syncs: list[SyncReport] = []
-        self.evaluations: list[EvaluationReport] = []
+        self.evaluations: list[Evaluation] = []
 
     def sync(self, report: SyncReport) -> None:
         self.syncs.append(report)
 
-    def evaluation(self, report: EvaluationReport) -> None:
+    def evaluation(self, report: Evaluation) -> None:
         self.evaluations.append(report)
 
     @contextmanager

@@ -1,0 +1,53 @@
+"""The folder of a held-out report.
+
+report.json        every number
+report.html        the same to read, with the worst scenes
+predictions.jsonl  what was found on every sample; `launch.export_coco` reads it
+pictures/          the worst scenes
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from launch.pictures import draw_scene
+from launch.report import Report
+from launch.report_page import page
+from shared.errors import StorageError
+from shared.evaluation import Scene
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Writes `folder`, which must not exist: complete, or not there at all.
+
+    Raises:
+        StorageError: it cannot be written.
+        RecordError: an image to be drawn is gone or has changed.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        (partial / "pictures").mkdir(parents=True)
+        (partial / "report.json").write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        (partial / "report.html").write_text(page(report), encoding="utf-8")
+        with (partial / "predictions.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(_row(scene)) + "\n" for scene in report.evaluation.scenes)
+        for worst in report.worst:
+            draw_scene(worst.scene, worst.pairs).save(partial / worst.picture)
+        partial.rename(folder)
+    except OSError as error:
+        raise StorageError(str(folder), str(error)) from error
+
+
+def _row(scene: Scene) -> dict[str, Any]:
+    return {
+        "sample_id": scene.sample.sample_id,
+        "width": scene.sample.width,
+        "height": scene.sample.height,
+        "metadata": dict(scene.sample.metadata),
+        "objects": [{"kind": found.kind, "bins": found.bins, "desc": found.desc, "score": found.score} for found in scene.objects],
+    }

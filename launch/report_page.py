@@ -1,0 +1,81 @@
+"""The held-out report as one HTML page beside its pictures: nothing else is loaded, and every text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launch.html_text import attribute, inline
+from launch.report import Report, WorstScene
+from launch.report_tables import Table, report_tables
+
+_STYLE = """
+body { margin: 0; background: #f5f7fa; color: #1c2330; font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1160px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 22px; margin: 0 0 4px; overflow-wrap: anywhere; } h2 { font-size: 16px; margin: 0 0 6px; } p { margin: 0 0 10px; }
+.soft, figcaption { color: #5c6675; font-size: 13px; }
+section { background: #fff; border: 1px solid #dde2ea; border-radius: 10px; padding: 16px 18px; margin-top: 16px; overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+th { font-size: 12px; color: #5c6675; font-weight: 600; } th, td { padding: 4px 18px 4px 0; border-bottom: 1px solid #dde2ea; text-align: right; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; } tbody tr:last-child td { border-bottom: 0; }
+.scenes { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 18px; }
+figure { margin: 0; } figure img { display: block; width: 100%; height: auto; border: 1px solid #dde2ea; }
+figcaption { margin-top: 6px; overflow-wrap: anywhere; }
+figcaption b { color: #1c2330; } .code { color: #8a4b00; background: #fff3dc; font-weight: 400; font-size: 0.85em; }
+"""
+
+
+def page(report: Report) -> str:
+    evaluation, counts = report.evaluation, report.counts
+    facts = [
+        f"{len(evaluation.scenes)} scenes",
+        f"weight version {evaluation.weight_version}",
+        f"{counts.num_ground_truth} objects to find",
+        f"{counts.num_predictions} valid objects of {counts.num_predictions + counts.num_dropped} written ({counts.valid_rate:.3f})",
+        f"{report.detection.num_truncated} responses not closed",
+        f"generated and read in {evaluation.wall_s:.1f} s",
+    ]
+    title = inline(f"Held-out report: {report.subject}")
+    body = "".join(_table(table) for table in report_tables(report))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
+        f'<p class="soft">{inline(" · ".join(facts))}</p>\n{body}{_scenes(report.worst, report.iou_threshold)}</main></body></html>\n'
+    )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{inline(cell)}</th>" for cell in table.head)
+    rows = "\n".join(f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return (
+        f'<section><h2>{inline(table.title)}</h2><p class="soft">{inline(table.note)}</p>\n'
+        f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></section>\n"
+    )
+
+
+def _scenes(worst: Sequence[WorstScene], iou_threshold: float) -> str:
+    if not worst:
+        return ""
+    note = f"Lowest F1 at IoU {iou_threshold:g} first. Dashed: ground truth, named at its foot. Solid: predictions, named at their top with their scores."
+    figures = "\n".join(_figure(one) for one in worst)
+    return f'<section><h2>Worst scenes</h2><p class="soft">{inline(note)}</p>\n<div class="scenes">{figures}</div></section>\n'
+
+
+def _figure(worst: WorstScene) -> str:
+    scene = worst.scene
+    partner = {pair.prediction: pair for pair in worst.pairs}
+    found = []
+    for index, one in enumerate(scene.objects):
+        if index in partner:
+            pair = partner[index]
+            found.append(f"{one.desc} for {scene.sample.objects[pair.ground_truth].desc} (IoU {pair.iou:.2f})")
+        else:
+            found.append(f"{one.desc} for nothing")
+    matched = {pair.ground_truth for pair in worst.pairs}
+    missed = [truth.desc for index, truth in enumerate(scene.sample.objects) if index not in matched]
+    dropped = f"; dropped: {', '.join(scene.dropped)}" if scene.dropped else ""
+    images = f" Image 1 of {len(scene.sample.images)}." if len(scene.sample.images) > 1 else ""
+    story = f"Found: {', '.join(found) or 'nothing'}; missed: {', '.join(missed) or 'nothing'}{dropped}.{images}"
+    return (
+        f'<figure><a href="{attribute(worst.picture)}"><img src="{attribute(worst.picture)}" alt="{attribute(scene.sample.sample_id)}"></a>'
+        f"<figcaption><b>{inline(scene.sample.sample_id)}</b> F1 {worst.f1:.2f}. {inline(story)}</figcaption></figure>"
+    )

@@ -1,0 +1,71 @@
+"""The report's numbers as tables of text: the page and the console show the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.coco_ap import MAX_PREDICTIONS, CocoAP, IouType
+from launch.report import Report
+
+_SCORES = {"constant": "every prediction has score 1", "coord_probability": "a prediction's score is the mean probability of its coord tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    note: str
+    """How to read it."""
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """As wide as the head; the first column is a name, the others are numbers."""
+
+
+def report_tables(report: Report) -> list[Table]:
+    tables = [_detection(report), _coco(report), _classes(report), _dropped(report)]
+    return [table for table in tables if table.rows]
+
+
+def _detection(report: Report) -> Table:
+    rows = []
+    for at in report.detection.thresholds:
+        counts, same = at.any_class, at.same_class
+        values = (counts.precision, counts.recall, counts.f1, counts.class_accuracy, same.precision, same.recall, same.f1)
+        rows.append((f"{at.iou_threshold:g}", *map(_number, values)))
+    head = ("IoU", "precision", "recall", "F1", "class accuracy", "precision, by class", "recall, by class", "F1, by class")
+    note = "Pairs are taken greedily by IoU: first whatever their names (class accuracy is that of those pairs), then among objects of equal names."
+    return Table("Detection", note, head, tuple(rows))
+
+
+def _coco(report: Report) -> Table:
+    names = {IouType.BBOX: "boxes", IouType.SEGM: "masks"}
+    by_class = [(f"{names[type_]}, by class", *_ap(scores)) for type_, scores in report.coco.by_class.items()]
+    any_class = [(f"{names[type_]}, as one class", *_ap(scores)) for type_, scores in report.coco.any_class.items()]
+    note = f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and class; {_SCORES[report.score]}."
+    return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), (*by_class, *any_class))
+
+
+def _ap(scores: CocoAP) -> tuple[str, ...]:
+    return tuple(map(_number, (scores.ap, scores.ap50, scores.ap75, scores.ar)))
+
+
+def _classes(report: Report) -> Table:
+    rows = [
+        (
+            name,
+            str(counts.num_ground_truth),
+            str(counts.num_predictions),
+            *map(_number, (counts.precision, counts.recall, counts.f1, report.coco.class_ap[name])),
+        )
+        for name, counts in report.detection.classes.items()
+    ]
+    note = f"Pairs of equal names with an IoU of at least {report.iou_threshold:g}; AP as COCO's, of boxes."
+    return Table("Classes", note, ("name", "ground truths", "predictions", "precision", "recall", "F1", "AP"), tuple(rows))
+
+
+def _dropped(report: Report) -> Table:
+    rows = tuple((str(reason), str(count)) for reason, count in report.detection.dropped.items())
+    return Table("Dropped entries", "Complete entries that are no valid objects, by the first reason that holds.", ("reason", "entries"), rows)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
