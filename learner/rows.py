@@ -10,7 +10,7 @@ from typing import Protocol
 from learner.packing import CarryBuffer
 from learner.segments import Segment
 from shared.config import RunConfig
-from shared.config.custom import TrainerVariant
+from shared.config.derive import RowRule, row_rule
 
 Row = list[Segment]
 
@@ -100,9 +100,10 @@ class Carry:
 
 def row_policy(config: RunConfig) -> RowPolicy:
     training = config.training
-    if not training.packing:
-        return Unpacked()
-    buffer = CarryBuffer(config.global_max_length, training.packing_buffer)
-    if config.custom.trainer_variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED:
-        return Carry(buffer, training.per_device_train_batch_size)
-    return ToCompletion(buffer, training.packing_window)
+    match row_rule(config):
+        case RowRule.SEGMENT:
+            return Unpacked()
+        case RowRule.STEP:
+            return ToCompletion(CarryBuffer(config.global_max_length, training.packing_buffer), training.packing_window)
+        case RowRule.CARRY:
+            return Carry(CarryBuffer(config.global_max_length, training.packing_buffer), training.per_device_train_batch_size)
