@@ -1,0 +1,197 @@
+"""`python -m launch.show_sample run=outputs/demo step=7 position=3 [out=page.html]`: one sample of a run as a page of HTML.
+
+Prompt, images with ground truth and predictions, the rollout and what was kept of it, the appended text, and every token of the target
+coloured by what supervises it. Reads the run's `config.json` and `rollouts/` (learner.rollout_log), the sample's images from `data.train`,
+and the tokenizer of `model.path`; starts nothing. The same files give the same page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt
+
+from launch.arguments import read_arguments
+from launch.sample_overlay import Canvas
+from launch.sample_page import SamplePage
+from learner.rollout_log import RolloutLine, read_step, step_path
+from learner.samples import image_size, load_samples
+from shared.config import RunConfig, load_config
+from shared.config.base import ConfigPath, Section
+from shared.config.pipeline import Channel
+from shared.errors import ConfigError, RecordError
+from shared.prompts import detection_messages
+from shared.records import ImageRef, Sample
+from shared.tokens.hf_codec import HFTokenCodec
+
+
+class ShowOptions(Section):
+    run: Annotated[ConfigPath, Field(examples=["outputs/demo"])]
+    """Folder of the run."""
+
+    step: Annotated[NonNegativeInt, Field(examples=[7])]
+    """Step, from 0, as in the name of its file in `rollouts`."""
+
+    position: Annotated[NonNegativeInt, Field(examples=[3])]
+    """The sample's place in the step, from 0."""
+
+    out: ConfigPath | None = None
+    """HTML file to write; without it `samples/step_..._position_....html` in the run's folder."""
+
+
+def show_sample(options: ShowOptions) -> Path:
+    """Writes the page and returns its path.
+
+    Raises:
+        ConfigError: there is no such run, step or position; the data, the model or the format of the log are no longer those of the run; `out`
+            cannot be written.
+        RecordError: the data file or an image is gone, or has become unusable.
+    """
+    config = _read_config(options.run)
+    line = _find_line(options, config)
+    sample = _find_sample(config, line)
+    tokenizer = _load_tokenizer(config)
+    codec = _codec(config, tokenizer, line)
+    messages = detection_messages(len(sample.images), system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+    page = SamplePage(
+        run=f"{config.telemetry.name}, {options.run}",
+        line=line,
+        canvas=Canvas(tuple(map(_image_file, sample.images)), sample.width, sample.height),
+        prompt=str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)),
+        objective=_objective(config, Channel(line["channel"])),
+        notes=_notes(config, sample, line),
+        codec=codec,
+    )
+    out = options.out or options.run / "samples" / f"step_{options.step:06d}_position_{options.position:03d}.html"
+    return _write(out, page.html())
+
+
+def _read_config(run: Path) -> RunConfig:
+    try:
+        mapping = json.loads((run / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        problem = "holds no run (no config.json)" if isinstance(error, FileNotFoundError) else f"has a config.json that cannot be read ({error})"
+        raise ConfigError(f"run: {run} {problem}; give the folder that a run printed as its run folder") from error
+    try:
+        return load_config(mapping)
+    except ConfigError as error:
+        raise ConfigError((f"run: {run / 'config.json'} was written by another version; check that version out", *error.problems)) from error
+
+
+def _find_line(options: ShowOptions, config: RunConfig) -> RolloutLine:
+    folder = options.run / "rollouts"
+    path = step_path(folder, options.step)
+    try:
+        lines = read_step(path)
+    except FileNotFoundError as error:
+        steps = sorted(int(match[1]) for file in folder.glob("step_*.jsonl") if (match := re.fullmatch(r"step_(\d+)\.jsonl", file.name)))
+        if not steps:
+            why = "train with telemetry.rollouts: true" if not config.telemetry.rollouts else "it ended before its first step, or an older version ran it"
+            raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
+        raise ConfigError(f"step: {options.run} has no step {options.step}; it has {_ranges(steps)}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"step: {path} cannot be read ({error}); check out the version that ran it, or show another step") from error
+    found = next((line for line in lines if line["position"] == options.position), None)
+    if found is None:
+        positions = _ranges(sorted(line["position"] for line in lines)) or "none: the run ended in this step"
+        raise ConfigError(f"position: step {options.step} of {options.run} has no position {options.position}; it has {positions}")
+    return found
+
+
+def _find_sample(config: RunConfig, line: RolloutLine) -> Sample:
+    """With its images' bytes. Only they are read, whatever `data.check_images` says: one page needs no check of the whole file."""
+    unchecked = config.model_copy(update={"data": config.data.model_copy(update={"check_images": False})})
+    found = next((sample for sample in load_samples(unchecked, config.data.train) if sample.sample_id == line["sample_id"]), None)
+    if found is None:
+        raise ConfigError(f"data.train: {config.data.train} has no sample {line['sample_id']!r} any more; restore the file that the run learned from")
+    return found.with_image_data()
+
+
+def _image_file(image: ImageRef) -> bytes:
+    """The encoded bytes of an image that can be decoded. RecordError."""
+    assert image.data is not None
+    try:
+        image_size(image.data)
+    except ValueError as error:
+        raise RecordError(f"{image.path} is not a readable image ({error})", field="images", remedy="restore the file") from error
+    return image.data
+
+
+def _load_tokenizer(config: RunConfig) -> Any:
+    path = Path(config.model.path)
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"model.path: {path} holds no tokenizer (no tokenizer.json); restore the folder that the run began from")
+    from transformers import AutoTokenizer  # takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path: the tokenizer of {path} cannot be loaded ({error}); restore the folder that the run began from") from error
+
+
+def _codec(config: RunConfig, tokenizer: Any, line: RolloutLine) -> HFTokenCodec:
+    """ConfigError where the tokens of the log are not this tokenizer's."""
+    problem = f"model.path: the tokenizer of {config.model.path} is not the one of the run"
+    remedy = "restore the folder that the run began from"
+    try:
+        codec = HFTokenCodec(tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"{problem} ({error}); {remedy}") from error
+    rollout = line["rollout"]
+    same_text = rollout is None or b"".join(map(codec.piece_bytes, rollout["response_token_ids"])).decode(errors="replace") == rollout["text"]
+    if line["target"]["token_ids"][-1] != codec.eos_token_id or not same_text:
+        raise ConfigError(f"{problem}: the log's tokens mean another text; {remedy}")
+    return codec
+
+
+def _objective(config: RunConfig, channel: Channel) -> tuple[str, ...]:
+    """The active modules, each with its weight and the settings that are not 0 or null."""
+    described = []
+    for entry in config.rollout_matching.pipeline.active(channel):
+        settings = ", ".join(f"{key} {value:g}" for key, value in entry.config.model_dump().items() if value)
+        described.append(f"{entry.name} × {entry.weight:g} ({settings})" if settings else f"{entry.name} × {entry.weight:g}")
+    return tuple(described)
+
+
+def _notes(config: RunConfig, sample: Sample, line: RolloutLine) -> tuple[str, ...]:
+    used = [(truth["kind"], tuple(truth["bins"]), truth["desc"]) for truth in line["ground_truth"]]
+    notes = []
+    if [(object_.kind, object_.bins, object_.desc) for object_ in sample.objects] != used:
+        notes.append(f"{config.data.train} has changed since the run: the ground truth here is the run's, the images are today's.")
+    if not any(entry.name == "token_ce" for entry in config.rollout_matching.pipeline.active(Channel(line["channel"]))):
+        notes.append("token_ce is not active in this channel: text weights only say where text_gate applies.")
+    return tuple(notes)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, neighbours joined: `0-17, 20`."""
+    breaks = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b > a + 1), len(numbers)]
+    runs = [numbers[start:stop] for start, stop in pairwise(breaks) if start < stop]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _write(path: Path, text: str) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {path} ({error.strerror}); choose another file with out=") from error
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    try:
+        print(show_sample(read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)))
+    except (ConfigError, RecordError) as error:
+        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
