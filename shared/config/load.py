@@ -81,7 +81,8 @@ def _replaced(config: dict[str, Any], places: Iterable[Place]) -> set[str]:
             for depth, field in reversed(list(enumerate(place.fields, start=1)))
             if field is not None and (depth == 1 or field.examples or not field.is_required())
         )
-        if keys in done:
+        # What lies in something that was replaced went with it.
+        if any(keys[: len(wider)] == wider for wider in done):
             continue
         done.add(keys)
         holder = _node(config, keys[:-1])

@@ -35,9 +35,10 @@ class TrainingSection(Section):
     """Micro-steps per update; null: derived from `effective_batch_size`, or 1 where that is null too."""
 
     eval_steps: PositiveInt | None = None
-    """Evaluate on `data.val` before every this many updates; null: only where the warm-up of channel A ends. Always at the end of the run.
+    """Evaluate on `data.val` after every this many updates; null: only where the warm-up of channel A ends and at the end of the run.
 
-    Rollouts of an evaluation are generated in batches of `rollout_matching.decode_batch_size`, as in training.
+    Those two reports are made in any case where there is `data.val`; without a warm-up the first is that of the weights the run starts from. Rollouts of an
+    evaluation are generated in batches of `rollout_matching.decode_batch_size`, as in training.
     """
 
     learning_rate: Annotated[PositiveFloat, Field(examples=[0.001])]

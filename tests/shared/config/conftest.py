@@ -17,11 +17,11 @@ MINIMAL = yaml.safe_load((Path(__file__).parents[2] / "data" / "minimal_config.y
 
 
 @pytest.fixture
-def changed() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """The minimal configuration with `{"a.b[0].c": value}` changed; `...` deletes the key."""
+def changed() -> Callable[..., dict[str, Any]]:
+    """The minimal configuration, or another one, with `{"a.b[0].c": value}` changed; `...` deletes the key."""
 
-    def change(changes: Mapping[str, Any]) -> dict[str, Any]:
-        config = copy.deepcopy(MINIMAL)
+    def change(changes: Mapping[str, Any], base: Mapping[str, Any] = MINIMAL) -> dict[str, Any]:
+        config = copy.deepcopy(dict(base))
         for path, value in copy.deepcopy(dict(changes)).items():
             keys = [int(part[1:-1]) if part.startswith("[") else part for part in re.findall(r"\[\d+\]|[^.\[\]]+", path)]
             node = config
@@ -39,7 +39,7 @@ def changed() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 
 @pytest.fixture
-def load(changed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[Mapping[str, Any]], RunConfig]:
+def load(changed: Callable[..., dict[str, Any]]) -> Callable[[Mapping[str, Any]], RunConfig]:
     """Load the minimal configuration with changes."""
     return lambda changes: load_config(changed(changes))
 

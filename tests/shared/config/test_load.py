@@ -31,9 +31,19 @@ def test_the_minimal_configuration_is_accepted_and_everything_else_has_a_default
     assert [entry.name for entry in run.rollout_matching.pipeline.active(Channel.B)] == ["token_ce", "coord_reg"]
 
 
-@pytest.mark.parametrize("variant", ["stage1_sft", "stage2_two_channel"])
+@pytest.mark.parametrize("variant", ["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"])
 def test_legal_variants_of_this_version_load(load, variant):
-    assert load({"custom.trainer_variant": variant}).custom.trainer_variant == variant
+    assert load({"custom.trainer_variant": variant, "stage2_ab": ...}).custom.trainer_variant == variant
+
+
+@pytest.mark.parametrize(
+    ("variant", "kinds"), [("stage1_sft", {"bbox_2d", "poly"}), ("stage2_rollout_aligned", {"bbox_2d", "poly"}), ("stage2_two_channel", {"bbox_2d"})]
+)
+def test_the_kinds_of_geometry_follow_from_the_variant_or_are_written(load, variant, kinds):
+    run = {"custom.trainer_variant": variant, "stage2_ab": ...}
+    assert load(run).geometry == kinds
+    assert load({**run, "rollout_matching.geometry": ["bbox_2d"]}).geometry == {"bbox_2d"}
+    assert load({**run, "rollout_matching.geometry": ["poly", "bbox_2d"]}).geometry == {"bbox_2d", "poly"}
 
 
 def test_teacher_forced_training_has_no_step_of_channel_b(load):

@@ -160,3 +160,9 @@ def test_boxes_alone_contribute_to_bbox_geo_so_the_aligned_variant_may_list_it(l
     """`stage2_rollout_aligned` handles polygons as well: they simply have no box slots."""
     changes = {"custom.trainer_variant": "stage2_rollout_aligned", "stage2_ab": ..., f"{OBJECTIVE}[2]": entry("bbox_geo")}
     assert [one.name for one in load(changes).rollout_matching.pipeline.active(Channel.B)] == ["token_ce", "coord_reg", "bbox_geo"]
+
+
+def test_a_wrong_entry_beside_a_missing_list_is_reported_with_it(problems):
+    """The example that stands in for the pipeline has no such entry, so its place is gone while the rest is checked."""
+    lines = problems({OBJECTIVE: ..., f"{DIAGNOSTICS}[0]": without(entry("coord_diag"), "config")})
+    assert [line.split(": ")[0] for line in lines] == [OBJECTIVE, f"{DIAGNOSTICS}[0].config"]

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from shared.config import load_config
 from shared.config.checks import overlaps
+from shared.errors import ConfigError
 
 OBJECTIVE = "rollout_matching.pipeline.objective"
 
@@ -53,6 +55,9 @@ WRONG = [
     ("rollout_matching.vllm.actors.gpus_per_actor", -1, "must be at least 0, got -1; "),
     ("learner.gpus", 0.25, "must be whole GPUs, or 0, got 0.25: NCCL "),
     ("rollout_matching.decode_batch_size", 0, "must be greater than 0, got 0; change it (Most sequences that one rollout device decodes"),
+    ("rollout_matching.geometry", [], "must hold bbox_2d, and no kind twice, got []; write [bbox_2d] or [bbox_2d, poly]"),
+    ("rollout_matching.geometry", ["poly"], "must hold bbox_2d, and no kind twice, got [poly]; "),
+    ("rollout_matching.geometry", ["bbox_2d", "bbox_2d"], "must hold bbox_2d, and no kind twice, got [bbox_2d, bbox_2d]; "),
     ("rollout_matching.ot_cost", "L2", "must be one of l1, l2, got the text 'L2'; "),
     ("rollout_matching.ot_epsilon", 0, "must be greater than 0, got 0; "),
     ("rollout_matching.ot_iters", 0, "must be greater than 0, got 0; "),
@@ -165,15 +170,30 @@ def paths(node, above=""):
             yield from (f"{above.removesuffix('.')}[{index}]", *paths(item, f"{above.removesuffix('.')}[{index}]."))
 
 
-def test_whatever_stands_at_a_key_the_answer_is_a_configuration_or_lines_of_problems(problems, changed):
-    places = list(paths(changed({})))
+ALL_MODULES = {
+    "custom.trainer_variant": "stage2_rollout_aligned",
+    "stage2_ab.schedule": {},
+    "evaluation": {"iou_thresholds": [0.5], "score": "constant"},
+    f"{OBJECTIVE}[2]": {"name": "bbox_geo", "enabled": True, "weight": 1.0, "channels": ["B"], "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0}},
+    "rollout_matching.pipeline.diagnostics[0]": {"name": "coord_diag", "enabled": True, "weight": 1.0, "channels": ["B"], "config": {}},
+}
+
+
+@pytest.mark.parametrize("base", [{}, ALL_MODULES], ids=["minimal", "all modules"])
+def test_whatever_stands_at_a_key_the_answer_is_a_configuration_or_lines_of_problems(changed, base):
+    sound = changed(base)
+    places = list(paths(sound))
     values = [None, "x", "two\nlines", 0, -1, 1.5, float("nan"), True, [], {}, ["A"], [[1]], {"a": {"b": 1}}, ...]
     choice = random.Random(0)
-    for number in range(3000):
+    for number in range(1500):
         apart: list[str] = []
         for place in choice.sample(places, 1 + number % 4):
             if not any(overlaps(place, other) for other in apart):
                 apart.append(place)
         # From the back, so that a deleted entry does not move one that is still to be changed.
-        lines = problems({place: choice.choice(values) for place in sorted(apart, reverse=True)})
-        assert all(": " in line and "; " in line for line in lines), lines
+        config = changed({place: choice.choice(values) for place in sorted(apart, reverse=True)}, sound)
+        try:
+            load_config(config)
+        except ConfigError as error:
+            lines = str(error).splitlines()
+            assert all(": " in line and "; " in line for line in lines), lines
