@@ -15,7 +15,7 @@ help:
 	@echo "make demo       set up, make the demo's data and model, run the main job"
 	@echo "make control    the same wall time on channel A alone, from the demo's warm-up"
 	@echo "make test       set up, then format, lint, types and all tests"
-	@echo "make check      the same without the tests that start Ray or vLLM engines"
+	@echo "make check      the same without the tests that start Ray or vLLM engines, and the long sweeps"
 	@echo "make setup      .venv with everything (does nothing where it is done)"
 	@echo "make demo-data  the demo's data and model in outputs/demo (kept where they are there)"
 	@echo "make demo-polygons-data  the same scenes with outlines for the odd digits, for data=demo_polygons"
@@ -50,7 +50,7 @@ lint: setup
 	@$(PYTHON) -m mypy
 
 check: lint
-	@$(PYTHON) -m pytest -q -m "not engine and not ray"
+	@$(PYTHON) -m pytest -q -m "not engine and not ray and not slow"
 
 test: lint
 	@$(PYTHON) -m pytest -q

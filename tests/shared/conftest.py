@@ -1,11 +1,12 @@
-"""A small real tokenizer: byte-level BPE made with `tokenizers`, with 1,000 coord tokens and `<|im_end|>`."""
+"""Small real tokenizers: byte-level BPE made with `tokenizers`, with 1,000 coord tokens and `<|im_end|>`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shared.tokens.hf_codec import HFTokenCodec
 
@@ -37,14 +38,40 @@ class FastTokenizer:
         return count
 
 
-def byte_level_bpe(vocab_size: int = 400) -> Tokenizer:
+# Of Qwen2 and Qwen3: one digit is one word, and so is a run of punctuation with the space in front of it.
+QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def gpt2_words() -> Any:
+    """Punctuation runs stay together, so `}}` and `"]}}` become tokens."""
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def qwen_words() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def no_words() -> Any:
+    """Any bytes may become a token together, such as `"]}, "object_`."""
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def byte_level_bpe(num_merges: int = 144, words: Callable[[], Any] = gpt2_words) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    # Qwen's and GPT-2's splitting: punctuation runs stay together, so `}}` and `"]}}` become tokens.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = words()
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=len(alphabet) + num_merges, initial_alphabet=alphabet, show_progress=False)
+    # The coord tokens between empty quotes are cut out before a tokenizer splits anything.
+    parts = CORPUS if words is gpt2_words else [part for text in CORPUS for part in text.replace('""', '"\0"').split("\0")]
+    tokenizer.train_from_iterator(parts * 4, trainer)
     return tokenizer
+
+
+def with_coord_tokens(tokenizer: Tokenizer) -> HFTokenCodec:
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    tokenizer.add_tokens([AddedToken(f"<|coord_{k}|>", special=False, normalized=False) for k in range(1000)])
+    return HFTokenCodec(FastTokenizer(tokenizer))
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +82,15 @@ def plain_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def codec() -> HFTokenCodec:
-    tokenizer = byte_level_bpe()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    tokenizer.add_tokens([AddedToken(f"<|coord_{k}|>", special=False, normalized=False) for k in range(1000)])
-    return HFTokenCodec(FastTokenizer(tokenizer))
+    return with_coord_tokens(byte_level_bpe())
+
+
+@pytest.fixture(scope="session")
+def codecs(codec: HFTokenCodec) -> dict[str, HFTokenCodec]:
+    """Tokenizers that cut the same text differently, by name."""
+    return {
+        "gpt2 words": codec,
+        "qwen words": with_coord_tokens(byte_level_bpe(600, qwen_words)),
+        "no words": with_coord_tokens(byte_level_bpe(90, no_words)),
+        "bytes": with_coord_tokens(byte_level_bpe(0)),
+    }

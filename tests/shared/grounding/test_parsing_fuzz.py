@@ -1,51 +1,38 @@
-"""Thousands of damaged responses: nothing raises, nothing before the cut changes, the prefix can be appended to, and validity is what JSON says."""
+"""Damaged responses by the thousand: nothing raises, nothing before the cut changes, and ground truth can be appended to what is kept (DESIGN 7.2, 7.3).
+
+Every property is checked on what comes out, without a second parser; `benchmarks.parsing` compares with one.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from typing import Any
+from collections import Counter
+
+import pytest
 
 from shared.grounding.objects import DropReason, ParsedRollout
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_append, serialize_objects
-from shared.records import GeometryKind, GroundTruthObject
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
-DESCS = ["cat", "größe 猫 🙂", 'a "b"', "{}", "}]", "\\", "object_3", '"object_9": {', "鱼", "x.", "tab\t", "<|coord_5|>"]
+BOXES = frozenset({GeometryKind.BBOX})
+DESCS = ["cat", "größe 猫 🙂", 'a "b"', "{}", "}]", "\\", "object_3", '"object_9": {', "鱼", "x.", "tab\t", "<|coord_5|>", "日本語", "black cat"]
 SCRAPS = [
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    ",",
-    ":",
-    " ",
-    "\\",
-    '"object_',
-    '"object_5": ',
-    '"desc": ',
-    "}}",
-    '"]}}',
-    "},",
-    "null",
-    "1",
-    "x",
-    "猫",
-    "\n",
-    "<|coord_7|>",
-    '"<|coord_7|>"',
-    "<|im_end|>",
+    *("{", "}", "[", "]", '"', ",", ":", " ", "\n", "\\", '\\"', "\\u0041", "\\x", "null", "1", "x", "猫", "}}", "]}}", '"]}}', "},", '}, "'),
+    *('"object_', '"object_5": ', '"object_7": {"desc": ""}, ', '"object_3": 5, ', '"note": {"object_8": 1}, ', '"desc": ', '"bbox": [1], ', '"score": 1, '),
+    *("<|coord_7|>", '"<|coord_7|>"', ', "<|coord_7|>"', '["<|coord_7|>", "<|coord_8|>"], ', "<|im_end|>", "<|endoftext|>", "<|im_start|>"),
 ]
+QUOTED_OR_BARE = re.compile(r'"(?:[^"\\]|\\.)*"|(<\|coord_[0-9]+\|>)', re.DOTALL)
 
 
-def random_objects(generator: random.Random, count: int) -> list[GroundTruthObject]:
+def random_objects(generator: random.Random, count: int, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> list[GroundTruthObject]:
     objects = []
     for _ in range(count):
         x, y = sorted(generator.choices(range(1000), k=2)), sorted(generator.choices(range(1000), k=2))
-        if generator.random() < 0.3:
+        if GeometryKind.POLY in geometry and generator.random() < 0.3:
             kind, bins = GeometryKind.POLY, tuple(generator.choices(range(1000), k=2 * generator.randint(3, 5)))
         else:
             kind, bins = GeometryKind.BBOX, (x[0], y[0], x[1], y[1])
@@ -53,45 +40,79 @@ def random_objects(generator: random.Random, count: int) -> list[GroundTruthObje
     return objects
 
 
-def damaged(generator: random.Random, codec: HFTokenCodec) -> list[int]:
+def response_text(generator: random.Random) -> str:
+    """A sound response, written in one of the ways that are allowed; boxes may have their corners exchanged."""
     text = serialize_objects(random_objects(generator, generator.randint(0, 4)), field_order=generator.choice(["desc_first", "geometry_first"]))
     if generator.random() < 0.3:
-        text = re.sub(r'"(<\|coord_\d+\|>)"', r"\1", text)
-    token_ids = codec.encode(text)
-    for _ in range(generator.randint(0, 4)):
-        position = generator.randint(0, len(token_ids))
-        match generator.randrange(6):
+        text = re.sub(r'"(<\|coord_\d+\|>)"(?=[,\]])', r"\1", text)
+    if generator.random() < 0.2:
+        text = text.replace('"], ["', '", "').replace('"poly": [[', '"poly": [').replace('"]]', '"]')
+    if generator.random() < 0.1:
+        text = text.replace(", ", ",").replace(": ", " :\n")
+    if generator.random() < 0.1:
+        text = text.replace("cat", "c\\u0061t").replace("object_2", "\\u006fbject_2")
+    if generator.random() < 0.1:
+        text = re.sub(r'(<\|coord_\d+\|>)", "(<\|coord_\d+\|>)', r'\2", "\1', text, count=1)
+    return text
+
+
+class Damage:
+    """A source of damaged responses of one tokenizer. The sound ones they are made from are encoded once."""
+
+    def __init__(self, generator: random.Random, codec: HFTokenCodec) -> None:
+        self.generator = generator
+        self.sound = [codec.encode(response_text(generator)) for _ in range(300)]
+        self.scraps = [codec.encode(scrap) for scrap in SCRAPS]
+        self.num_ids = len(codec.special_ids) + max(codec.special_ids) + 1000 + 200  # some are beyond the vocabulary
+
+    def response(self) -> list[int]:
+        match self.generator.randrange(10):
             case 0:
-                del token_ids[position : position + generator.randint(1, 3)]
+                return self.noise(60)
             case 1:
-                token_ids[position:position] = codec.encode(generator.choice(SCRAPS))
+                scraps = self.generator.choices(self.scraps, k=self.generator.randint(0, 40))
+                return [*self.scraps[0], *(token_id for scrap in scraps for token_id in scrap)]
+            case _:
+                token_ids = list(self.generator.choice(self.sound))
+                for _ in range(self.generator.randint(0, 4)):
+                    self.damage(token_ids)
+                return token_ids
+
+    def noise(self, most: int) -> list[int]:
+        return [self.generator.randrange(self.num_ids) for _ in range(self.generator.randint(0, most))]
+
+    def damage(self, token_ids: list[int]) -> None:
+        generator = self.generator
+        low, high = sorted(generator.choices(range(len(token_ids) + 1), k=2))
+        match generator.randrange(8):
+            case 0:
+                del token_ids[low : low + generator.randint(1, 3)]
+            case 1:
+                token_ids[low:low] = generator.choice(self.scraps)
             case 2:
-                token_ids[position:position] = [generator.randrange(1500) for _ in range(generator.randint(1, 3))]
+                token_ids[low : low + 1] = generator.choice(self.scraps)
             case 3:
-                token_ids[position : position + 1] = codec.encode(generator.choice(SCRAPS))
-            case 4:
-                token_ids[position:position] = token_ids[max(0, position - generator.randint(1, 40)) : position]
+                token_ids[low:low] = self.noise(3)
+            case 4 if high < len(token_ids):
+                token_ids[low], token_ids[high] = token_ids[high], token_ids[low]
             case 5:
-                del token_ids[generator.randint(len(token_ids) // 2, len(token_ids)) :]
-    return token_ids
+                token_ids[high:high] = token_ids[max(low, high - 40) : high]
+            case 6:
+                del token_ids[high:]
+            case 7:
+                other = generator.choice(self.sound)
+                token_ids[low:] = other[generator.randint(0, len(other)) :]
 
 
-def scraps(generator: random.Random, codec: HFTokenCodec) -> list[int]:
-    return codec.encode("{") + [token_id for _ in range(generator.randint(0, 40)) for token_id in codec.encode(generator.choice(SCRAPS))]
-
-
-def noise(generator: random.Random, codec: HFTokenCodec) -> list[int]:
-    return [generator.randrange(1600) for _ in range(generator.randint(0, 60))]
-
-
-def check(token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthObject]) -> ParsedRollout:
-    parsed = parse_rollout(token_ids, codec)
+def check(token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthObject], geometry: frozenset[GeometryKind]) -> ParsedRollout:
+    parsed = parse_rollout(token_ids, codec, geometry=geometry)
     prefix = b"".join(map(codec.piece_bytes, parsed.prefix_token_ids))
     assert prefix.decode(errors="replace") == parsed.prefix_text
     assert parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(token_ids[: parsed.num_unchanged])
-    assert not parsed.fallback or (parsed.prefix_text == "{" and parsed.num_unchanged == 0 and not parsed.objects)
-    # Besides the unchanged tokens there is nothing but part of the one token that was cut.
-    if not parsed.fallback and parsed.num_unchanged < len(parsed.prefix_token_ids):
+    if parsed.fallback:
+        assert parsed.prefix_text == "{" and parsed.num_unchanged == 0 and parsed.objects == parsed.dropped == () and parsed.max_object_index is None
+    elif parsed.num_unchanged < len(parsed.prefix_token_ids):
+        # Besides the unchanged tokens there is nothing but part of the one token that was cut.
         rest = b"".join(map(codec.piece_bytes, parsed.prefix_token_ids[parsed.num_unchanged :]))
         cut = codec.piece_bytes(token_ids[parsed.num_unchanged])
         assert cut.startswith(rest) and len(rest) < len(cut)
@@ -99,177 +120,44 @@ def check(token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthO
         assert tuple(codec.coord_bin(parsed.prefix_token_ids[i]) for i in object_.coord_positions) == object_.bins
         assert all(object_.span[0] <= i < object_.span[1] <= len(parsed.prefix_token_ids) for i in (*object_.coord_positions, *object_.desc_positions))
         assert object_.desc_positions and object_.desc.strip()
+        assert object_.kind in geometry
 
     start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
-    tail = codec.encode(serialize_append(parsed.prefix_text, appended, start_index=start_index))
-    again = parse_rollout([*parsed.prefix_token_ids, *tail, codec.eos_token_id], codec)
+    tail = serialize_append(parsed.prefix_text, appended, start_index=start_index)
+    again = parse_rollout([*parsed.prefix_token_ids, *codec.encode(tail), codec.eos_token_id], codec, geometry=geometry)
     number = len(parsed.objects)
-    assert again.objects[:number] == parsed.objects and not again.truncated
+    assert again.objects[:number] == parsed.objects and again.dropped == parsed.dropped and not again.truncated
     assert [(o.index, o.kind, o.bins, o.desc) for o in again.objects[number:]] == [(start_index + i, o.kind, o.bins, o.desc) for i, o in enumerate(appended)]
+    text = parsed.prefix_text + tail
+    if not parsed.dropped and not any(QUOTED_OR_BARE.findall(text)):
+        pairs = json.loads(text, object_pairs_hook=list)
+        assert [key for key, _ in pairs[len(pairs) - len(appended) :]] == [f"object_{start_index + i}" for i in range(len(appended))]
     return parsed
 
 
-def test_damaged_responses_can_always_be_appended_to(codec: HFTokenCodec) -> None:
-    generator = random.Random(20)
-    seen: set[object] = set()
-    for i in range(2500):
-        make = (damaged, damaged, damaged, scraps, noise)[i % 5]
-        parsed = check(make(generator, codec), codec, random_objects(generator, generator.randint(0, 3)))
-        seen |= {dropped.reason for dropped in parsed.dropped} | {("fallback", parsed.fallback), ("truncated", parsed.truncated), len(parsed.objects)}
-        seen.add(("fused", not parsed.fallback and parsed.num_unchanged < len(parsed.prefix_token_ids)))
-    assert {("fallback", True), ("fallback", False), ("truncated", True), ("truncated", False), ("fused", True), ("fused", False), 0, 1, 2, 3} <= seen
-    assert set(DropReason) - {DropReason.POLY_UNSUPPORTED, DropReason.BBOX_INVALID, DropReason.UNKNOWN_GEOM} <= seen
+def sweep(codecs: dict[str, HFTokenCodec], count: int, seed: int) -> Counter[object]:
+    """Checks `count` damaged responses, shared out among the tokenizers, and says how often what was met."""
+    generator = random.Random(seed)
+    seen: Counter[object] = Counter()
+    for name, codec in codecs.items():
+        damage = Damage(generator, codec)
+        for _ in range(count // len(codecs)):
+            geometry = BOXES if generator.random() < 0.1 else ALL_GEOMETRY
+            parsed = check(damage.response(), codec, random_objects(generator, generator.choice([0, 1, 1, 2]), geometry), geometry)
+            seen.update({dropped.reason for dropped in parsed.dropped})
+            seen.update([("fallback", parsed.fallback), ("truncated", parsed.truncated), ("objects", len(parsed.objects))])
+            seen[name, "fused"] += not parsed.fallback and parsed.num_unchanged < len(parsed.prefix_token_ids)
+    return seen
 
 
-# --- the judge against Python's json ------------------------------------------------------------------------------------------------
+def test_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCodec]) -> None:
+    seen = sweep(codecs, 6000, seed=20)
+    assert set(DropReason) <= seen.keys()
+    assert {("fallback", True), ("fallback", False), ("truncated", True), ("truncated", False), *(("objects", n) for n in range(5))} <= seen.keys()
+    assert all(seen[name, "fused"] for name in codecs if name != "bytes")
 
 
-class Pairs(list[tuple[str, Any]]):
-    """A JSON object whose keys may repeat."""
-
-
-class Bare(int):
-    """A coord token without quotes."""
-
-
-def slow_judge(value: str) -> DropReason | tuple[GeometryKind, str, list[int]]:
-    """One value, read with Python's json after quoting is out of the way: unquoted coord tokens become numbers that nobody writes."""
-    parts = re.split(r'("(?:[^"\\]|\\.)*")', value)
-    parts[::2] = [re.sub(r"<\|coord_(0|[1-9]\d{0,2})\|>", r" 7.25e\1 ", part) for part in parts[::2]]
-
-    def number(text: str) -> object:
-        return Bare(text.removeprefix("7.25e")) if text.startswith("7.25e") else float(text)
-
-    def refuse(constant: str) -> object:
-        raise ValueError(constant)
-
-    try:
-        read = json.loads("".join(parts), object_pairs_hook=Pairs, parse_float=number, parse_constant=refuse)
-    except ValueError:
-        return DropReason.MALFORMED
-    keys = [key for key, _ in read]
-    unknown = [item for key, item in read if key not in ("desc", "bbox_2d", "poly")]
-    shapes = [(key, item) for key, item in read if key in ("bbox_2d", "poly")]
-    if (
-        nested(list(read))
-        or keys.count("desc") > 1
-        or len({key for key, _ in shapes}) > 1
-        or (unknown and not (len(unknown) == 1 and type(unknown[0]) is list))
-    ):
-        return DropReason.KEY_INVALID
-    if unknown:
-        return DropReason.UNKNOWN_GEOM
-    desc = next((item for key, item in read if key == "desc"), None)
-    if type(desc) is not str or not desc.strip():
-        return DropReason.MISSING_DESC
-    arrays = [item for _, item in shapes if type(item) is list]
-    if not arrays:
-        return DropReason.MISSING_GEOM
-    poly = shapes[0][0] == "poly"
-    for array in arrays:
-        flat = [leaf for item in array for leaf in (item if poly and type(item) is list else [item])]
-        if any(coord(leaf) is None for leaf in flat):
-            return DropReason.NON_COORD_TOKEN
-    array = arrays[0]
-    flat = [leaf for item in array for leaf in (item if poly and type(item) is list else [item])]
-    bins = [bin for leaf in flat if (bin := coord(leaf)) is not None]
-    pairs = [type(item) is list for item in array]
-    if len(shapes) > 1 or (any(pairs) and not (all(pairs) and all(len(item) == 2 for item in array))):
-        return DropReason.WRONG_ARITY
-    if (len(bins) % 2 or len(bins) < 6) if poly else len(bins) != 4:
-        return DropReason.WRONG_ARITY
-    if not poly and (bins[0] > bins[2] or bins[1] > bins[3]):
-        return DropReason.BBOX_INVALID
-    return GeometryKind(shapes[0][0]), desc.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), bins
-
-
-def nested(value: object) -> bool:
-    if isinstance(value, Pairs):
-        return True
-    return isinstance(value, (list, tuple)) and any(nested(item) for item in value)
-
-
-def coord(leaf: object) -> int | None:
-    if isinstance(leaf, Bare):
-        return int(leaf)
-    match = re.fullmatch(r"<\|coord_(0|[1-9][0-9]{0,2})\|>", leaf) if isinstance(leaf, str) else None
-    return None if match is None else int(match[1])
-
-
-PARTS = [
-    *(
-        "{",
-        "}",
-        "[",
-        "]",
-        ",",
-        ", ",
-        ":",
-        " ",
-        '""',
-        '"desc"',
-        '"desc": "cat"',
-        '"bbox_2d": ',
-        '"poly": [',
-        '"x": 1',
-        '"box": []',
-        "null",
-        "-1.5e3",
-        "01",
-        "NaN",
-    ),
-    *('"<|coord_9|>"', "<|coord_9|>", '"<|coord_1000|>"', '"\\u0041"', '"\\x"', '"d\\u0065sc": "猫"', '["<|coord_1|>", "<|coord_2|>"]', '"\\ud800"', "\t"),
-]
-
-
-FIELDS = [
-    *('"desc": "cat"', '"desc": "dog"', '"desc": "猫"', '"desc": ""', '"desc": " "', '"desc": 1', '"desc": <|coord_1|>', '"x": []', '"x": 1', '"x": {}'),
-    *('"bbox_2d": ["<|coord_3|>", "<|coord_4|>", "<|coord_3|>", <|coord_5|>]', '"bbox_2d": ["<|coord_3|>", "<|coord_4|>", "<|coord_2|>", "<|coord_5|>"]'),
-    *('"bbox_2d": ["<|coord_3|>"]', '"bbox_2d": "<|coord_3|>"', '"bbox_2d": [3, 4, 5, 6]', '"bbox_2d": [["<|coord_3|>", "<|coord_4|>"]]', '"poly": null'),
-    '"poly": [["<|coord_1|>", "<|coord_2|>"], ["<|coord_3|>", "<|coord_4|>"], ["<|coord_5|>", "<|coord_6|>"]]',
-    '"poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]',
-    '"poly": [["<|coord_1|>", "<|coord_2|>"], "<|coord_3|>", "<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]',
-]
-
-
-def assembled_value(generator: random.Random) -> str:
-    """Sound JSON of any fields."""
-    return "{" + ", ".join(generator.choices(FIELDS, k=generator.choice([0, 1, 2, 2, 2, 3]))) + "}"
-
-
-def mutated_value(generator: random.Random) -> str:
-    """Seldom sound JSON."""
-    text = serialize_objects(random_objects(generator, 1), field_order=generator.choice(["desc_first", "geometry_first"]))
-    value = text.removeprefix('{"object_1": ').removesuffix("}")
-    lexemes = re.findall(r'"(?:[^"\\]|\\.)*"|[^"]', value)
-    for _ in range(generator.randint(1, 3)):
-        position = generator.randrange(len(lexemes) + 1)
-        match generator.randrange(4):
-            case 0:
-                del lexemes[position : position + 1]
-            case 1:
-                lexemes.insert(position, generator.choice(PARTS))
-            case 2:
-                lexemes[position : position + 1] = [generator.choice(PARTS)]
-            case 3:
-                other = generator.randrange(len(lexemes))
-                lexemes.insert(position, lexemes[other])
-    return "".join(lexemes)
-
-
-def test_validity_is_that_of_a_json_library(codec: HFTokenCodec) -> None:
-    generator = random.Random(7)
-    compared: dict[object, int] = {}
-    while sum(compared.values()) < 2500:
-        value = generator.choice([assembled_value, mutated_value])(generator)
-        text = f'{{"object_1": {value}}}'
-        parsed = parse_rollout(codec.encode(text), codec)
-        # Only values that end where they were meant to end are comparable.
-        if parsed.prefix_text != text[:-1] or len(parsed.objects) + len(parsed.dropped) != 1:
-            continue
-        expected = slow_judge(value)
-        actual = parsed.dropped[0].reason if parsed.dropped else (parsed.objects[0].kind, parsed.objects[0].desc, list(parsed.objects[0].bins))
-        assert actual == expected, value
-        outcome = expected if isinstance(expected, DropReason) else expected[0]
-        compared[outcome] = compared.setdefault(outcome, 0) + 1
-    assert compared.keys() == {*DropReason, *GeometryKind} - {DropReason.POLY_UNSUPPORTED}, compared
+@pytest.mark.slow
+def test_200_000_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCodec]) -> None:
+    seen = sweep(codecs, 200_000, seed=21)
+    assert all(seen[reason] > 100 for reason in DropReason), seen
