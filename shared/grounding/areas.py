@@ -63,9 +63,9 @@ def _slab_areas(levels: np.ndarray, edges_T4: np.ndarray, is_a_T: np.ndarray) ->
     # Half-open: an even number of crossings also where rounding puts a middle on a vertex.
     x_LT = np.where((ay <= middle_L1) & (middle_L1 < by), x_LT, _BEYOND)
     order_LT = np.argsort(x_LT, axis=1, kind="stable")
-    gaps = np.diff(np.take_along_axis(x_LT, order_LT, axis=1), axis=1)
+    gaps = np.diff(x_LT[np.arange(len(x_LT))[:, None], order_LT], axis=1)
     is_a_LT = is_a_T[order_LT]
-    in_a, in_b = (np.cumsum(is_mine_LT, axis=1)[:, :-1] % 2 == 1 for is_mine_LT in (is_a_LT, ~is_a_LT))
+    in_a, in_b = (np.logical_xor.accumulate(is_mine_LT, axis=1)[:, :-1] for is_mine_LT in (is_a_LT, ~is_a_LT))
     heights = np.diff(levels)
     # Where both rings are the same, all three sums are of the same numbers: their IoU is 1 without rounding.
     return np.array([float(heights @ (gaps * inside).sum(axis=1)) for inside in (in_a, in_b, in_a & in_b)])

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -61,11 +62,8 @@ def pixels_of(bins: Sequence[int], *, width: int, height: int) -> tuple[float, .
 
 def vertices(shape: Shape) -> list[Point]:
     """The ring of a shape, bins clamped to 0..999; a box as its four corners, clockwise from (x1, y1) as an image shows it."""
-    bins = [_clamp(bin) for bin in shape.bins]
-    if shape.kind is GeometryKind.BBOX:
-        x1, y1, x2, y2 = bins
-        return [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
-    return list(zip(bins[::2], bins[1::2], strict=True))
+    values = [_clamp(bin) for bin in _ring(shape)]
+    return list(zip(values[::2], values[1::2], strict=True))
 
 
 def aabb(shape: Shape) -> Box:
@@ -92,7 +90,7 @@ def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
 class Rasters:
     """Shapes on one canvas, to be compared with each other."""
 
-    rings: list[list[Point]]
+    shapes: Sequence[Shape]
     """[N]"""
     is_box_N: np.ndarray
     """bool [N]"""
@@ -110,16 +108,17 @@ class Rasters:
         """ValueError for a canvas under 2 pixels per axis."""
         if resolution < 2:
             raise ValueError(f"a canvas of {resolution} pixels per axis shows nothing; use at least 2")
-        rings = [vertices(shape) for shape in shapes]
+        rings = [_ring(shape) for shape in shapes]
         is_box_N = np.array([shape.kind is GeometryKind.BBOX for shape in shapes], dtype=bool)
-        points_V2, stops_N = np.array([point for ring in rings for point in ring], dtype=np.int64), np.cumsum([len(ring) for ring in rings])
+        points_V2 = np.array([*chain.from_iterable(rings)], dtype=np.int64).clip(0, MAX_BIN).reshape(-1, 2)
+        stops_N = np.cumsum([len(ring) // 2 for ring in rings])
         starts_N = np.array([0, *stops_N[:-1]])
         boxes_N4 = np.hstack([np.minimum.reduceat(points_V2, starts_N), np.maximum.reduceat(points_V2, starts_N)])
         windows_N4 = _first_pixel(boxes_N4, resolution)
         if is_box_N.all():
-            return cls(rings, is_box_N, boxes_N4, windows_N4, None, _box_area(windows_N4))
+            return cls(shapes, is_box_N, boxes_N4, windows_N4, None, _box_area(windows_N4))
         words_NRW = _rasterise(points_V2, starts_N, stops_N, resolution)
-        return cls(rings, is_box_N, boxes_N4, windows_N4, words_NRW, np.bitwise_count(words_NRW).sum(axis=(1, 2), dtype=np.int64))
+        return cls(shapes, is_box_N, boxes_N4, windows_N4, words_NRW, np.bitwise_count(words_NRW).sum(axis=(1, 2), dtype=np.int64))
 
     def mask_iou(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
         """`mask_iou` of shape `left[p]` with each `right[p, k]`, indices into the shapes: float64 [P, K]."""
@@ -133,7 +132,7 @@ class Rasters:
             # For two boxes this is the answer. For others only its zeros are: their boxes share no area and differ.
             iou_PK[small_PK] = _paired_box_iou(self.boxes_N4[left_P1], self.boxes_N4[right_PK])[small_PK]
             for p, k in np.argwhere(small_PK & (iou_PK > 0) & ~(self.is_box_N[left_P1] & self.is_box_N[right_PK])):
-                iou_PK[p, k] = exact_iou(self.rings[left_P[p]], self.rings[right_PK[p, k]])
+                iou_PK[p, k] = exact_iou(vertices(self.shapes[left_P[p]]), vertices(self.shapes[right_PK[p, k]]))
         return iou_PK
 
     def _common_pixels(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
@@ -203,6 +202,14 @@ def _intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _box_area(boxes: np.ndarray) -> np.ndarray:
     """[..., 4] to [...]"""
     return (boxes[..., 2] - boxes[..., 0]).clip(min=0) * (boxes[..., 3] - boxes[..., 1]).clip(min=0)
+
+
+def _ring(shape: Shape) -> Sequence[int]:
+    """x, y, ... of the vertices as written; a box's corners in the order of `vertices`."""
+    if shape.kind is GeometryKind.POLY:
+        return shape.bins
+    x1, y1, x2, y2 = shape.bins
+    return x1, y1, x2, y1, x2, y2, x1, y2
 
 
 def _last_pixel(length: int) -> int:
