@@ -94,9 +94,9 @@ class TokenView:
         token_id = self.target["token_ids"][position]
         facts = [f"token {position}", f"id {token_id}", run.tag]
         if position in aims:
-            bin_, aim = self.codec.coord_bin(token_id), f"{aims[position]:g}"
-            facts += [f"bin {bin_}, should be {aim}", f"one of {len(aims)} slots"]
-            content = f"{bin_}<b>→{aim}</b>"
+            bin_, aim = self.codec.coord_bin(token_id), aims[position]
+            facts += [f"bin {bin_}, should be {aim:g}", f"one of {len(aims)} slots"]
+            content = f"{bin_}<b>→{aim:.4g}</b>"
         else:
             facts.append(f"weight {run.weight:g}" + (f" ({run.weight / total:.2%} of the sample's text)" if run.weight else ""))
             data = self.codec.piece_bytes(token_id)

@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from config_support import configuration
 from transformers import AutoTokenizer
 
 from learner.rollout_log import RolloutLog, read_step, step_path
-from learner.targets import MatchSettings, TargetRules, TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target
+from learner.rules import target_rules
+from learner.targets import TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target
 from shared.config.pipeline import Channel
 from shared.errors import StorageError
 from shared.grounding.objects import DropReason
@@ -17,11 +20,7 @@ from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason, Rollout
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = TargetRules(
-    geometry=frozenset({GeometryKind.BBOX}),
-    field_order="desc_first",
-    matching=MatchSettings(candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=64, fp_cost=1.0, fn_cost=1.0),
-)
+RULES = replace(target_rules(configuration(Path("model"), Path("data"), Path("run"))), geometry=frozenset({GeometryKind.BBOX}))
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
 TWO = GroundTruthObject(GeometryKind.BBOX, (500, 500, 800, 900), "two")
 SAMPLE = Sample("scene", (), 96, 96, (SEVEN, TWO))
