@@ -48,7 +48,7 @@ class HFTokenCodec:
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of this token alone. Embeddings are often padded beyond the vocabulary: such an id has no text."""
-        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
