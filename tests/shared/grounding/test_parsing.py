@@ -65,6 +65,25 @@ def test_only_the_fused_token_at_the_cut_is_replaced(codec: HFTokenCodec) -> Non
     assert parsed.objects[0].span[1] == len(parsed.prefix_token_ids)
 
 
+def test_a_cut_inside_a_token_that_goes_on_with_the_next_entry_replaces_that_token_alone(codecs: dict[str, HFTokenCodec]) -> None:
+    codec = codecs["no words"]
+    token_ids = codec.encode(f'{{"object_1": {CAT}, "object_2": {{"desc": "tr')
+    at = [codec.piece_bytes(token_id) for token_id in token_ids].index(b'"]}, "')
+    parsed = parse_rollout(token_ids, codec)
+    assert parsed.num_unchanged == at and parsed.prefix_token_ids == (*token_ids[:at], *codec.encode('"]}'))
+    assert parsed.prefix_text == f'{{"object_1": {CAT}' and parsed.truncated
+
+
+def test_characters_that_are_split_over_tokens_are_read_whole(codecs: dict[str, HFTokenCodec]) -> None:
+    desc = "größe 猫 🙂 日本語"
+    for name, codec in codecs.items():
+        token_ids = codec.encode(f'{{"object_1": {CAT.replace("cat", desc)}, "object_2": {DOG}}}')
+        parsed = parse_rollout(token_ids, codec)
+        assert [o.desc for o in parsed.objects] == [desc, "dog"] and parsed.dropped == ()
+        assert desc in text_at(codec, parsed, parsed.objects[0].desc_positions)
+        assert name != "bytes" or len(parsed.objects[0].desc_positions) == len(desc.encode())
+
+
 def test_a_desc_that_ends_in_the_fused_token_keeps_its_positions_in_the_prefix(codec: HFTokenCodec) -> None:
     text = '{"object_1": {"bbox_2d": ' + box(1, 2, 3, 4) + ', "desc": "x."}}'
     token_ids = codec.encode(text)
@@ -291,6 +310,99 @@ def test_a_bad_object_is_dropped_for_the_first_reason_and_the_next_is_judged_afr
     assert parsed.prefix_text == f'{{"object_4": {value}, "object_2": {DOG}' and parsed.max_object_index == 4
 
 
+FIRST_OF_SEVERAL = {
+    DropReason.MALFORMED: '{"desc": "" "x": {}, "bbox": [], "bbox_2d": [1]}',
+    DropReason.KEY_INVALID: '{"desc": "", "x": {}, "bbox": [], "bbox_2d": [1]}',
+    DropReason.UNKNOWN_GEOM: '{"desc": "", "bbox": [], "bbox_2d": [1]}',
+    DropReason.MISSING_DESC: '{"desc": "", "bbox_2d": null}',
+    DropReason.MISSING_GEOM: '{"desc": "cat", "bbox_2d": null, "bbox_2d": "<|coord_1|>"}',
+    DropReason.NON_COORD_TOKEN: '{"desc": "cat", "bbox_2d": [1], "bbox_2d": ' + box(9, 2, 3, 4, 5) + "}",
+    DropReason.WRONG_ARITY: '{"desc": "cat", "bbox_2d": ' + box(9, 2, 3, 4, 5) + "}",
+    DropReason.BBOX_INVALID: '{"desc": "cat", "bbox_2d": ' + box(9, 2, 3, 4) + "}",
+    DropReason.POLY_UNSUPPORTED: '{"desc": "cat", "poly": ' + SIX + "}",
+}
+
+
+@pytest.mark.parametrize("reason", DropReason)
+def test_of_several_faults_the_first_of_the_list_is_the_reason(parse, reason: DropReason) -> None:
+    """Each value has its own fault and those that come after it, as far as they can go together."""
+    parsed = parse(f'{{"object_1": {FIRST_OF_SEVERAL[reason]}, "object_2": {DOG}}}', geometry=frozenset({GeometryKind.BBOX}))
+    assert reasons(parsed) == [("object_1", reason.value)] and [o.key for o in parsed.objects] == ["object_2"]
+
+
+POLYGON_DROPS = {
+    DropReason.MALFORMED: [
+        '{"desc": "p", "poly": ' + SIX[:-1] + "}",
+        '{"desc": "p" "poly": ' + SIX + "}",
+        '{"desc": "p", "poly": ' + SIX.replace("], [", "] [") + "}",
+    ],
+    DropReason.KEY_INVALID: ['{"desc": "p", "poly": ' + SIX + ', "score": 1}', '{"poly": ' + SIX + ', "desc": "p", "bbox_2d": []}'],
+    DropReason.UNKNOWN_GEOM: ['{"desc": "p", "polygon": ' + SIX + "}", '{"desc": "p", "poly": ' + SIX + ', "holes": []}'],
+    DropReason.MISSING_DESC: ['{"poly": ' + SIX + "}", '{"desc": "", "poly": ' + SIX + "}", '{"poly": ' + SIX + ', "desc": " \\n"}'],
+    DropReason.MISSING_GEOM: ['{"desc": "p"}', '{"desc": "p", "poly": "<|coord_1|>"}'],
+    DropReason.NON_COORD_TOKEN: ['{"desc": "p", "poly": ' + SIX.replace('"<|coord_3|>"', "3") + "}", '{"desc": "p", "poly": [' + SIX + "]}"],
+    DropReason.WRONG_ARITY: ['{"desc": "p", "poly": ' + box(1, 2, 3, 4) + "}", '{"desc": "p", "poly": ' + box(*range(7)) + "}"],
+}
+
+
+@pytest.mark.parametrize(("reason", "value"), [(reason, value) for reason, values in POLYGON_DROPS.items() for value in values])
+def test_a_bad_polygon_is_dropped_for_its_reason(parse, reason: DropReason, value: str) -> None:
+    parsed = parse(f'{{"object_1": {value}, "object_2": {{"desc": "p", "poly": {SIX}}}}}')
+    assert reasons(parsed) == [("object_1", reason.value)] and [o.key for o in parsed.objects] == ["object_2"]
+
+
+def test_corners_in_any_order_make_a_polygon(parse) -> None:
+    """`bbox_invalid` is for boxes alone."""
+    parsed = parse(f'{{"object_1": {{"desc": "p", "poly": {box(9, 9, 5, 1, 0, 4)}}}}}')
+    assert parsed.dropped == () and parsed.objects[0].bins == (9, 9, 5, 1, 0, 4)
+
+
+def test_a_box_without_extent_is_a_box(parse) -> None:
+    assert parse(f'{{"object_1": {{"desc": "p", "bbox_2d": {box(7, 7, 7, 7)}}}}}').objects[0].bins == (7, 7, 7, 7)
+
+
+ASIDES = [
+    ('"note": 1, ', True),
+    ('"note": [1, {"a": ["object_7"]}], "scale": "x", ', True),
+    ('"note": <|coord_5|>, ', True),
+    ('"note": {}, ', True),
+    ('"note": oops, ', False),
+    ('"note": , ', False),
+    ('"note", ', False),
+    ('"note" 1, ', False),
+    ('"note": 1 ', False),
+    ('"note": [1, ', False),
+    ('"note": "\t", ', False),
+    ('"note": {"a": 1 2}, ', False),
+    ("5, ", False),
+    (", ", False),
+    ('"note": 1,, ', False),
+]
+
+
+@pytest.mark.parametrize(("aside", "sound"), ASIDES)
+def test_other_members_between_entries_are_text_but_spoil_the_next_entry_where_they_are_not_json(parse, aside: str, sound: bool) -> None:
+    """Else nothing would be dropped from a prefix that is no JSON."""
+    for text in (f'{{{aside}"object_1": {CAT}, "object_2": {DOG}}}', f'{{"object_0": {DOG}, {aside}"object_1": {CAT}, "object_2": {DOG}}}'):
+        parsed = parse(text)
+        assert reasons(parsed) == ([] if sound else [("object_1", "malformed")])
+        assert [o.key for o in parsed.objects if o.index] == (["object_1", "object_2"] if sound else ["object_2"])
+        assert parsed.prefix_text == text[:-1]
+
+
+def test_a_comma_is_missed_in_front_of_other_members_too(parse) -> None:
+    assert reasons(parse(f'{{"object_1": {CAT} "note": 1, "object_2": {DOG}}}')) == [("object_2", "malformed")]
+
+
+@pytest.mark.parametrize("tail", ['"object_7": 5}', '"object_7": 5', '"object_7", "object_8": []}', '"object_7": {"desc": "cut', '"note": 1}'])
+def test_only_what_is_kept_counts_as_dropped(parse, tail: str) -> None:
+    """An entry whose value is not an object has no brace to cut behind: at the end, it goes with the rest."""
+    parsed = parse(f'{{"object_1": {CAT}, {tail}')
+    assert parsed.dropped == () and parsed.prefix_text == f'{{"object_1": {CAT}' and parsed.max_object_index == 1
+    alone = parse(f"{{{tail}")
+    assert alone.dropped == () and alone.fallback and alone.max_object_index is None
+
+
 def test_a_dropped_entry_at_the_end_stays_in_the_prefix(parse) -> None:
     parsed = parse(f'{{"object_1": {CAT}, "object_9": {{"desc": "no box"}}}}')
     assert parsed.prefix_text.endswith('{"desc": "no box"}') and parsed.max_object_index == 9 and len(parsed.objects) == 1
@@ -353,6 +465,10 @@ def test_the_largest_index_counts_every_key_of_the_kept_prefix(parse) -> None:
     assert parse(f'{{"object_2": {CAT}, "object_9": {{"desc": 1}}}}').max_object_index == 9
     assert parse(f'{{"object_7": 5, "object_2": {CAT}}}').max_object_index == 7
     assert parse(f'{{"object_1": {CAT}, "object_7": 5}}').max_object_index == 1
+    assert parse(f'{{"object_1": {{"object_9": {CAT}}}}}').max_object_index == 9
+    assert parse(f'{{"note": {{"object_9": 1}}, "object_2": {CAT}}}').max_object_index == 9
+    assert parse(f'{{"object_2": {CAT}, "note": {{"object_9": 1}}}}').max_object_index == 2
+    assert parse(f'{{"object_2": {CAT}, "note": "object_9", "object_3": {DOG}}}').max_object_index == 3
     assert parse(f'{{"object_1": {CAT}, "object_7": {{"desc": "cut o').max_object_index == 1
     assert parse(f'{{"object_1": {CAT[:-1]}, "object_2": {DOG}}}').max_object_index == 2
     assert parse(f'{{"object_1": {CAT.replace("cat", "object_8")}, "note": "\\"object_9\\": "}}').max_object_index == 1
