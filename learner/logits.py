@@ -70,11 +70,11 @@ class LogitsPass:
             here = coord_at_P[(coord_at_P >= start) & (coord_at_P < stop)] - start
             return coord_math.read_logits(self.lm_head(chunk_ND), token_ids_N[start:stop], here, self.coord_ids_C, normalizers)
 
-        # A row that asks for nothing has one empty chunk. The logits of a chunk are computed again in its backward, so that no two chunks' exist at once.
-        starts = range(0, max(1, len(hidden_ND)), self.chunk)
-        chunks = [checkpoint(read, hidden_ND[start : start + self.chunk], start, use_reentrant=False) for start in starts]
+        # The logits of a chunk are computed again in its backward, so that no two chunks' exist at once. An empty row has one empty chunk.
+        parts = hidden_ND.split(self.chunk)
+        chunks = [checkpoint(read, part_ND, index * self.chunk, use_reentrant=False) for index, part_ND in enumerate(parts)]
         return LogitReading(
             torch.cat([chunk.token_logits_N for chunk in chunks]),
             torch.cat([chunk.coord_logits_PC for chunk in chunks]),
-            tuple(torch.cat(parts) for parts in zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)),
+            tuple(torch.cat(of_chunks) for of_chunks in zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)),
         )
