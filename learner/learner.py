@@ -24,6 +24,7 @@ from learner.heldout import HeldOut
 from learner.lengths import require_lengths
 from learner.loading import load_model
 from learner.objectives.registry import build_objectives
+from learner.rollout_log import RolloutLog
 from learner.rows import row_policy
 from learner.rules import target_rules, text_weights
 from learner.samples import load_samples
@@ -89,6 +90,7 @@ class Learner:
         self._text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
         self._sampling = Sampling(self._decode.temperature, self._loaded.banned_token_ids)
         self._rows = row_policy(config)
+        self._log = RolloutLog(config.telemetry.run_dir / "rollouts", self._loaded.codec) if config.telemetry.rollouts else None
         self._updater = Updater(self._loaded.model, config.training)
         self._sender = WeightSender(
             self._loaded.model,
@@ -111,6 +113,8 @@ class Learner:
         samples = [self._train[index].with_image_data() for index in self._stream.take(plan.num_samples)]
         min_fill_ratio = self._config.training.packing_min_fill_ratio
         self._step = _StepInProgress(plan, samples, StepTally(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio))
+        if self._log is not None:
+            self._log.begin(plan.step, plan.channel)
         requests = [] if plan.channel is Channel.A else [self._request(position) for position in range(plan.num_samples)]
         self._mark("draw samples", started_s)
         return requests
@@ -167,6 +171,8 @@ class Learner:
 
     def close(self) -> None:
         self._sender.close()
+        if self._log is not None:
+            self._log.close()
 
     # The held-out report
 
@@ -207,6 +213,9 @@ class Learner:
         step = self._current
         position = step.num_targets
         step.num_targets += 1
+        if self._log is not None:
+            weights_L = self._text_weights[step.plan.channel].of(target.roles)
+            self._log.write(rollout, step.samples[position], target, weights_L, position)
         for row in self._rows.add(Segment(position, prompt, target, step.plan.step, None if rollout is None else rollout.actor)):
             self._learn(row)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from learner.ot_targets import OTSettings
 from learner.targets import MatchSettings, TargetRules, TextWeights
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
@@ -19,6 +20,7 @@ def target_rules(config: RunConfig) -> TargetRules:
             fp_cost=matching.fp_cost,
             fn_cost=matching.fn_cost,
         ),
+        transport=OTSettings(cost=matching.ot_cost, epsilon=matching.ot_epsilon, iters=matching.ot_iters),
     )
 
 

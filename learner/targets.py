@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from learner.ot_targets import OTSettings, slot_targets
 from shared.grounding.matching import MatchedPair, MatchResult, match_objects
 from shared.grounding.objects import ParsedObject, ParsedRollout
 from shared.grounding.parsing import parse_rollout
@@ -75,6 +76,8 @@ class TargetRules:
     geometry: frozenset[GeometryKind]
     field_order: str
     matching: MatchSettings
+    transport: OTSettings
+    """Between a polygon and its match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class Target:
         assert len(self.coord_targets) == len(positions)
         assert all(0 <= position < length for position in positions), "a supervised coord slot lies outside the assistant span"
         assert all(a < b for a, b in pairwise(positions))
-        assert all(self.roles[list(positions)] == TokenRole.COORD)
+        assert all(self.roles[list(positions)] == TokenRole.COORD), "a supervised slot is no coord token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +206,7 @@ def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rule
 
 def _aims(prediction: ParsedObject, truth: GroundTruthObject, parsed: ParsedRollout, codec: TokenCodec, rules: TargetRules) -> tuple[float, ...] | None:
     """Where each slot of a matched prediction should point, 0..999; None where its slots are not sure or no aim can be computed."""
-    if not _are_slots(prediction, parsed, codec):
-        return None
-    return truth.bins
+    return slot_targets(prediction, truth, rules.transport) if _are_slots(prediction, parsed, codec) else None
 
 
 def _are_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:

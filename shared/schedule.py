@@ -35,6 +35,7 @@ class RunSchedule:
         algebra = batch_algebra(config)
         self.max_steps = config.training.max_steps
         self.num_b_steps = algebra.b_steps
+        self._warmup_steps = algebra.warmup_steps
         self._num_samples = {Channel.A: algebra.effective_batch_size, Channel.B: algebra.raw_rollouts_per_step}
 
     def plans(self) -> Iterator[StepPlan]:
@@ -52,9 +53,9 @@ class RunSchedule:
         )
 
     def evaluates_before(self, step: int) -> bool:
-        """A held-out report is due after every `training.eval_steps` updates, when the warm-up ends and at the end of the run, where there is validation data."""
+        """Where there is validation data: when the warm-up ends, after every `training.eval_steps` updates, at the end of the run."""
         every = self._config.training.eval_steps
-        due = step in (self._config.stage2_ab.schedule.warmup_steps, self.max_steps) or (every is not None and step > 0 and step % every == 0)
+        due = step in (self._warmup_steps, self.max_steps) or (every is not None and step > 0 and step % every == 0)
         return self._config.data.val is not None and due
 
     def _generates(self, step: int) -> bool:

@@ -215,7 +215,6 @@ CHECKS: tuple[Check, ...] = (
     Check(_vllm_mode, _ENGINES),
     Check(_dedicated_devices, ("stage2_ab.channel_b.enable_pipeline", *_ENGINES)),
     Check(variants.objective_covers_channels, (_VARIANT, _SCHEDULE, _PIPELINE)),
-    Check(variants.schedule_has_effect, (_VARIANT, _SCHEDULE)),
     Check(variants.budget_has_effect, (_VARIANT, _BUDGET, *_BATCH)),
     Check(variants.carry_only, (_VARIANT, "training.packing", "training.packing_drop_last")),
     Check(variants.packing_buffer, (_VARIANT, _BUDGET, "training.packing", "training.packing_buffer", *_BATCH)),

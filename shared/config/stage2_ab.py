@@ -51,7 +51,7 @@ class ChannelBSection(Section):
 
 class Stage2ABSection(Section):
     schedule: ScheduleSection = ScheduleSection()
-    """Which steps are channel B."""
+    """Which steps are channel B. No effect but under `stage2_two_channel`: the other variants have one channel."""
 
     channel_b: ChannelBSection = ChannelBSection()
     """How a channel-B step is made."""

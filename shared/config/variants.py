@@ -9,7 +9,6 @@ from shared.config.custom import TrainerVariant
 from shared.config.derive import RowRule, effective_batch_size, raw_rollouts_per_step, row_rule
 from shared.config.pipeline import Channel
 from shared.config.run import RunConfig
-from shared.config.stage2_ab import ScheduleSection
 
 _ALIGNED = TrainerVariant.STAGE2_ROLLOUT_ALIGNED
 
@@ -43,20 +42,6 @@ def _channels(run: RunConfig) -> list[Channel]:
             return [channel for channel in Channel if is_used[channel]]
         case TrainerVariant.STAGE2_ROLLOUT_ALIGNED | TrainerVariant.TRAJECTORY_PG:
             return [Channel.B]
-
-
-def schedule_has_effect(run: RunConfig) -> Iterator[Problem]:
-    """Every step of the aligned variant is channel B: a schedule that says otherwise would be ignored."""
-    if run.custom.trainer_variant is not _ALIGNED:
-        return
-    for key, field in ScheduleSection.model_fields.items():
-        value = run.stage2_ab.schedule.model_dump()[key]
-        if value != field.default:
-            yield Problem(
-                f"stage2_ab.schedule.{key}",
-                f"{value} has no effect under {_ALIGNED}, where every step is channel B",
-                "remove the key, or set custom.trainer_variant: stage2_two_channel",
-            )
 
 
 def budget_has_effect(run: RunConfig) -> Iterator[Problem]:

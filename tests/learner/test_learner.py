@@ -7,6 +7,7 @@ import torch
 from config_support import configuration
 from learner_support import half_right, make_learner
 
+from learner.rollout_log import read_step, step_path
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RolloutError
 from shared.schedule import RunSchedule
@@ -46,11 +47,12 @@ def test_rows_losses_and_weights_do_not_depend_on_how_the_step_was_cut_into_roun
         assert all(torch.equal(weights[name], other[name]) for name in weights)
 
 
-def test_12_raw_rollouts_pack_into_fewer_rows_and_one_update(config):
-    report, _ = channel_b_step(config(), [range(12)])
-    assert report.metrics["packing/num_segments"] == 12
-    assert report.metrics["packing/num_rows"] < 12
-    assert report.metrics["rollout/num"] == 12
+def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(config):
+    settings = config(global_max_length=1024, training__effective_batch_size=32, stage2_ab__channel_b__rollouts_per_step=None)
+    report, _ = channel_b_step(settings, [range(16), range(16, 32)])
+    assert report.metrics["rollout/num"] == report.metrics["packing/num_segments"] == 32
+    assert report.metrics["packing/num_rows"] <= 8
+    assert report.metrics["packing/fill_ratio"] > 0.8
 
 
 def test_without_packing_every_segment_is_a_row_and_the_loss_is_the_same(config):
@@ -113,3 +115,72 @@ def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):
     learner.save(tmp_path / "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in (tmp_path / "checkpoint").iterdir()}
+
+
+def responses(learner, plan, texts):
+    """Begin a channel-B step and answer its requests with these texts, in turn."""
+    rollouts, codec = half_right(learner, plan), learner._loaded.codec
+    return [replace(rollout, response_token_ids=tuple(codec.encode(texts[i % len(texts)]))) for i, rollout in enumerate(rollouts)]
+
+
+MALFORMED = [
+    "",
+    "I see a cat.",
+    "[{",
+    '{"object_1": {"desc": "two", "bbox_2d": ["<|coord_1|>"]}}',
+    '{"object_2": {"desc": "", "bbox_2d"',
+    '{"object_3": 7, "a": {}}',
+    "}}}}",
+    '{"',
+]
+
+
+def test_parse_failures_are_visible_without_crashing(config):
+    settings = config()
+    learner = make_learner(settings)
+    learner.accumulate(responses(learner, RunSchedule(settings).plan(1), MALFORMED))
+    metrics = learner.finish_step().metrics
+    assert metrics["rollout/num_dropped_objects"] == metrics["rollout/num_dropped.wrong_arity"] > 0
+    assert metrics["rollout/num_fallback"] > 0
+    assert metrics["rollout/num_truncated"] > 0
+    assert metrics["rollout/num_appended"] == metrics["rollout/num_ground_truth"], "the ground truth is learned all the same"
+    assert metrics["loss/total"] > 0
+    lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", 1))
+    assert [line["rollout"]["text"] for line in lines] == [MALFORMED[i % len(MALFORMED)] for i in range(12)]
+    assert [dropped["reason"] for line in lines for dropped in line["reading"]["dropped"]] == ["wrong_arity"] * int(metrics["rollout/num_dropped_objects"])
+
+
+def test_training_uses_one_sequence_and_one_forward_pass(config):
+    """Scenario: every sample is in exactly one forward, as one canonical sequence."""
+    learner = make_learner(config())
+    forwards = []
+    learner._loaded.model.model.register_forward_pre_hook(lambda module, args, kwargs: forwards.append(kwargs["input_ids"][0].tolist()), with_kwargs=True)
+    learner.accumulate(half_right(learner, RunSchedule(config()).plan(1)))
+    report = learner.finish_step()
+    assert len(forwards) == report.metrics["packing/num_rows"]
+    eos = learner._loaded.codec.eos_token_id
+    # A prompt holds one <|im_end|> (the user's turn), a target one more.
+    assert sum(tokens.count(eos) for tokens in forwards) == 2 * 12
+    assert sum(map(len, forwards)) == report.metrics["packing/num_tokens"]
+
+
+def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(config):
+    """Scenario: micro-steps of one sample each; the step's rollouts are asked for together, learned to completion, and give one update."""
+    settings = config(training__gradient_accumulation_steps=12, training__effective_batch_size=None, stage2_ab__channel_b__rollouts_per_step=None)
+    learner = make_learner(settings)
+    updates = []
+    learner._updater._optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    rollouts = half_right(learner, RunSchedule(settings).plan(1))
+    assert len(rollouts) == 12, "unset, rollouts_per_step is the derived global batch"
+    learner.accumulate(rollouts)
+    assert updates == []
+    learner.finish_step()
+    assert updates == [1]
+
+
+def test_packing_is_never_applied_during_rollout_generation(config):
+    learner = make_learner(config())
+    requests = learner.next_requests(RunSchedule(config()).plan(1))
+    prompts = [learner._encoder.encode(sample) for sample in learner._current.samples]
+    assert [request.prompt_token_ids for request in requests] == [prompt.request_token_ids for prompt in prompts], "one request per sample, its prompt alone"
+    assert all(len(request.images) == 1 for request in requests)

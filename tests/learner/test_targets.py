@@ -1,14 +1,16 @@
 """What supervises each token (DESIGN 8, spec: canonical teacher-forced target, unified loss by token masks)."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from learner.targets import MatchSettings, Target, TargetRules, TextWeights, TokenRole, ground_truth_target, rollout_target
+from learner.ot_targets import OTSettings, barycentric_targets
+from learner.targets import MatchSettings, Target, TargetRules, TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target
 from shared.grounding.parsing import parse_rollout
-from shared.records import GeometryKind, GroundTruthObject, Sample
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason, Rollout
 from shared.tokens.hf_codec import HFTokenCodec
 
@@ -16,7 +18,9 @@ RULES = TargetRules(
     geometry=frozenset({GeometryKind.BBOX}),
     field_order="desc_first",
     matching=MatchSettings(candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0),
+    transport=OTSettings(cost="l2", epsilon=10.0, iters=30),
 )
+BOTH_KINDS = replace(RULES, geometry=ALL_GEOMETRY)
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
 TWO = GroundTruthObject(GeometryKind.BBOX, (500, 500, 800, 900), "two")
 SAMPLE = Sample("scene", (), 96, 96, (SEVEN, TWO))
@@ -116,11 +120,133 @@ def test_log_probabilities_are_kept_for_exactly_the_tokens_that_are_the_rollouts
     assert target.sampled_logprobs == rollout.logprobs[:own]
 
 
+def appended_text(codec, **changes):
+    return rollout_target(response('{"object_7": {"desc": "six"}}', codec), SAMPLE, codec, replace(RULES, **changes)).reading.appended_text
+
+
+def test_desc_first_remains_baseline_append_layout(codec):
+    expected = ', "object_8": {"desc": "seven", "bbox_2d": ' + box(*SEVEN.bins) + '}, "object_9": {"desc": "two", "bbox_2d": ' + box(*TWO.bins) + "}}"
+    assert appended_text(codec) == appended_text(codec, field_order="desc_first") == expected
+
+
 def test_geometry_first_changes_only_per_object_field_order_in_fn_append(codec):
-    rules = TargetRules(RULES.geometry, "geometry_first", RULES.matching)
-    target = rollout_target(response("", codec), SAMPLE, codec, rules)
-    assert text_of(target.token_ids[:-1], codec).startswith('{"object_1": {"bbox_2d": [')
+    expected = ', "object_8": {"bbox_2d": ' + box(*SEVEN.bins) + ', "desc": "seven"}, "object_9": {"bbox_2d": ' + box(*TWO.bins) + ', "desc": "two"}}'
+    assert appended_text(codec, field_order="geometry_first") == expected
+    target = rollout_target(response("", codec), SAMPLE, codec, replace(RULES, field_order="geometry_first"))
     assert roles_text(target, codec, TokenRole.DESC) == ["seven", "two"]
+
+
+def test_one_malformed_object_does_not_block_training(codec):
+    """Scenario: of three entries the middle one has a wrong coord count; it is excluded, the others match, what is missing is appended."""
+    entries = [("seven", SEVEN.bins), ("eight", (1, 2, 3)), ("two", TWO.bins)]
+    text = "{" + ", ".join(f'"object_{i}": {{"desc": "{desc}", "bbox_2d": {box(*bins)}}}' for i, (desc, bins) in enumerate(entries, 1)) + "}"
+    third = GroundTruthObject(GeometryKind.BBOX, (900, 900, 950, 950), "one")
+    target = rollout_target(response(text, codec), replace(SAMPLE, objects=(SEVEN, TWO, third)), codec, RULES)
+    assert [(dropped.key, dropped.reason) for dropped in target.reading.parsed.dropped] == [("object_2", "wrong_arity")]
+    assert [(pair.prediction, pair.ground_truth) for pair in target.reading.supervised] == [(0, 0), (1, 1)]
+    assert target.reading.appended == (2,)
+    assert text_of(target.token_ids[:-1], codec) == text[:-1] + target.reading.appended_text
+    assert '"eight"' in "".join(roles_text(target, codec, TokenRole.NEUTRAL)).replace('": "', ': "'), "the malformed entry stays, unsupervised"
+
+
+def test_truncated_rollout_tail_is_trimmed_suffix_only_and_training_proceeds(codec):
+    complete = '{"object_1": {"desc": "seven", "bbox_2d": ' + box(*SEVEN.bins) + "}"
+    rollout = response(complete + ', "object_2": {"desc": "two", "bbox_2d": ["<|coord_5|>", "<|co', codec)
+    target = rollout_target(rollout, SAMPLE, codec, RULES)
+    assert target.reading.parsed.truncated
+    assert text_of(target.token_ids[:-1], codec) == complete + ', "object_2": {"desc": "two", "bbox_2d": ' + box(*TWO.bins) + "}}"
+    assert target.token_ids[-1] == codec.eos_token_id
+    nothing = rollout_target(response('{"object_1": {"desc": "sev', codec), SAMPLE, codec, RULES)
+    assert nothing.reading.parsed.prefix_text == "{"
+    assert nothing.reading.appended == (0, 1)
+
+
+def test_pre_assignment_gating_prevents_wrong_matches_and_triggers_fn_append(codec):
+    text = '{"object_1": {"desc": "seven", "bbox_2d": ' + box(290, 290, 500, 500) + "}}"
+    reading = rollout_target(response(text, codec), SAMPLE, codec, RULES).reading
+    assert reading.match.pairs == ()
+    assert reading.match.unmatched_predictions == (0,)
+    assert reading.match.gating_rejections == 2
+    assert reading.appended == (0, 1)
+
+
+def ambiguous(parsed, codec):
+    """The same objects with coord positions that are not those of their coord tokens: what a response cannot do to the parser."""
+    first, *others = parsed.objects
+    shifted = tuple(position + 1 for position in first.coord_positions)
+    return replace(parsed, objects=(replace(first, coord_positions=shifted), *others))
+
+
+def test_ambiguous_coord_slot_alignment_excludes_object_from_self_context_supervision(codec):
+    text = '{"object_1": {"desc": "seven", "bbox_2d": ' + box(*SEVEN.bins) + '}, "object_2": {"desc": "two", "bbox_2d": ' + box(*TWO.bins) + "}}"
+    parsed = parse_rollout(codec.encode(text), codec, geometry=RULES.geometry)
+    target = parsed_target(ambiguous(parsed, codec), SAMPLE, codec, RULES)
+    assert [(pair.prediction, pair.ground_truth) for pair in target.reading.excluded] == [(0, 0)]
+    assert [(pair.prediction, pair.ground_truth) for pair in target.reading.supervised] == [(1, 1)]
+    assert target.reading.appended == (0,), "the excluded object's ground truth joins the append"
+    start, stop = parsed.objects[0].span
+    assert set(target.roles[start:stop]) == {TokenRole.NEUTRAL}
+    assert target.coord_targets == (*TWO.bins, *SEVEN.bins)
+    assert target.box_slots == (0, 4)
+
+
+def test_excluded_and_unmatched_ground_truth_is_appended_in_ground_truth_order(codec):
+    objects = (SEVEN, GroundTruthObject(GeometryKind.BBOX, (10, 10, 60, 60), "one"), TWO)
+    text = '{"object_1": {"desc": "two", "bbox_2d": ' + box(*TWO.bins) + '}, "object_2": {"desc": "one", "bbox_2d": ' + box(10, 10, 60, 60) + "}}"
+    parsed = ambiguous(parse_rollout(codec.encode(text), codec, geometry=RULES.geometry), codec)
+    target = parsed_target(parsed, replace(SAMPLE, objects=objects), codec, RULES)
+    assert target.reading.appended == (0, 2)
+    assert [o.desc for o in parse_rollout(target.token_ids, codec, geometry=RULES.geometry).objects[2:]] == ["seven", "two"]
+
+
+@pytest.mark.parametrize(
+    ("position", "target", "problem"),
+    [(-1, 5, "outside the assistant span"), (7, 5, "outside the assistant span"), (0, 5, "")],
+    ids=["prompt", "behind", "text"],
+)
+def test_supervision_indices_are_validated_against_assistant_span(position, target, problem):
+    roles = np.full(7, TokenRole.NEUTRAL, dtype=np.uint8)
+    with pytest.raises(AssertionError, match=problem):
+        Target("scene", tuple(range(7)), roles, (position,), (float(target),), ())
+
+
+TRIANGLE = (100, 100, 400, 100, 400, 500)
+OUTLINE = GroundTruthObject(GeometryKind.POLY, (110, 90, 300, 95, 410, 110, 405, 490), "three")
+
+
+def points(*bins):
+    return np.array(bins, dtype=float).reshape(-1, 2)
+
+
+def test_poly_prediction_is_supervised_by_barycentric_projected_targets(codec):
+    text = '{"object_1": {"desc": "three", "poly": ' + box(*TRIANGLE) + "}}"
+    target = rollout_target(response(text, codec), replace(SAMPLE, objects=(OUTLINE,)), codec, BOTH_KINDS)
+    assert target.reading.appended == ()
+    expected = barycentric_targets(points(*TRIANGLE), points(*OUTLINE.bins), epsilon=10.0, iters=30, cost="l2").reshape(-1)
+    assert target.coord_targets == pytest.approx(expected.tolist())
+    assert any(value % 1 for value in target.coord_targets), "projections are fractions"
+    assert [codec.coord_bin(target.token_ids[p]) for p in target.coord_positions] == list(TRIANGLE)
+    assert target.box_slots == (), "a polygon is no box"
+
+
+def test_a_box_matched_with_a_polygon_aims_at_the_enclosing_box_of_its_projected_corners(codec):
+    corners = (100, 100, 400, 100, 400, 500, 100, 500)
+    outline = GroundTruthObject(GeometryKind.POLY, (105, 95, 390, 110, 405, 490, 95, 505), "three")
+    text = '{"object_1": {"desc": "three", "bbox_2d": ' + box(100, 100, 400, 500) + "}}"
+    target = rollout_target(response(text, codec), replace(SAMPLE, objects=(outline,)), codec, BOTH_KINDS)
+    projected = barycentric_targets(points(*corners), points(*outline.bins))
+    assert target.coord_targets == pytest.approx((*projected.min(axis=0), *projected.max(axis=0)))
+    assert target.box_slots == (0,)
+
+
+def test_polygons_are_appended_as_nested_pairs_and_every_coordinate_is_a_slot(codec):
+    sample = replace(SAMPLE, objects=(SEVEN, OUTLINE))
+    for target in (ground_truth_target(sample, codec, BOTH_KINDS), rollout_target(response("", codec), sample, codec, BOTH_KINDS)):
+        text = text_of(target.token_ids[:-1], codec)
+        assert '"poly": [["<|coord_110|>", "<|coord_90|>"], ["<|coord_300|>"' in text
+        assert target.coord_targets == (*SEVEN.bins, *OUTLINE.bins)
+        assert [codec.coord_bin(target.token_ids[p]) for p in target.coord_positions] == list(target.coord_targets)
+        assert target.box_slots == (0,)
 
 
 def test_predicted_polygons_are_dropped_with_a_reason(codec):

@@ -19,16 +19,6 @@ REFUSED = [
         "; set training.packing_drop_last: true, or training.packing: false",
     ),
     (
-        {"stage2_ab.schedule.b_ratio": 0.5},
-        "stage2_ab.schedule.b_ratio: 0.5 has no effect under stage2_rollout_aligned, where every step is channel B",
-        "; remove the key, or set custom.trainer_variant: stage2_two_channel",
-    ),
-    (
-        {"stage2_ab.schedule.warmup_steps": 20},
-        "stage2_ab.schedule.warmup_steps: 20 has no effect under stage2_rollout_aligned, where every step is channel B",
-        "; remove the key, or set custom.trainer_variant: stage2_two_channel",
-    ),
-    (
         {"stage2_ab.channel_b.rollouts_per_step": 48},
         "stage2_ab.channel_b.rollouts_per_step: 48 has no effect under stage2_rollout_aligned, whose steps take the effective batch size, 32 raw rollouts",
         "; remove the key, and set training.effective_batch_size to the raw rollouts of a step",
@@ -57,6 +47,7 @@ REFUSED = [
 
 ACCEPTED = [
     {},
+    {"stage2_ab": {"schedule": {"b_ratio": 0.5, "warmup_steps": 20}}},
     {"stage2_ab.channel_b.enable_pipeline": True},
     {"stage2_ab.channel_b.rollouts_per_step": 32},
     {"stage2_ab.channel_b.mode": "step"},
@@ -110,15 +101,11 @@ def test_every_contradiction_of_the_aligned_variant_is_reported_at_once(problems
     lines = problems(
         {
             **ALIGNED,
-            "stage2_ab.schedule.b_ratio": 0.0,
-            "stage2_ab.schedule.warmup_steps": 3,
             "stage2_ab.channel_b.rollouts_per_step": 31,
             "training.packing_drop_last": False,
         }
     )
     assert [line.split(": ")[0] for line in lines] == [
-        "stage2_ab.schedule.b_ratio",
-        "stage2_ab.schedule.warmup_steps",
         "stage2_ab.channel_b.rollouts_per_step",
         "training.packing_drop_last",
     ]
