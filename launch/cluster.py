@@ -27,12 +27,13 @@ class Placement:
     num_actors: int
     actor: dict[str, float]
     """Resources of each rollout actor, as Ray names them."""
-    learner: dict[str, float]
+    learner: dict[str, float] | None
+    """None: nothing learns."""
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """The learner first, then the actors."""
-        return [self.learner, *[self.actor] * self.num_actors]
+        """The actors first, then the learner."""
+        return [self.actor] * self.num_actors + ([] if self.learner is None else [self.learner])
 
     def total(self, resource: str) -> float:
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
@@ -43,8 +44,8 @@ class Placement:
         return "nccl" if self.actor["GPU"] else "rollmatch_gloo"
 
 
-def plan_placement(config: RunConfig, available: dict[str, float]) -> Placement:
-    """What the configuration asks for on a cluster with these resources.
+def plan_placement(config: RunConfig, available: dict[str, float], *, learns: bool = True) -> Placement:
+    """What the configuration asks for on a cluster with these resources; without `learns`, for its actors alone.
 
     Raises ConfigError when there is too little, or when only one side of the weight sync has GPUs.
     """
@@ -52,7 +53,7 @@ def plan_placement(config: RunConfig, available: dict[str, float]) -> Placement:
     has_gpus = available.get("GPU", 0.0) > 0
     gpus = actors.gpus_per_actor if actors.gpus_per_actor is not None else float(actors.tensor_parallel_size if has_gpus else 0)
     learner_gpus = config.learner.gpus if config.learner.gpus is not None else float(has_gpus)
-    if bool(gpus) != bool(learner_gpus):
+    if learns and bool(gpus) != bool(learner_gpus):
         raise ConfigError(
             f"learner.gpus: {learner_gpus:g} GPUs for the learner and {gpus:g} for each actor (rollout_matching.vllm.actors.gpus_per_actor); "
             "weights travel between GPUs or between CPUs, give both sides GPUs or neither"
@@ -60,7 +61,7 @@ def plan_placement(config: RunConfig, available: dict[str, float]) -> Placement:
     placement = Placement(
         num_actors=actors.num_actors,
         actor={"GPU": gpus, "CPU": 1.0 if actors.cpus_per_actor is None else actors.cpus_per_actor},
-        learner={"GPU": learner_gpus, "CPU": 1.0 if config.learner.cpus is None else config.learner.cpus},
+        learner={"GPU": learner_gpus, "CPU": 1.0 if config.learner.cpus is None else config.learner.cpus} if learns else None,
     )
     short = [resource for resource in ("GPU", "CPU") if placement.total(resource) > available.get(resource, 0.0)]
     if short:
@@ -73,9 +74,10 @@ def _too_little(placement: Placement, resource: str, there: float) -> str:
         "GPU": "rollout_matching.vllm.actors.gpus_per_actor and learner.gpus (0 on both sides runs on CPU)",
         "CPU": "rollout_matching.vllm.actors.cpus_per_actor and learner.cpus (fractions are allowed)",
     }
+    learner = "" if placement.learner is None else f" and a learner of {placement.learner[resource]:g}"
     return (
-        f"rollout_matching.vllm.actors.num_actors: {placement.num_actors} actors of {placement.actor[resource]:g} {resource} and a learner of "
-        f"{placement.learner[resource]:g} ask for {placement.total(resource):g} {resource}, the cluster has {there:g}; "
+        f"rollout_matching.vllm.actors.num_actors: {placement.num_actors} actors of {placement.actor[resource]:g} {resource}{learner} "
+        f"ask for {placement.total(resource):g} {resource}, the cluster has {there:g}; "
         f"lower num_actors, or {keys[resource]}, or join a larger cluster with cluster.address"
     )
 
@@ -118,8 +120,9 @@ class Cluster:
         """
         config = self._config
         placement = plan_placement(config, ray.cluster_resources())
+        assert placement.learner is not None
         group = self._reserve(placement)
-        learner = self._place_learner(placement, group)
+        learner = self._place_learner(placement.learner, group, placement.num_actors)
         pool = self._place_actors(placement, group)
         # The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created above, import vllm meanwhile.
         receivers = placement.num_actors * config.rollout_matching.vllm.actors.tensor_parallel_size
@@ -127,14 +130,21 @@ class Cluster:
         pool.start()
         return learner, pool
 
-    def _place_learner(self, placement: Placement, group: PlacementGroup) -> RemoteLearner:
+    def start_actors(self) -> ActorPool:
+        """Place and start the rollout actors alone: they serve `model.path` as it is. Raises ConfigError and RolloutError as `start` does."""
+        placement = plan_placement(self._config, ray.cluster_resources(), learns=False)
+        pool = self._place_actors(placement, self._reserve(placement))
+        pool.start()
+        return pool
+
+    def _place_learner(self, resources: dict[str, float], group: PlacementGroup, bundle: int) -> RemoteLearner:
         actor = (
             ray.remote(LearnerShell)
             .options(
                 name="learner",
-                num_cpus=placement.learner["CPU"],
-                num_gpus=placement.learner["GPU"],
-                scheduling_strategy=_bundle(group, 0),
+                num_cpus=resources["CPU"],
+                num_gpus=resources["GPU"],
+                scheduling_strategy=_bundle(group, bundle),
                 # Beside engines on the same cores, threads that spin while they wait for each other make a step tens of times slower.
                 runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}},
             )
@@ -153,7 +163,7 @@ class Cluster:
                 name=name,
                 num_cpus=placement.actor["CPU"],
                 num_gpus=placement.actor["GPU"],
-                scheduling_strategy=_bundle(group, 1 + index),
+                scheduling_strategy=_bundle(group, index),
                 runtime_env={"env_vars": engine_environment(settings)},
             )
             .remote(name, settings, index)

@@ -60,7 +60,9 @@ class CocoScores:
 
 def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
     """The scores of these scenes, whose predictions are ranked by `ScoredObject.score`."""
-    shapes: list[NamedShape] = [shape for scene in scenes for shape in (*scene.sample.objects, *scene.objects)]
+    shapes: list[NamedShape] = []
+    for scene in scenes:
+        shapes += [*scene.sample.objects, *scene.objects]
     types = [IouType.BBOX, *([IouType.SEGM] if any(shape.kind is GeometryKind.POLY for shape in shapes) else [])]
     categories = number_categories(shape.desc for shape in shapes)
     by_class, any_class = _data_sets(scenes, categories), _data_sets(scenes, dict.fromkeys(categories, 1))

@@ -40,8 +40,8 @@ def check_data(config: RunConfig) -> DataFacts:
         raise ConfigError(
             f"model.path: {model} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote"
         )
-    train = _load(config, "data.train", config.data.train)
-    val = None if config.data.val is None else _load(config, "data.val", config.data.val)
+    train = load_checked(config, "data.train", config.data.train)
+    val = None if config.data.val is None else load_checked(config, "data.val", config.data.val)
     return DataFacts(
         max_images=max(len(sample.images) for dataset in (train, val) if dataset is not None for sample in dataset),
         num_train_skipped=train.num_skipped,
@@ -49,7 +49,8 @@ def check_data(config: RunConfig) -> DataFacts:
     )
 
 
-def _load(config: RunConfig, key: str, path: Path) -> Dataset:
+def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
+    """The file that `key` names, read as `check_data` does, with its errors."""
     if not path.is_file():
         raise ConfigError(f"{key}: there is no file {path}; run `make demo-data`, or set {key} to a JSONL file")
     return load_samples(config, path)

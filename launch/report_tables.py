@@ -28,18 +28,17 @@ def report_tables(report: Report) -> list[Table]:
 def _detection(report: Report) -> Table:
     rows = []
     for at in report.detection.thresholds:
-        counts, same = at.any_class, at.same_class
-        values = (counts.precision, counts.recall, counts.f1, counts.class_accuracy, same.precision, same.recall, same.f1)
-        rows.append((f"{at.iou_threshold:g}", *map(_number, values)))
-    head = ("IoU", "precision", "recall", "F1", "class accuracy", "precision, by class", "recall, by class", "F1, by class")
-    note = "Pairs are taken greedily by IoU: first whatever their names (class accuracy is that of those pairs), then among objects of equal names."
-    return Table("Detection", note, head, tuple(rows))
+        for name, counts in (("any class", at.any_class), ("by class", at.same_class)):
+            values = (counts.precision, counts.recall, counts.f1, counts.class_accuracy)
+            rows.append((f"IoU {at.iou_threshold:g}, {name}", *map(_number, values)))
+    note = "Pairs are taken greedily by IoU: whatever the names of their objects, or only among objects of equal names."
+    return Table("Detection", note, ("", "precision", "recall", "F1", "equal names among pairs"), tuple(rows))
 
 
 def _coco(report: Report) -> Table:
     names = {IouType.BBOX: "boxes", IouType.SEGM: "masks"}
     by_class = [(f"{names[type_]}, by class", *_ap(scores)) for type_, scores in report.coco.by_class.items()]
-    any_class = [(f"{names[type_]}, as one class", *_ap(scores)) for type_, scores in report.coco.any_class.items()]
+    any_class = [(f"{names[type_]}, any class", *_ap(scores)) for type_, scores in report.coco.any_class.items()]
     note = f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and class; {_SCORES[report.score]}."
     return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), (*by_class, *any_class))
 

@@ -1,0 +1,191 @@
+"""`python -m launch.evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [section.key=value ...]`: the held-out report of a run's final checkpoint.
+
+The run's own configuration holds, with the given keys changed: `data.val=...` evaluates on other data. Rollouts are generated as in training, by the
+actors of `rollout_matching.vllm.actors`, at most `decode_batch_size` at a time on each device. Report and predictions go to
+`run/evaluations/NAME`, which must not exist. Nothing heavy is imported before configuration and data are known to be sound.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, Field
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from launch.arguments import read_arguments
+from launch.command import end_on_signals, explained, with_absolute_paths
+from launch.html_text import printable
+from shared.config import RunConfig, load_config
+from shared.config.base import ConfigPath, Section, refusal
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.report_tables import Table
+
+
+_MODEL = "model.path"
+
+
+def _folder_name(name: str) -> str:
+    if name != Path(name).name or name in ("", "..") or name.endswith(".partial"):
+        raise refusal(f"must be the name of one folder, got {name!r}", "write a name without slashes")
+    return name
+
+
+class EvaluateOptions(Section):
+    run: Annotated[ConfigPath, Field(examples=["outputs/demo_run"])]
+    """Folder of the run whose model is evaluated."""
+
+    checkpoint: ConfigPath | None = None
+    """Folder of another checkpoint to evaluate; null: the run's own, of its end."""
+
+    name: Annotated[str, AfterValidator(_folder_name)] | None = None
+    """Name of the report's folder in `run/evaluations`; null: after checkpoint and data."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    console = Console(soft_wrap=True)
+    with explained(console):
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        own = [argument for argument in given if not _is_config_key(argument)]
+        options = read_arguments(EvaluateOptions, own)
+        run(options, [argument for argument in given if _is_config_key(argument)], console)
+
+
+def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) -> None:
+    """The whole command: check, generate, report; whatever happens, no process stays."""
+    config = evaluation_config(options, overrides)
+    assert config.data.val is not None
+    folder = report_folder(config, options)
+    from launch.preflight import load_checked
+
+    dataset = load_checked(config, "data.val", config.data.val)
+    if dataset.num_skipped:
+        console.print(f"data      skipped {dataset.num_skipped} bad rows (data.on_bad_row: skip)", highlight=False)
+
+    # Beside engines on the same cores, threads that spin while they wait for each other slow everyone down.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from launch.cluster import Cluster
+    from launch.driver import evaluate
+    from launch.local_held_out import LocalHeldOut
+    from launch.pipeline import one_ahead
+    from launch.report import make_report
+    from launch.report_folder import write_report
+    from launch.report_tables import report_tables
+    from learner.heldout import HeldOut
+    from learner.loading import load_tokens
+
+    held_out = HeldOut.of(config, dataset, load_tokens(config))
+    with Cluster(config, max_images=max(len(sample.images) for sample in dataset)) as cluster:
+        end_on_signals()  # ray.init has put a handler of its own in place of ours
+        rollouts = cluster.start_actors()
+        console.print(f"ready     {', '.join(rollouts.names)} with {config.model.path}", highlight=False)
+        evaluation = evaluate(LocalHeldOut(held_out), rollouts, config.training.max_steps, one_ahead)
+    if options.checkpoint is not None:
+        evaluation = replace(evaluation, step=None)
+    report = make_report(evaluation, config.evaluation, subject=f"{config.telemetry.name}, {config.model.path} on {config.data.val}")
+    write_report(folder, report)
+    (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    for table in report_tables(report):
+        console.print(_console_table(table))
+    console.print(f"report    {folder / 'report.html'}", highlight=False)
+
+
+def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
+    """The run's configuration over the checkpoint to evaluate, with the overrides and absolute paths. `data.val` is not None.
+
+    Raises ConfigError: no such run, no checkpoint, nothing to evaluate on, and every problem of the overrides.
+    """
+    checkpoint = options.checkpoint or options.run / "checkpoint"
+    changes = _changes(overrides)
+    if _MODEL in changes:
+        raise ConfigError(f"{_MODEL}: the checkpoint decides it; use checkpoint={changes[_MODEL]}")
+    changes |= {_MODEL: str(checkpoint), "telemetry.run_dir": str(options.run)}
+    config = load_config(_changed(_saved_config(options.run), changes))
+    problems = []
+    if not (checkpoint / "config.json").is_file():
+        remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
+        problems.append(f"checkpoint: {checkpoint} holds no checkpoint (no config.json); {remedy}")
+    if config.data.val is None:
+        problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
+    if problems:
+        raise ConfigError(problems)
+    return with_absolute_paths(config)
+
+
+def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
+    """Where the report goes. ConfigError when something is there."""
+    assert config.data.val is not None
+    name = options.name or f"{Path(config.model.path).name}_{config.data.val.stem}"
+    folder = config.telemetry.run_dir / "evaluations" / name
+    if folder.exists():
+        raise ConfigError(f"name: {folder} holds a report already; choose another with name=NAME, or move that one away")
+    return folder
+
+
+def _saved_config(run: Path) -> dict[str, Any]:
+    file = run / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"run: {run} holds no run (no config.json); give the folder that a run printed at its start, such as outputs/2026-11-21/10-30-00")
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"run: {file} is damaged ({error}); restore it from another copy of the run's folder") from error
+    if not isinstance(saved, dict):
+        raise ConfigError(f"run: {file} holds no configuration; restore it from another copy of the run's folder")
+    return saved
+
+
+def _console_table(table: Table) -> RichTable:
+    shown = RichTable(title=table.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for index, name in enumerate(table.head):
+        shown.add_column(name, justify="right" if index else "left")
+    for row in table.rows:
+        shown.add_row(*(Text(printable(cell)) for cell in row))
+    return shown
+
+
+def _is_config_key(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    # `checkpoint` is a section of the configuration too: whole, it is meant for this command.
+    return bool(equals) and ("." in key or key in RunConfig.model_fields) and key not in EvaluateOptions.model_fields
+
+
+def _changes(overrides: Sequence[str]) -> dict[str, Any]:
+    """Dotted keys and what they are set to, as `launch.train` reads its command line. ConfigError with every value that cannot be read."""
+    changes, problems = {}, []
+    for override in overrides:
+        key, _, text = override.partition("=")
+        try:
+            changes[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=True)["value"]  # type: ignore[index, call-overload]
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            problems.append(f"{key}: cannot read {text!r} ({' '.join(str(error).split())}); quote it")
+    if problems:
+        raise ConfigError(problems)
+    return changes
+
+
+def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested mappings with the values at dotted keys set. What is no mapping on the way to one is replaced: the schema judges the result."""
+    changed = dict(saved)
+    for dotted, value in changes.items():
+        key, _, rest = dotted.partition(".")
+        inner = changed[key] if key in changed and isinstance(changed[key], dict) else {}
+        changed[key] = _changed(inner, {rest: value}) if rest else value
+    return changed
+
+
+if __name__ == "__main__":
+    main()
