@@ -492,12 +492,17 @@ def test_parsing_twice_gives_the_same(codec: HFTokenCodec) -> None:
     assert parse_rollout(token_ids, codec) == parse_rollout(token_ids, codec)
 
 
-@pytest.mark.parametrize(
-    "unit", ['{"a": ', "[", '"object_1": ', "}{", '"', "\\", '"object_1" [', '"a": "b", ', f'"object_1": {CAT}, ', f'"object_1": {CAT} [', " "]
-)
-def test_time_is_linear_in_the_length(codec: HFTokenCodec, unit: str) -> None:
+REPEATED = [
+    *('{"a": ', "[", '"object_1": ', "}{", '"', "\\", '"object_1" [', '"a": "b", ', '"object_1": 5, ', '"a": {}, ', " "),
+    *(f'"object_1": {CAT}, ', f'"object_1": {CAT} [', f'"object_1": {CAT}', f'"object_1": {CAT[:-1]}, ', '["<|coord_1|>", "<|coord_1|>"], ', '"<|coord_1|>", '),
+]
+
+
+@pytest.mark.parametrize("opening", ["{", '{"object_1": {"desc": "a", "poly": ["<|coord_1|>", ', '{"object_1": {"desc": "'])
+@pytest.mark.parametrize("unit", REPEATED)
+def test_time_is_linear_in_the_length(codec: HFTokenCodec, opening: str, unit: str) -> None:
     def seconds(count: int) -> float:
-        token_ids = codec.encode("{") + codec.encode(unit) * count
+        token_ids = codec.encode(opening) + codec.encode(unit) * count
         best = float("inf")
         for _ in range(3):
             start = time.thread_time()
@@ -505,6 +510,6 @@ def test_time_is_linear_in_the_length(codec: HFTokenCodec, unit: str) -> None:
             best = min(best, time.thread_time() - start)
         return best
 
-    few = 50 if len(unit) > 20 else 500
-    # Quadratic time would be a factor of 256; the machine may be busy.
+    few = 25 if len(unit) > 20 else 250
+    # Quadratic time would be a factor of 256; the time is this thread's own, and the machine may be busy.
     assert seconds(16 * few) < 100 * seconds(few) + 0.02

@@ -12,8 +12,9 @@ TEXTS = ["black cat", "größe 猫 🙂 \n\t", '{"a": [1, "\\u0041"]}}', "<|coor
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_join_to_the_exact_bytes_of_the_text(codec: HFTokenCodec, text: str) -> None:
-    assert b"".join(map(codec.piece_bytes, codec.encode(text))) == text.encode()
+def test_pieces_join_to_the_exact_bytes_of_the_text(codecs: dict[str, HFTokenCodec], text: str) -> None:
+    for codec in codecs.values():
+        assert b"".join(map(codec.piece_bytes, codec.encode(text))) == text.encode()
 
 
 def test_a_character_may_be_split_over_tokens(codec: HFTokenCodec) -> None:
@@ -38,6 +39,7 @@ def test_coord_tokens_are_bins_and_special_tokens_are_known(codec: HFTokenCodec)
 
 def test_an_id_in_the_padding_of_the_embeddings_has_no_text(codec: HFTokenCodec) -> None:
     assert codec.piece_bytes(1_000_000) == b"" and codec.coord_bin(1_000_000) is None
+    assert codec.piece_bytes(-1) == b"" and codec.coord_bin(-1) is None
 
 
 def test_missing_tokens_are_refused_until_they_are_added(plain_tokenizer: Any) -> None:
