@@ -9,7 +9,7 @@ import numpy as np
 
 from shared.errors import ConfigError
 
-# Cells of the exact search's table, about 40 MB of int16; past that the candidates of the heuristics compete.
+# Segments times tokens of the exact search's table, about 40 MB of int16; past that the candidates of the heuristics compete.
 _EXACT_CELLS = 20_000_000
 
 
@@ -35,8 +35,8 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
         capacity: tokens of a row.
 
     Raises:
-        ValueError: nothing to select from, or a segment that fits no row.
-        ConfigError: `binpacking` is not installed.
+        ValueError: nothing to select from.
+        ConfigError: a segment that fits no row, or `binpacking` is not installed.
     """
     require_binpacking()
     if not lengths:
@@ -51,9 +51,9 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
 
 def _require_fits(length: int, capacity: int, what: str) -> None:
     if length > capacity:
-        raise ValueError(
-            f"{what} has {length} tokens, a row holds {capacity}; raise global_max_length, lower rollout_matching.max_new_tokens, "
-            "or set training.packing: false"
+        raise ConfigError(
+            f"global_max_length: {what} has {length} tokens, a row holds {capacity}; raise global_max_length, "
+            "lower rollout_matching.max_new_tokens, or set training.packing: false"
         )
 
 
@@ -100,7 +100,7 @@ def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 class CarryBuffer:
-    """Segments waiting for a row, oldest first. A segment is anything with a `len()`: its tokens."""
+    """Segments waiting for a row, oldest first, at most `max_segments`. A segment is anything with a `len()`: its tokens."""
 
     def __init__(self, capacity: int, max_segments: int) -> None:
         require_binpacking()
@@ -116,12 +116,13 @@ class CarryBuffer:
         return sum(len(segment) for segment in self._segments)
 
     def insert(self, segment: Any) -> None:
-        """ValueError when the segment fits no row or the buffer is full; the buffer is then as it was."""
+        """ConfigError when the segment fits no row or the buffer is full; the buffer is then as it was."""
         _require_fits(len(segment), self.capacity, "the segment")
         if len(self._segments) >= self.max_segments:
-            raise ValueError(
-                f"the packing buffer holds {len(self._segments)} segments and is full; raise training.packing_buffer (now {self.max_segments}), "
-                "or lower the raw rollouts per step"
+            raise ConfigError(
+                f"training.packing_buffer: the buffer holds {len(self._segments)} segments and is full; raise training.packing_buffer "
+                f"(now {self.max_segments}), lower the raw batch (training.per_device_train_batch_size, stage2_ab.channel_b.rollouts_per_step), "
+                "or raise global_max_length, so that a row takes more of them"
             )
         self._segments.append(segment)
 
@@ -134,7 +135,7 @@ class CarryBuffer:
         return row
 
     def flush(self) -> list[list[Any]]:
-        """Every segment left, as rows; the buffer is empty afterwards."""
+        """Every segment left, as rows, each the fullest that `select_segments` makes of what is left; the buffer is empty afterwards."""
         rows = []
         while self._segments:
             rows.append(self.pop_row())

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from learner import packing
 from learner.packing import CarryBuffer, select_segments
 from shared.errors import ConfigError
+
+# With 24 segments its table is past the exact search's size: candidates compete.
+LARGE_CAPACITY = 1_000_000
 
 
 def fifo_greedy(lengths, capacity):
@@ -20,12 +22,55 @@ def fifo_greedy(lengths, capacity):
     return chosen
 
 
+def rank(chosen, lengths):
+    """Less is better: larger total, then fewer segments, then the lexicographically smallest set."""
+    return (-sum(lengths[i] for i in chosen), len(chosen), chosen)
+
+
 def every_subset(lengths, capacity):
-    """The best selection by trying all: larger total, then fewer segments, then the lexicographically smallest set."""
+    """The best selection by trying all that hold the oldest."""
     others = range(1, len(lengths))
-    sets = [(0, *rest) for size in range(len(lengths)) for rest in itertools.combinations(others, size)]
-    fitting = [chosen for chosen in sets if sum(lengths[i] for i in chosen) <= capacity]
-    return list(min(fitting, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen)))
+    sets = [[0, *rest] for size in range(len(lengths)) for rest in itertools.combinations(others, size)]
+    return min((chosen for chosen in sets if sum(lengths[i] for i in chosen) <= capacity), key=lambda chosen: rank(chosen, lengths))
+
+
+def check_selection(lengths, capacity):
+    """The promises of every selection; returns it."""
+    chosen = select_segments(lengths, capacity)
+    assert chosen[0] == 0, "the oldest is not selected"
+    assert chosen == sorted(set(chosen)), "not in insertion order"
+    assert sum(lengths[i] for i in fifo_greedy(lengths, capacity)) <= sum(lengths[i] for i in chosen) <= capacity
+    assert chosen == select_segments(lengths, capacity), "not deterministic"
+    return chosen
+
+
+def draw_buffer(draw):
+    """(lengths, capacity) of a buffer: few different lengths, so that there are ties, or many."""
+    large = draw.random() < 0.1
+    capacity = LARGE_CAPACITY if large else draw.randint(5, 80)
+    count = draw.randint(20, 28) if large else draw.randint(1, 14)
+    longest = max(capacity // draw.choice([1, 2, 3, 10]), 1)
+    several = [draw.randint(1, longest) for _ in range(draw.choice([2, 4, count]))]
+    return [draw.choice(several) for _ in range(count)], capacity
+
+
+def check_buffers(draw, count):
+    for _ in range(count):
+        lengths, capacity = draw_buffer(draw)
+        chosen = check_selection(lengths, capacity)
+        if len(lengths) <= 6:
+            assert chosen == every_subset(lengths, capacity)
+        if capacity == LARGE_CAPACITY:
+            assert rank(chosen, lengths) <= rank(fifo_greedy(lengths, capacity), lengths)
+
+
+def test_any_buffer_is_selected_from_as_promised():
+    check_buffers(random.Random(1), 1_000)
+
+
+@pytest.mark.slow
+def test_20_000_random_buffers_are_selected_from_as_promised():
+    check_buffers(random.Random(2), 20_000)
 
 
 def test_the_selection_is_the_best_of_all_subsets_that_hold_the_oldest():
@@ -36,33 +81,82 @@ def test_the_selection_is_the_best_of_all_subsets_that_hold_the_oldest():
         assert select_segments(lengths, capacity) == every_subset(lengths, capacity)
 
 
-def test_a_row_is_at_least_as_full_as_fifo_greedy_and_holds_the_oldest(monkeypatch):
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        pytest.param([4, 3, 5, 6], [0, 3], id="larger total"),
+        pytest.param([4, 3, 3, 6], [0, 3], id="fewer segments"),
+        pytest.param([4, 3, 2, 4, 3], [0, 1, 4], id="lexicographically smallest of equal totals and counts"),
+        pytest.param([4, 6, 6], [0, 1], id="the older of equals"),
+        pytest.param([10, 1], [0], id="no room"),
+    ],
+)
+def test_ties_are_broken_by_total_then_count_then_order(lengths, expected):
+    assert select_segments(lengths, 10) == expected == every_subset(lengths, 10)
+
+
+def test_multiple_short_segments_pack_efficiently_under_the_same_cap():
+    lengths = [2_000, 5_000, 4_100, 3_000, 5_900, 4_100]
+    chosen = check_selection(lengths, 12_000)
+    assert chosen == [0, 2, 4]
+    assert sum(lengths[i] for i in chosen) == 12_000
+    assert sum(lengths[i] for i in fifo_greedy(lengths, 12_000)) == 11_100
+
+
+def test_a_buffer_too_large_for_the_exact_search_is_selected_from_better_than_in_order():
+    # In order: the first three and ten short ones. As full with fewer: the first, the fourth and a short one.
+    lengths = [400_000, 300_000, 200_000, 590_000, *[10_000] * 20]
+    chosen = check_selection(lengths, LARGE_CAPACITY)
+    assert sum(lengths[i] for i in chosen) == LARGE_CAPACITY
+    assert rank(chosen, lengths) < rank(fifo_greedy(lengths, LARGE_CAPACITY), lengths)
+
+
+def test_deterministic_selection():
+    draw = random.Random(4)
+    for capacity in (12_000, LARGE_CAPACITY):
+        lengths = [draw.randint(1, capacity // 4) for _ in range(40)]
+        assert select_segments(lengths, capacity) == select_segments(list(lengths), capacity)
+
+
+def test_shared_packing_helper_yields_deterministic_selection():
     draw = random.Random(5)
-    for exact_cells in (packing._EXACT_CELLS, 0):
-        monkeypatch.setattr(packing, "_EXACT_CELLS", exact_cells)
-        for _ in range(300):
-            capacity = draw.randint(100, 2000)
-            lengths = [draw.randint(1, capacity) for _ in range(draw.randint(1, 40))]
-            chosen = select_segments(lengths, capacity)
-            assert chosen[0] == 0
-            assert chosen == sorted(set(chosen))
-            assert sum(lengths[i] for i in fifo_greedy(lengths, capacity)) <= sum(lengths[i] for i in chosen) <= capacity
-            assert chosen == select_segments(lengths, capacity)
+    segments = [f"{index:02}" + "x" * draw.randint(1, 98) for index in range(50)]
+
+    def rows():
+        buffer = CarryBuffer(capacity=200, max_segments=50)
+        taken = []
+        for count, segment in enumerate(segments, start=1):
+            buffer.insert(segment)
+            if count % 8 == 0 and buffer.num_tokens >= buffer.capacity:
+                taken.append(buffer.pop_row())
+        return taken + buffer.flush()
+
+    assert rows() == rows()
 
 
 def test_oversized_segment_fails_fast_when_it_is_inserted():
     buffer = CarryBuffer(capacity=10, max_segments=4)
     buffer.insert("aaaa")
-    with pytest.raises(ValueError, match=r"raise global_max_length, lower rollout_matching\.max_new_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"the segment has 11 tokens, a row holds 10; raise global_max_length, lower rollout_matching\.max_new_tokens, or set"
+    ):
         buffer.insert("a" * 11)
-    assert len(buffer) == 1
+    assert buffer.flush() == [["aaaa"]]
 
 
-def test_carry_buffer_overflow_leaves_the_buffer_as_it_was_and_says_what_to_change():
+def test_oversized_segment_fails_fast_wherever_it_stands_in_a_selection():
+    with pytest.raises(ConfigError, match="segment 2 has 11 tokens"):
+        select_segments([1, 2, 11], 10)
+
+
+def test_carry_buffer_overflow_fails_fast_with_actionable_guidance():
     buffer = CarryBuffer(capacity=10, max_segments=2)
     buffer.insert("aa")
     buffer.insert("bbb")
-    with pytest.raises(ValueError, match=r"raise training\.packing_buffer \(now 2\)"):
+    message = (
+        r"raise training\.packing_buffer \(now 2\), lower the raw batch \(training\.per_device_train_batch_size, stage2_ab\.channel_b\.rollouts_per_step\)"
+    )
+    with pytest.raises(ConfigError, match=message):
         buffer.insert("c")
     assert buffer.flush() == [["aa", "bbb"]]
 
@@ -71,17 +165,36 @@ def test_carry_buffer_preserves_segments_without_splitting():
     draw = random.Random(7)
     segments = ["x" * draw.randint(1, 100) for _ in range(60)]
     buffer = CarryBuffer(capacity=100, max_segments=60)
+    rows = []
     for segment in segments:
         buffer.insert(segment)
-    rows = [buffer.pop_row(), *buffer.flush()]
+        if len(buffer) == 10:
+            rows.append(buffer.pop_row())
+            assert len(buffer) == 10 - len(rows[-1])
+    rows += buffer.flush()
     assert all(sum(map(len, row)) <= 100 for row in rows)
     assert sorted(map(id, itertools.chain(*rows))) == sorted(map(id, segments))
     assert len(buffer) == 0
+    assert buffer.num_tokens == 0
+
+
+def test_the_oldest_never_waits_for_a_second_row():
+    buffer = CarryBuffer(capacity=10, max_segments=20)
+    for segment in ["a", *["b" * 10] * 5]:
+        buffer.insert(segment)
+    assert buffer.pop_row() == ["a"]
+    assert buffer.pop_row() == ["b" * 10]
+
+
+def test_an_empty_buffer_has_no_row():
+    buffer = CarryBuffer(capacity=10, max_segments=2)
+    assert buffer.flush() == []
+    with pytest.raises(ValueError, match="no segments to select from"):
+        buffer.pop_row()
 
 
 def test_missing_binpacking_dependency_fails_fast(monkeypatch):
-    monkeypatch.setitem(sys.modules, "binpacking", None)
-    with pytest.raises(ConfigError, match=r"pip install binpacking`, or set training\.packing: false"):
-        CarryBuffer(capacity=10, max_segments=2)
-    with pytest.raises(ConfigError):
-        select_segments([1, 2], 10)
+    monkeypatch.setitem(sys.modules, "binpacking", None)  # what an import of a module that is not there finds
+    for attempt in (lambda: CarryBuffer(capacity=10, max_segments=2), lambda: select_segments([1, 2], 10)):
+        with pytest.raises(ConfigError, match=r"pip install binpacking`, or set training\.packing: false"):
+            attempt()

@@ -1,0 +1,128 @@
+"""Rows over the lower bound `ceil(sum / capacity)`, for whole steps and for the streaming windows of DESIGN 5, decision 7.
+
+`python -m benchmarks.packing`. Lengths are log-normal (sigma 0.6), clipped to 1..capacity. Each way packs the same draws; every segment must be packed exactly
+once and no row may exceed the capacity. Printed are the averages of rows over the bound, and what streaming costs: its rows over those of the whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import binpacking
+import numpy as np
+
+from learner.packing import CarryBuffer
+from learner.rows import ToCompletion
+
+CAPACITY, SIGMA, WINDOW = 12_000, 0.6, 8
+MEANS, COUNTS = (800, 2_000), (32, 64, 128)
+LIMIT = 1.03
+"""Of the average of a whole step packed at once, in every cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A segment by its number and its tokens."""
+
+    index: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+
+Rows = list[list[Piece]]
+
+
+def whole_step(pieces: Sequence[Piece]) -> Rows:
+    buffer = CarryBuffer(CAPACITY, len(pieces))
+    for piece in pieces:
+        buffer.insert(piece)
+    return buffer.flush()
+
+
+def streaming(pieces: Sequence[Piece]) -> Rows:
+    policy = ToCompletion(CarryBuffer(CAPACITY, len(pieces)), WINDOW)
+    rows = [row for piece in pieces for row in policy.add(piece)]
+    return rows + policy.finish_step()
+
+
+def fifo(pieces: Sequence[Piece]) -> Rows:
+    """Row after row: in order, what still fits."""
+    rows, left = [], list(pieces)
+    while left:
+        row: list[Piece] = []
+        for piece in left:
+            if sum(map(len, row)) + len(piece) <= CAPACITY:
+                row.append(piece)
+        rows.append(row)
+        left = [piece for piece in left if piece not in row]
+    return rows
+
+
+def first_fit_decreasing(pieces: Sequence[Piece]) -> Rows:
+    rows: Rows = []
+    for piece in sorted(pieces, key=len, reverse=True):
+        for row in rows:
+            if sum(map(len, row)) + len(piece) <= CAPACITY:
+                row.append(piece)
+                break
+        else:
+            rows.append([piece])
+    return rows
+
+
+def constant_volume(pieces: Sequence[Piece]) -> Rows:
+    return binpacking.to_constant_volume(list(pieces), CAPACITY, key=len) if pieces else []
+
+
+WAYS: dict[str, Callable[[Sequence[Piece]], Rows]] = {
+    "whole step": whole_step,
+    "FIFO": fifo,
+    "first-fit-decr.": first_fit_decreasing,
+    "to_constant_vol.": constant_volume,
+    "streaming": streaming,
+}
+
+
+def check(rows: Rows, pieces: Sequence[Piece]) -> None:
+    assert sorted(piece.index for row in rows for piece in row) == list(range(len(pieces))), "a segment is packed twice or not at all"
+    assert all(sum(map(len, row)) <= CAPACITY for row in rows), "a row exceeds the capacity"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=200)
+    arguments = parser.parse_args()
+    print(f"{'mean':>5} {'segments':>8} " + " ".join(f"{name:>17}" for name in WAYS) + "  streaming / whole step   ms per whole step")
+    kept = True
+    for mean in MEANS:
+        for count in COUNTS:
+            generator = np.random.default_rng((mean, count))
+            num_rows: dict[str, list[int]] = {name: [] for name in WAYS}
+            bounds, seconds = [], 0.0
+            for _ in range(arguments.draws):
+                lengths = generator.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, count).astype(int).clip(1, CAPACITY)
+                pieces = [Piece(index, int(length)) for index, length in enumerate(lengths)]
+                bounds.append(-(-int(lengths.sum()) // CAPACITY))
+                for name, way in WAYS.items():
+                    start = time.perf_counter()
+                    rows = way(pieces)
+                    seconds += time.perf_counter() - start if way is whole_step else 0.0
+                    check(rows, pieces)
+                    num_rows[name].append(len(rows))
+            ratios = {name: float(np.mean(np.array(counts) / bounds)) for name, counts in num_rows.items()}
+            price = float(np.mean(np.array(num_rows["streaming"]) / num_rows["whole step"]))
+            kept &= ratios["whole step"] <= LIMIT
+            cells = " ".join(f"{ratio:17.4f}" for ratio in ratios.values())
+            print(f"{mean:5} {count:8} {cells}  {price:22.4f} {1000 * seconds / arguments.draws:19.1f}")
+    print("Every segment was packed exactly once, and no row exceeded the capacity.")
+    assert kept, f"a whole step takes more than {LIMIT} of the bound on average"
+
+
+if __name__ == "__main__":
+    main()
