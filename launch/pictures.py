@@ -35,7 +35,7 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
     """
     original = decode_image(scene.sample.images[0])
     scale = _scale(max(original.size))
-    width, height = (round(side * scale) for side in original.size)
+    width, height = (max(1, round(side * scale)) for side in original.size)
     picture = Image.new("RGB", (width, height + _BAND), "white")
     picture.paste(original.resize((width, height), Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS))
     pen = _Pen(picture, scale, scene.sample.width, scene.sample.height)

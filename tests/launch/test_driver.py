@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 from config_support import mapping
 
-from launch.driver import train
+from launch.driver import evaluate, train
 from launch.pipeline import one_ahead, one_at_a_time
+from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
+from shared.chunking import split_contiguous
 from shared.config import load_config
+from shared.config.derive import batch_algebra
 from shared.metrics import StepReport
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule
@@ -67,6 +70,8 @@ class Rollouts:
 
 
 class LearnerOfFixedLatency:
+    num_held_out = 40
+
     def __init__(self, world):
         self.world, self.plan, self.offered = world, None, 0
 
@@ -84,11 +89,10 @@ class LearnerOfFixedLatency:
         return StepReport(self.plan.step, self.plan.channel, self.world.version, {}, ())
 
     def held_out_requests(self, step):
-        return [("val", step)]
+        return [("val", step, i) for i in range(self.num_held_out)]
 
     def score(self, done):
-        self.world.note("score", tuple(done))
-        return []
+        return [f"scene of {request}" for request in done]
 
     def offer_weights(self):
         self.offered += 1
@@ -109,8 +113,8 @@ class Notes:
     def sync(self, report):
         pass
 
-    def evaluation(self, report):
-        self.world.note("evaluate", report.step)
+    def evaluation(self, evaluation):
+        self.world.note("evaluate", evaluation.step, evaluation.weight_version, evaluation.scenes)
 
     @contextmanager
     def step(self, plan):
@@ -182,4 +186,39 @@ def test_channel_a_asks_for_nothing_and_syncs_only_before_somebody_generates(tmp
 def test_the_held_out_report_comes_before_and_after_channel_b(tmp_path):
     world = World()
     run(tmp_path, world)
-    assert [event for event in world.log if event[0] == "evaluate"] == [("evaluate", 1), ("evaluate", 3)]
+    reports = [event[1:] for event in world.log if event[0] == "evaluate"]
+    assert [(step, version) for step, version, _ in reports] == [(1, 2), (3, 4)]
+    assert reports[1][2] == tuple(f"scene of ('val', 3, {i})" for i in range(40))
+
+
+def test_a_report_at_every_eval_steps_has_the_weights_of_the_steps_before_it(tmp_path):
+    world = World()
+    run(tmp_path, world, training__max_steps=6, stage2_ab__schedule__warmup_steps=3, training__eval_steps=2)
+    reports = [event[1:3] for event in world.log if event[0] == "evaluate"]
+    assert [step for step, _ in reports] == [2, 3, 4, 6]
+    updates_before = {event[1]: sum(earlier[0] == "update" for earlier in world.log[:i]) for i, event in enumerate(world.log) if event[0] == "evaluate"}
+    assert updates_before == {2: 2, 3: 3, 4: 4, 6: 6}
+    # One sync before everything, then one for each update whose weights generate: after steps 1 to 5.
+    assert reports == [(2, 2), (3, 3), (4, 4), (6, 6)]
+
+
+def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path):
+    actors, decode_batch_size, logs = 3, 2, []
+    for per_device_eval_batch_size in (1, 2, 64):
+        changes = {
+            "rollout_matching__decode_batch_size": decode_batch_size,
+            "rollout_matching__vllm__actors": {"num_actors": actors},
+            "training__per_device_eval_batch_size": per_device_eval_batch_size,
+        }
+        config = load_config(mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes))
+        pool = ActorPool([], [], PoolTimeouts(1.0, 1.0, 1.0), round_capacity=batch_algebra(config).round_capacity)
+        world = World()
+        rollouts = Rollouts(world, round_size=0)
+        rollouts.split = pool.split
+        scenes = evaluate(LearnerOfFixedLatency(world), rollouts, 3, one_ahead).scenes
+        assert len(scenes) == 40
+        logs.append([event[1] for event in world.log if event[0] == "submit"])
+    assert logs[0] == logs[1] == logs[2]
+    shares = [len(share) for round_ in logs[0] for share in split_contiguous(len(round_), actors)]
+    assert max(shares) == decode_batch_size
+    assert len(logs[0]) == 7  # the fewest rounds of at most 6 that hold 40

@@ -1,0 +1,162 @@
+"""`python -m launch.evaluate`: what it refuses, and what it makes of real engines' answers (issue 3, "Evaluation")."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from config_support import configuration
+
+from launch.cluster import plan_placement
+from launch.driver import evaluate
+from launch.evaluate import EvaluateOptions, evaluation_config, report_folder
+from launch.local_held_out import LocalHeldOut
+from launch.pipeline import one_ahead
+from launch.report import make_report
+from launch.report_folder import write_report
+from learner.heldout import HeldOut
+from learner.loading import load_tokens
+from learner.samples import load_samples
+from shared.errors import ConfigError
+from shared.weight_sync import sync_weights
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished run's folder, as far as the command looks at it."""
+    folder = tmp_path / "run"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "config.json").write_text("{}")
+    config = configuration(tmp_path / "model", tmp_path / "data", folder, evaluation__iou_thresholds=[0.5, 0.6])
+    (folder / "config.json").write_text(config.model_dump_json())
+    return folder
+
+
+def command(*arguments):
+    """The command in a process of its own, which says at its end what it has imported."""
+    code = "import sys; from launch.evaluate import main\ntry: main(sys.argv[1:])\nfinally: print('imported', *sorted({n.split('.')[0] for n in sys.modules}))"
+    environment = os.environ | {"COLUMNS": "400"}
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False)
+
+
+def refused(run, *overrides, **options):
+    with pytest.raises(ConfigError) as caught:
+        evaluation_config(EvaluateOptions(run=run, **options), overrides)
+    return str(caught.value)
+
+
+def test_everything_wrong_is_said_before_anything_heavy_is_imported(run):
+    done = command(f"run={run}", "training.lerning_rate=0.1", "rollout_matching.decode_batch_size=six", "checkpoint=nowhere")
+    assert done.returncode == 2
+    assert "training.lerning_rate: is not a known key; did you mean" in done.stdout
+    assert "rollout_matching.decode_batch_size" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    imported = set(done.stdout.split("imported ")[1].split())
+    assert "pydantic" in imported
+    assert not imported & {"torch", "ray", "vllm", "transformers", "pycocotools"}
+
+
+def test_arguments_that_are_none_and_keys_that_are_missing_are_named():
+    done = command("outputs/run", "runn=x")
+    assert done.returncode == 2
+    for problem in ("outputs/run: is not key=value", "run: is required, and missing", "runn: is not a known key; did you mean"):
+        assert problem in done.stdout, done.stdout + done.stderr
+
+
+def test_the_runs_own_configuration_holds_with_the_changes_and_its_own_checkpoint(run, tmp_path):
+    config = evaluation_config(EvaluateOptions(run=run), ["data.val=other.jsonl", "evaluation.worst_scenes=3", "evaluation.score=constant"])
+    assert config.model.path == str(run / "checkpoint")
+    assert config.data.val == Path("other.jsonl").resolve()
+    assert (config.evaluation.iou_thresholds, config.evaluation.worst_scenes, config.evaluation.score) == ((0.5, 0.6), 3, "constant")
+    assert config.rollout_matching.decode_batch_size == 6
+    assert report_folder(config, EvaluateOptions(run=run)) == run / "evaluations" / "checkpoint_other"
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "config.json").write_text("{}")
+    options = EvaluateOptions(run=run, checkpoint=tmp_path / "later", name="mine")
+    assert evaluation_config(options, []).model.path == str(tmp_path / "later")
+    assert report_folder(config, options) == run / "evaluations" / "mine"
+
+
+def test_a_moved_run_is_read_where_it_is(run, tmp_path):
+    run.rename(tmp_path / "moved")
+    config = evaluation_config(EvaluateOptions(run=tmp_path / "moved"), [])
+    assert config.telemetry.run_dir == tmp_path / "moved"
+    assert config.model.path == str(tmp_path / "moved" / "checkpoint")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    assert f"run: {tmp_path / 'x'} holds no run (no config.json); give the folder" in refused(tmp_path / "x")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe{"])
+def test_a_damaged_configuration_is_refused(run, content):
+    (run / "config.json").write_bytes(content)
+    assert "config.json" in refused(run) and "restore it" in refused(run)
+
+
+def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run):
+    (run / "checkpoint" / "config.json").unlink()
+    said = refused(run, "data.val=null")
+    assert f"checkpoint: {run / 'checkpoint'} holds no checkpoint (no config.json); let the run end with checkpoint.save_final: true" in said
+    assert "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl" in said
+
+
+def test_the_model_is_chosen_by_its_checkpoint_alone(run):
+    assert "model.path: the checkpoint decides it; use checkpoint=x" in refused(run, "model.path=x")
+
+
+def test_a_value_that_cannot_be_read_is_named(run):
+    assert "data.val: cannot read '[\"a'" in refused(run, 'data.val=["a')
+
+
+def test_a_report_is_not_overwritten(run):
+    (run / "evaluations" / "checkpoint_val").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"name: .*/checkpoint_val holds a report already; choose another with name=NAME"):
+        report_folder(evaluation_config(EvaluateOptions(run=run), []), EvaluateOptions(run=run))
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "", "/tmp", "x.partial"])
+def test_a_report_stays_in_the_runs_folder(run, name):
+    with pytest.raises(ValueError, match="must be the name of one folder"):
+        EvaluateOptions(run=run, name=name)
+
+
+def test_an_evaluation_asks_for_its_actors_alone(run):
+    config = evaluation_config(EvaluateOptions(run=run), [])
+    placement = plan_placement(config, {"GPU": 3.0, "CPU": 8.0}, learns=False)
+    assert placement.bundles == [{"GPU": 1.0, "CPU": 1.0}] * 3
+    with pytest.raises(ConfigError, match="3 actors of 1 GPU ask for 3 GPU, the cluster has 2"):
+        plan_placement(config, {"GPU": 2.0, "CPU": 8.0}, learns=False)
+
+
+@pytest.mark.engine
+@pytest.mark.ray
+def test_real_engines_give_the_same_report_to_a_learner_and_to_the_command_on_any_number_of_actors(engine_pool, warm_checkpoint, demo_data, tmp_path):
+    from local_learner import LocalLearner
+
+    config = configuration(warm_checkpoint, demo_data, tmp_path / "run", global_max_length=512, rollout_matching__max_new_tokens=96)
+    learner = LocalLearner(config, receiver_ranks=3)
+    try:
+        sync_weights(learner, engine_pool.pool)
+        in_training = evaluate(learner, engine_pool.pool, 60, one_ahead)
+    finally:
+        learner.close()
+    alone = LocalHeldOut(HeldOut.of(config, load_samples(config, config.data.val), load_tokens(config)))
+    by_the_command = evaluate(alone, engine_pool.over("actor-0", "actor-2", round_capacity=4), 60, one_ahead)
+    assert by_the_command.scenes == in_training.scenes
+    assert [scene.position for scene in in_training.scenes] == list(range(16))
+    scores = [found.score for scene in in_training.scenes for found in scene.objects]
+    assert len(scores) > 8 and all(0 < score <= 1 + 1e-6 for score in scores) and len(set(scores)) > 8
+
+    report = make_report(replace(in_training, wall_s=1.0), config.evaluation, subject="warm checkpoint")
+    write_report(tmp_path / "report", report)
+    content = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert content["num_samples"] == 16
+    assert content["detection"][0]["f1"] == report.counts.f1
+    assert len(list((tmp_path / "report" / "pictures").iterdir())) == len(content["worst_scenes"])
+    assert len((tmp_path / "report" / "predictions.jsonl").read_text().splitlines()) == 16
