@@ -59,7 +59,7 @@ class LogitReading(NamedTuple):
 def read_logits(
     logits_NV: torch.Tensor, token_ids_N: torch.Tensor, coord_at_P: torch.Tensor, coord_ids_C: torch.Tensor, normalizers: tuple[Normalizer, ...]
 ) -> LogitReading:
-    """Everything that any loss needs of full-vocabulary logits, with at most two float32 copies of them alive, one of them the gradient.
+    """Everything that any loss needs of full-vocabulary logits. Beside them the pass holds one float32 copy, and its backward two bytes more per logit.
 
     Args:
         logits_NV: any float type.
@@ -109,7 +109,7 @@ class _ReadLogits(torch.autograd.Function):
         # The fence passes no gradient where it replaced the logit.
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
-        return total_NV.mul_(within_NV).to(logits_NV.dtype), None, None, None, None
+        return total_NV.masked_fill_(within_NV.logical_not_(), 0.0).to(logits_NV.dtype), None, None, None, None
 
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
