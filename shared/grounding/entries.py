@@ -40,7 +40,7 @@ _INDEX, _BRACES, _DESC_BEFORE, _BOX_ARRAY, _POLY_ARRAY, _DESC_BEHIND = range(1, 
 _KEY_START = len(b'"object_')
 
 
-# Named tuples where one is made for every entry: a frozen dataclass takes three times as long to make.
+# Named tuples, because one of each is made for every entry, and a frozen dataclass takes longer to make.
 class PlainFields(NamedTuple):
     """What a plain entry has. Spans are half-open, in bytes."""
 
@@ -55,7 +55,8 @@ class Entry(NamedTuple):
     """One `object_{n}` entry of the container. Offsets count bytes, spans are half-open."""
 
     key: str
-    index: int
+    number: int
+    """The n of `object_{n}`."""
     start: int
     """Of the key's opening quote."""
     value: tuple[int, int] | None
@@ -81,8 +82,8 @@ def plain_entries(text: bytes, position: int, *, first: bool) -> tuple[list[Entr
         if before == behind:
             break
         plain = PlainFields(kind, found.span(_DESC_BEFORE if before else _DESC_BEHIND), found.span(array))
-        index = int(found[_INDEX])
-        entries.append(Entry(f"object_{index}", index, found.start(_INDEX) - _KEY_START, found.span(_BRACES), True, None, plain))
+        number = int(found[_INDEX])
+        entries.append(Entry(f"object_{number}", number, found.start(_INDEX) - _KEY_START, found.span(_BRACES), True, None, plain))
         position, pattern = found.end(), _NEXT_ENTRY
     return entries, position
 

@@ -12,7 +12,7 @@ class DropReason(StrEnum):
     """Why a complete entry is not an object. An entry has the first reason, in this order, that holds."""
 
     MALFORMED = "malformed"
-    """Not JSON apart from unquoted coord tokens, or not an object."""
+    """Not JSON apart from unquoted coord tokens, or not an object; or what stands between it and the entry before is not JSON."""
     KEY_INVALID = "key_invalid"
     """A key that does not belong there, `desc` twice, two geometries, or a nested object."""
     UNKNOWN_GEOM = "unknown_geom"
@@ -67,7 +67,7 @@ class ParsedRollout:
     objects: tuple[ParsedObject, ...]
     """In order of appearance."""
     dropped: tuple[DroppedObject, ...]
-    """Complete entries that are not valid objects, in order of appearance."""
+    """Complete entries of the prefix that are not valid objects, in order of appearance."""
     max_object_index: int | None
     """The largest n of an `object_{n}` key in the prefix; None where it has none."""
     truncated: bool
