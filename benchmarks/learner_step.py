@@ -9,25 +9,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from benchmarks.logit_memory import FIRST_COORD, PIPELINE, loss_of, plain_values
 from learner.collate import PackedRow, collate
-from learner.objectives.coord_reg import CoordReg
-from learner.objectives.interface import Objective
-from learner.objectives.token_ce import TokenCE
+from learner.objectives.interface import ChannelObjectives
+from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
 from learner.step import Sampling, backward_row
 from learner.targets import Target, TextWeights, TokenRole
-from shared.config.pipeline import CoordRegConfig
+from shared.config.pipeline import Channel
 from shared.tokens.vocabulary import NUM_BINS
 
 IMAGE, VIDEO, START, END = 1, 2, 3, 4
-FIRST_COORD = 10
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "small": (
         {
@@ -54,9 +53,6 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "depth": 24, "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]},
     ),
 }
-TARGET = CoordRegConfig(
-    coord_ce_weight=0.0, soft_ce_weight=1.0, w1_weight=1.0, coord_gate_weight=1.0, text_gate_weight=0.0, temperature=1.0, target_sigma=2.0, target_truncate=16
-)
 
 
 def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -101,10 +97,12 @@ def make_segment(number: int, length: int, vocabulary: int) -> Segment:
     prompt = EncodedPrompt(
         prompt_ids, prompt_ids, modality, torch.from_numpy(draw.standard_normal((256, 3 * 2 * 16 * 16), dtype=np.float32)), torch.tensor([[1, 16, 16]])
     )
-    return Segment(number, prompt, Target(str(number), tuple(ids.tolist()), roles, tuple(slots.tolist()), tuple(bins.tolist())))
+    return Segment(
+        number, prompt, Target(str(number), tuple(ids.tolist()), roles, tuple(slots.tolist()), tuple(map(float, bins)), tuple(range(0, len(slots), 4)))
+    )
 
 
-def every_position(model: Any, row: PackedRow, objectives: Sequence[Objective]) -> float:
+def every_position(model: Any, row: PackedRow, objectives: ChannelObjectives) -> float:
     """The obvious step: logits of the whole row in float32, all losses on them."""
     inputs = row.inputs
     logits_TV = model(
@@ -115,8 +113,7 @@ def every_position(model: Any, row: PackedRow, objectives: Sequence[Objective]) 
         image_grid_thw=inputs.image_grid_thw,
         use_cache=False,
     ).logits[0]
-    text, coord = row.text._replace(at=row.positions_N[row.text.at]), row.coord._replace(at=row.positions_N[row.coord.at])
-    loss = torch.stack([objective(logits_TV.float(), text, coord).loss for objective in objectives]).sum()
+    loss = loss_of(plain_values(logits_TV.float()[row.positions_N], row, objectives.coord_ids_C, ()), row, objectives)
     loss.backward()
     return loss.item()
 
@@ -151,7 +148,7 @@ def main() -> None:
     model = make_model(arguments.size, device, dtype)
     segments = [make_segment(n, arguments.segment, model.config.text_config.vocab_size) for n in range(arguments.tokens // arguments.segment)]
     row = collate(segments, text_weights=TextWeights(1.0, 1.0), rope_index=model.model.get_rope_index).to(device)
-    objectives = [TokenCE(1.0), CoordReg(1.0, TARGET, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device))]
+    objectives = build_objectives(PIPELINE, Channel.B, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device))
     ours = measure(model, lambda: backward_row(model, row, objectives, Sampling(0.0, ())).loss, arguments.repeats, device)
     obvious = measure(model, lambda: every_position(model, row, objectives), arguments.repeats, device)
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
