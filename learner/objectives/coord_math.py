@@ -103,7 +103,7 @@ class _ReadLogits(torch.autograd.Function):
         if total_NV is None:
             total_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
         if tokens_N is not None:
-            total_NV.scatter_add_(1, token_ids_N[:, None], tokens_N[:, None])
+            total_NV[torch.arange(len(tokens_N), device=tokens_N.device), token_ids_N] += tokens_N
         if coord_PC is not None:
             total_NV[coord_at_P[:, None], coord_ids_C] += coord_PC
         # The fence passes no gradient where it replaced the logit.

@@ -189,6 +189,19 @@ def test_a_row_longer_than_a_logit_chunk_gives_the_same_loss_and_gradient(parts)
         torch.testing.assert_close(chunked_gradients[name], gradient, atol=1e-5, rtol=1e-3)
 
 
+def test_text_gate_is_at_text_tokens_of_positive_weight_other_than_the_closing_brace_and_eos(parts):
+    _, loaded, segments = parts
+    for segment in segments[Channel.B]:
+        row = collate([segment], text_weights=TextWeights(desc=0.0, matched_structure=0.5), rope_index=loaded.model.model.get_rope_index)
+        text, first = row.supervision.text, len(segment.prompt.token_ids) - 1
+        gates = dict(zip((row.positions_N[text.at] - first).tolist(), text.gate_weight.tolist(), strict=True))
+        raw = {TokenRole.STRUCTURE: 1.0, TokenRole.MATCHED_STRUCTURE: 0.5, TokenRole.CLOSING: 0.0}
+        expected = {i: raw[TokenRole(int(role))] for i, role in enumerate(segment.target.roles) if TokenRole(int(role)) in raw}
+        total = sum(expected.values())
+        assert gates == {i: pytest.approx(weight / total) for i, weight in expected.items()}
+        assert [gates[len(segment.target.token_ids) - i] for i in (1, 2)] == [0.0, 0.0], "EOS and the closing brace"
+
+
 def test_prefix_coord_tokens_can_be_supervised_without_supervising_prefix_text_tokens(parts):
     """The loss half: which of a row's hidden states get a gradient from the unified loss of the old text."""
     config, loaded, segments = parts
