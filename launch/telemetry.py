@@ -41,7 +41,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutF1:
-    """What the run's closing line says of a report."""
+    """What the run's closing line needs of a report."""
 
     step: int | None
     iou_threshold: float
@@ -138,6 +138,15 @@ class Telemetry:
             f"class accuracy on matched boxes {counts.class_accuracy:.3f}",
             highlight=False,
         )
+
+    def improvement(self) -> str | None:
+        """The F1 of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
+        if len(self.evaluations) < 2:
+            return None
+        warmup_steps = self._config.stage2_ab.schedule.warmup_steps
+        before = next((report for report in self.evaluations if report.step == warmup_steps), self.evaluations[0])
+        after = self.evaluations[-1]
+        return f"val F1@{after.iou_threshold:g} warm-up {before.f1:.2f} -> final {after.f1:.2f}"
 
     def _step_done(self, report: StepReport, sync: SyncReport | None, span: Span) -> None:
         metrics: dict[str, float | str] = {**report.metrics, "time/step_s": span.duration_s}

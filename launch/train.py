@@ -61,14 +61,10 @@ def run(config: RunConfig, console: Console) -> None:
         if config.checkpoint.save_final:
             learner.save(config.telemetry.run_dir / "checkpoint")
             console.print(f"saved     {config.telemetry.run_dir / 'checkpoint'}", highlight=False)
-    if len(telemetry.evaluations) > 1:
-        # The first report is that of the warm-up's end, unless `training.eval_steps` asks for earlier ones.
-        warmup_steps = config.stage2_ab.schedule.warmup_steps
-        before = next((report for report in telemetry.evaluations if report.step == warmup_steps), telemetry.evaluations[0])
-        after = telemetry.evaluations[-1]
+    improvement = telemetry.improvement()
+    if improvement is not None:
         effort = f"B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s"
-        change = f"val F1@{after.iou_threshold:g} warm-up {before.f1:.2f} -> final {after.f1:.2f}"
-        console.print(f"{config.telemetry.name}: {change} ({effort})", highlight=False)
+        console.print(f"{config.telemetry.name}: {improvement} ({effort})", highlight=False)
 
 
 def _mapping(composed: DictConfig) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """The held-out report: its numbers, its folder, its page and its pictures (issue 3, "Evaluation")."""
 
-import io
 import json
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from PIL import Image
-from scene_support import guess, random_scenes, scene, truth
+from scene_support import guess, png, random_scenes, scene, truth
 
 from launch.export_coco import _read_predictions
 from launch.pictures import FOUND, OTHER_NAME, TRUTH, UNMATCHED, draw_scene
@@ -21,12 +19,6 @@ from shared.errors import StorageError
 from shared.evaluation import Evaluation, pair_objects, summarise
 
 HOSTILE = '<script src="https://example.org/x.js">alert(1)</script>&\u202e\ud800'
-
-
-def png(width: int = 101, height: int = 61) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), (90, 90, 90)).save(file, "PNG")
-    return file.getvalue()
 
 
 def report_on(scenes, **settings):

@@ -6,6 +6,7 @@ import json
 import pytest
 from config_support import configuration
 from rich.console import Console
+from scene_support import guess, png, scene, truth
 
 from launch.telemetry import Telemetry
 from shared.config.derive import batch_algebra
@@ -67,6 +68,32 @@ def test_the_timeline_is_a_trace_that_perfetto_opens(config):
     assert {event["name"] for event in complete} == {"step 25 (B)", "learn round", "generate", "sync v8", "held-out report"}
     assert all(event["dur"] >= 0 and {"pid", "tid", "ts"} <= event.keys() for event in complete)
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"driver", "learner", "actor"}
+
+
+def evaluation(step, num_right):
+    scenes = [scene(i, [truth(0, 0, 99, 99)], [guess(0, 0, 99, 99) if i < num_right else guess(0, 0, 9, 9)], image=png()) for i in range(4)]
+    return Evaluation(step, step + 1, tuple(scenes), wall_s=1.0)
+
+
+def test_a_held_out_report_is_a_line_a_row_and_a_folder(config):
+    with open_telemetry(config) as telemetry:
+        telemetry.evaluation(evaluation(20, num_right=3))
+        (row,) = lines(config, "evaluations.jsonl")
+        assert "held out  after 20 steps, 4 samples: F1@0.5 0.750, precision 0.750, recall 0.750, valid objects 1.000, " in telemetry._console.file.getvalue()
+    assert (row["step"], row["weight_version"], row["num_samples"]) == (20, 21, 4)
+    assert (row["val/f1"], row["val/f1@0.75"], row["val/class_accuracy"]) == (0.75, 0.75, 1.0)
+    assert 0 < row["val/coco_ap"] < 1
+    folder = config.telemetry.run_dir / "evaluations" / "step_000020"
+    assert json.loads((folder / "report.json").read_text())["subject"] == "run after 20 steps"
+    assert [path.name for path in (folder / "pictures").iterdir()] == ["00003.png"]
+    assert lines(config, "metrics.jsonl") == []
+
+
+def test_the_closing_line_compares_the_last_report_with_that_of_the_warm_ups_end(config):
+    with open_telemetry(config) as telemetry:
+        for step, num_right, said in ((10, 0, None), (20, 1, "0.25 -> final 0.25"), (30, 4, "0.25 -> final 1.00"), (100, 3, "0.25 -> final 0.75")):
+            telemetry.evaluation(evaluation(step, num_right))
+            assert telemetry.improvement() == (said and f"val F1@0.5 warm-up {said}")
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(config):

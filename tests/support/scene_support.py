@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from random import Random
+
+from PIL import Image
 
 from shared.coco import ScoredObject
 from shared.evaluation import Scene
@@ -11,6 +14,13 @@ from shared.grounding.objects import DropReason
 from shared.records import GeometryKind, GroundTruthObject, ImageRef, Sample
 
 NAMES = ("cat", "dog", "owl")
+
+
+def png(width: int = 101, height: int = 61) -> bytes:
+    """A grey image."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (90, 90, 90)).save(file, "PNG")
+    return file.getvalue()
 
 
 def truth(*bins: int, desc: str = "cat") -> GroundTruthObject:
