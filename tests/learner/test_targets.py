@@ -201,7 +201,7 @@ def test_excluded_and_unmatched_ground_truth_is_appended_in_ground_truth_order(c
 
 @pytest.mark.parametrize(
     ("position", "target", "problem"),
-    [(-1, 5, "outside the assistant span"), (7, 5, "outside the assistant span"), (0, 5, "")],
+    [(-1, 5, "outside the assistant span"), (7, 5, "outside the assistant span"), (0, 5, "no coord token")],
     ids=["prompt", "behind", "text"],
 )
 def test_supervision_indices_are_validated_against_assistant_span(position, target, problem):
