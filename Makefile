@@ -8,12 +8,13 @@ MODEL := outputs/demo/model
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo demo-data demo-polygons-data control check test lint clean
+.PHONY: help setup demo demo-data demo-polygons-data control aligned check test lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       set up, make the demo's data and model, run the main job"
 	@echo "make control    the same wall time on channel A alone, from the demo's warm-up"
+	@echo "make aligned    the other variant: polygons, segments carried from step to step"
 	@echo "make test       set up, then format, lint, types and all tests"
 	@echo "make check      the same without the tests that start Ray or vLLM engines, and the long sweeps"
 	@echo "make setup      .venv with everything (does nothing where it is done)"
@@ -43,6 +44,9 @@ demo: demo-data
 
 control: demo-data
 	@$(PYTHON) -m launch.train +experiment=control_channel_a telemetry.name=control
+
+aligned: demo-polygons-data
+	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 telemetry.name=aligned
 
 lint: setup
 	@$(PYTHON) -m ruff format --check --quiet .

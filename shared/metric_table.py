@@ -63,8 +63,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss/coord_reg.w1", Reduction.SUM, "Wasserstein-1 distance to the soft target, as a fraction of the axis."),
     Metric("loss/coord_reg.coord_gate", Reduction.SUM, "Probability that leaks out of the coord vocabulary at coord slots, in nats."),
     Metric("loss/coord_reg.text_gate", Reduction.SUM, "Probability of coord tokens at supervised text tokens, in nats."),
-    Metric("loss/bbox_geo.smoothl1", Reduction.SUM, "Smooth-L1 distance of decoded boxes, with coordinates in [0, 1]."),
-    Metric("loss/bbox_geo.ciou", Reduction.SUM, "1 - CIoU of decoded boxes."),
+    Metric("loss/bbox_geo", Reduction.SUM, "Weighted smooth-L1 and CIoU losses of decoded boxes, as one number."),
     # Diagnostics.
     Metric("coord_diag/expected_bin_error", Reduction.MEAN, "Distance of the expected bin from the target, in bins, over supervised coord slots."),
     Metric("coord_diag/top5_accuracy", Reduction.MEAN, "Share of supervised coord slots whose target is among the five most probable bins."),

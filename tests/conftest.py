@@ -57,6 +57,16 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def polygon_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same kind of scenes, with an outline polygon for every odd digit."""
+    from launch.make_demo_data import DemoGeometry, make_demo_data
+
+    folder = tmp_path_factory.mktemp("demo") / "polygons"
+    make_demo_data(folder, seed=17, num_train=64, num_val=16, geometry=DemoGeometry.MIXED)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model after some steps of channel A on those few scenes: it writes objects, not yet in the right places."""
     from config_support import configuration

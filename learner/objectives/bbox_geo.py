@@ -9,33 +9,28 @@ import torch
 
 from learner.objectives import coord_math
 from learner.objectives.interface import LogitNeeds, ObjectiveLoss, RowValues, Supervision
-from learner.objectives.weighted_terms import WeightedTerms
 from shared.config.pipeline import BboxGeoConfig
 from shared.tokens.vocabulary import NUM_BINS
 
 
 class BboxGeo:
+    """Its two terms are logged as one: `1 - CIoU` alone would be an IoU among the training metrics, which the specification rules out."""
+
+    term_names = ("bbox_geo",)
+    needs = LogitNeeds()
+
     def __init__(self, weight: float, config: BboxGeoConfig) -> None:
-        self._terms = WeightedTerms("bbox_geo", weight, {"smoothl1": config.smoothl1_weight, "ciou": config.ciou_weight})
-
-    @property
-    def term_names(self) -> tuple[str, ...]:
-        return self._terms.names
-
-    @property
-    def needs(self) -> LogitNeeds:
-        return LogitNeeds()
+        self._weight = weight
+        self._config = config
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         slots_B4, weight = supervision.boxes
         decoded_B4 = _boxes(coord_math.expected_coordinate(values.coord_logits_SC), slots_B4)
         targets_B4 = _boxes(supervision.coord.targets / (NUM_BINS - 1), slots_B4)
-        return self._terms.loss(
-            {
-                "smoothl1": lambda: (weight * coord_math.smooth_l1(decoded_B4, targets_B4)).sum(),
-                "ciou": lambda: (weight * (1.0 - coord_math.ciou(decoded_B4, targets_B4))).sum(),
-            }
-        )
+        smooth_l1 = (weight * coord_math.smooth_l1(decoded_B4, targets_B4)).sum()
+        ciou_loss = (weight * (1.0 - coord_math.ciou(decoded_B4, targets_B4))).sum()
+        loss = self._config.smoothl1_weight * smooth_l1 + self._config.ciou_weight * ciou_loss
+        return ObjectiveLoss(self._weight * loss, (loss.detach(),))
 
 
 def _boxes(coordinates_S: torch.Tensor, slots_B4: torch.Tensor) -> torch.Tensor:

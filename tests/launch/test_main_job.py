@@ -47,6 +47,35 @@ def greedy_jobs(job):
     return {num_actors: job(num_actors) for num_actors in (1, 2, 3)}
 
 
+ALIGNED = {
+    "custom__trainer_variant": "stage2_rollout_aligned",
+    "stage2_ab": {"channel_b": {"enable_pipeline": True}},
+    "global_max_length": 640,
+    "training__per_device_train_batch_size": 4,
+    "training__packing_buffer": 12,
+    "rollout_matching__max_new_tokens": 144,
+}
+
+
+def test_the_aligned_variant_learns_polygons_and_carries_segments_alike_on_1_and_3_actors(engine_pool, warm_checkpoint, polygon_data, tmp_path_factory):
+    jobs = []
+    for num_actors in (1, 3):
+        changes = STEPS | ALIGNED | {"rollout_matching__vllm__actors": {"num_actors": num_actors}}
+        del changes["stage2_ab__schedule__warmup_steps"], changes["stage2_ab__channel_b__rollouts_per_step"]
+        config = configuration(warm_checkpoint, polygon_data, tmp_path_factory.mktemp("run"), **changes)
+        pool = engine_pool.over(*list(engine_pool.actors)[:num_actors], round_capacity=batch_algebra(config).round_capacity)
+        jobs.append(run_job(config, pool, num_actors, one_ahead))
+    assert_same(jobs)
+    first, second = jobs[0].reports.steps
+    assert first.metrics["packing/num_rows"] == second.metrics["packing/num_rows"] == 3, "one row per micro-step of 4 rollouts"
+    learned = first.metrics["packing/num_segments"] + second.metrics["packing/num_segments"]
+    assert learned + second.metrics["packing/num_carried"] == 24
+    assert first.metrics["packing/num_carried"] > 0, "the case needs leftovers"
+    assert second.metrics["packing/learned_age_max"] == 1
+    assert second.metrics["rollout/num_matched"] > 0
+    assert second.metrics["rollout/logprob_max_abs"] < 1e-4, "carried segments are not compared with weights that have changed"
+
+
 def what_was_said(job: Job) -> list[Rollout]:
     """Without who said it, and when."""
     return [replace(rollout, actor="", generate_s=0.0, started_s=0.0) for rollout in job.rollouts]

@@ -23,7 +23,12 @@ def prompt(*token_ids):
 
 def segment(sample_id, *logprobs):
     ids = tuple(range(10, 10 + len(logprobs) + 1))
-    return Segment(0, prompt(1), Target(sample_id, ids, np.full(len(ids), TokenRole.NEUTRAL, dtype=np.uint8), (), (), (), sampled_logprobs=logprobs), actor="rollout-actor-1")
+    return Segment(
+        0,
+        prompt(1),
+        Target(sample_id, ids, np.full(len(ids), TokenRole.NEUTRAL, dtype=np.uint8), (), (), (), sampled_logprobs=logprobs),
+        actor="rollout-actor-1",
+    )
 
 
 def test_equal_prompts_pass():

@@ -85,7 +85,7 @@ def test_carry_buffer_overflow_fails_fast_with_actionable_guidance(config):
     tight = config(global_max_length=370, training__packing_buffer=4)
     learner = make_learner(tight)
     rollouts = half_right(learner, RunSchedule(tight).plan(0))
-    with pytest.raises(ValueError, match="raise training.packing_buffer"):
+    with pytest.raises(ValueError, match=r"raise training\.packing_buffer"):
         learner.accumulate(rollouts)
 
 
