@@ -4,6 +4,7 @@ PYTHON := .venv/bin/python
 DATA := outputs/demo/data
 POLYGON_DATA := outputs/demo/data_polygons
 MODEL := outputs/demo/model
+STAGE1 := outputs/demo/stage1_polygons
 
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1
@@ -14,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo       set up, make the demo's data and model, run the main job"
 	@echo "make control    the same wall time on channel A alone, from the demo's warm-up"
-	@echo "make aligned    the other variant: polygons, segments carried from step to step"
+	@echo "make aligned    the other variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make test       set up, then format, lint, types and all tests"
 	@echo "make check      the same without the tests that start Ray or vLLM engines, and the long sweeps"
 	@echo "make setup      .venv with everything (does nothing where it is done)"
@@ -45,8 +46,12 @@ demo: demo-data
 control: demo-data
 	@$(PYTHON) -m launch.train +experiment=control_channel_a telemetry.name=control
 
-aligned: demo-polygons-data
-	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 telemetry.name=aligned
+# Kept where it is there: the run's folder cannot hold two runs.
+$(STAGE1)/checkpoint: | demo-polygons-data
+	@$(PYTHON) -m launch.train +experiment=stage1_polygons telemetry.name=stage1 telemetry.run_dir=$(STAGE1)
+
+aligned: | demo-polygons-data $(STAGE1)/checkpoint
+	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 model.path=$(STAGE1)/checkpoint telemetry.name=aligned
 
 lint: setup
 	@$(PYTHON) -m ruff format --check --quiet .

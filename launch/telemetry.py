@@ -180,6 +180,7 @@ def _progress_line(report: StepReport, metrics: Mapping[str, float | str], max_s
         parts += [
             f"match {metrics['rollout/match_rate']:.2f}" if "rollout/match_rate" in metrics else "match of nothing",
             f"dropped {metrics['rollout/num_dropped_objects']:.0f}",
+            *([f"nothing kept of {fallback:.0f}"] if (fallback := metrics["rollout/num_fallback"]) else []),
             f"tokens {metrics['rollout/num_tokens']:.0f}",
             f"logp {metrics['rollout/logprob_max_abs']:.0e}" if "rollout/logprob_max_abs" in metrics else "logp not compared",
             f"generate {metrics['time/generate_s']:.2f} s",

@@ -19,7 +19,7 @@ from shared.schedule import RunSchedule
 from shared.timeline import Span
 
 METRICS = {"loss/total": 1.5, "packing/num_rows": 3.0, "time/learn_s": 0.5, "time/generate_s": 0.4, "rollout/match_rate": 0.25}
-COUNTED = {"rollout/num_dropped_objects": 2.0, "rollout/num_tokens": 90.0, "rollout/logprob_max_abs": 3e-6}
+COUNTED = {"rollout/num_dropped_objects": 2.0, "rollout/num_fallback": 3.0, "rollout/num_tokens": 90.0, "rollout/logprob_max_abs": 3e-6}
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
     assert metrics["sync/version"] == 8
     assert metrics["time/sync_s"] == pytest.approx(0.03)
     assert metrics["sync/wire_gb_per_s"] == pytest.approx(1.1)
+    assert metrics["rollout/decode_mode"] == "greedy"
     assert not any("iou" in name.lower() for name in metrics)
     assert json.loads((config.telemetry.run_dir / "placement.json").read_text()) == {"actors": ["a", "b"], "learner_threads": 2}
 
