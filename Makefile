@@ -46,11 +46,13 @@ demo: demo-data
 control: demo-data
 	@$(PYTHON) -m launch.train +experiment=control_channel_a telemetry.name=control
 
-# Kept where it is there: the run's folder cannot hold two runs.
-$(STAGE1)/checkpoint: | demo-polygons-data
-	@$(PYTHON) -m launch.train +experiment=stage1_polygons telemetry.name=stage1 telemetry.run_dir=$(STAGE1)
+# Moved into place when it is complete: a run that was interrupted does not stand in for it.
+$(STAGE1): | demo-polygons-data
+	@rm -rf $@.partial
+	@$(PYTHON) -m launch.train +experiment=stage1_polygons telemetry.name=stage1 telemetry.run_dir=$@.partial
+	@mv $@.partial $@
 
-aligned: | demo-polygons-data $(STAGE1)/checkpoint
+aligned: | demo-polygons-data $(STAGE1)
 	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 model.path=$(STAGE1)/checkpoint telemetry.name=aligned
 
 lint: setup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from launch.telemetry import Telemetry
@@ -29,6 +30,7 @@ class DrivesLearner(HoldsOut, SendsWeights, Protocol):
     def next_requests(self, plan: StepPlan) -> list[Any]: ...
     def accumulate(self, done: Any) -> None: ...
     def finish_step(self) -> StepReport: ...
+    def save(self, folder: Path) -> None: ...
 
 
 class DrivesRollouts(TakesWeights, Protocol):
@@ -40,8 +42,10 @@ class DrivesRollouts(TakesWeights, Protocol):
     def generate(self, round_: list[Any]) -> Any: ...
 
 
-def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry) -> None:
-    """Every step of the run. Nothing is generated between a step's update and the sync that follows it."""
+def train(
+    learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry, *, checkpoint: Path | None = None
+) -> None:
+    """Every step of the run. Nothing is generated between a step's update and the sync that follows it. None: no checkpoint."""
     telemetry.sync(sync_weights(learner, rollouts))
     for plan in schedule.plans():
         if plan.evaluate_before:
@@ -53,6 +57,10 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
             record.report = learner.finish_step()
             if plan.sync_after:
                 record.sync = sync_weights(learner, rollouts)
+    if checkpoint is not None:
+        # Before the last report: what can go wrong there must not cost the run.
+        learner.save(checkpoint)
+        telemetry.saved(checkpoint)
     if schedule.evaluates_before(schedule.max_steps):
         telemetry.evaluation(evaluate(learner, rollouts, schedule.max_steps, queue))
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -135,18 +136,21 @@ class Telemetry:
         self._console.print(
             f"held out  after {evaluation.step} steps, {len(evaluation.scenes)} samples: F1@{report.iou_threshold:g} {counts.f1:.3f}, "
             f"precision {counts.precision:.3f}, recall {counts.recall:.3f}, valid objects {counts.valid_rate:.3f}, "
-            f"class accuracy on matched boxes {counts.class_accuracy:.3f}",
+            f"class accuracy on matched objects {counts.class_accuracy:.3f}",
             highlight=False,
         )
+
+    def saved(self, checkpoint: Path) -> None:
+        self._console.print(f"saved     {checkpoint}", highlight=False)
 
     def improvement(self) -> str | None:
         """The F1 of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
         if len(self.evaluations) < 2:
             return None
-        warmup_steps = self._config.stage2_ab.schedule.warmup_steps
-        before = next((report for report in self.evaluations if report.step == warmup_steps), self.evaluations[0])
-        after = self.evaluations[-1]
-        return f"val F1@{after.iou_threshold:g} warm-up {before.f1:.2f} -> final {after.f1:.2f}"
+        warmup_steps = self._algebra.warmup_steps
+        at_warmups_end = [report for report in self.evaluations if report.step == warmup_steps > 0]
+        (name, before), after = ("warm-up", at_warmups_end[0]) if at_warmups_end else ("first", self.evaluations[0]), self.evaluations[-1]
+        return f"val F1@{after.iou_threshold:g} {name} {before.f1:.2f} -> final {after.f1:.2f}"
 
     def _step_done(self, report: StepReport, sync: SyncReport | None, span: Span) -> None:
         metrics: dict[str, float | str] = {**report.metrics, "time/step_s": span.duration_s}
@@ -185,6 +189,8 @@ def _progress_line(report: StepReport, metrics: Mapping[str, float | str], max_s
             f"logp {metrics['rollout/logprob_max_abs']:.0e}" if "rollout/logprob_max_abs" in metrics else "logp not compared",
             f"generate {metrics['time/generate_s']:.2f} s",
         ]
+    if metrics["packing/num_carried"]:
+        parts.append(f"carried {metrics['packing/num_carried']:.0f}")
     parts.append(f"learn {metrics['time/learn_s']:.2f} s")
     if "time/sync_s" in metrics:
         parts.append(f"sync {metrics['time/sync_s']:.2f} s")

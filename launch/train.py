@@ -57,10 +57,8 @@ def run(config: RunConfig, console: Console) -> None:
             f"ready     {', '.join(rollouts.names)} and the learner after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}",
             highlight=False,
         )
-        train(learner, rollouts, schedule, queue, telemetry)
-        if config.checkpoint.save_final:
-            learner.save(config.telemetry.run_dir / "checkpoint")
-            console.print(f"saved     {config.telemetry.run_dir / 'checkpoint'}", highlight=False)
+        checkpoint = config.telemetry.run_dir / "checkpoint" if config.checkpoint.save_final else None
+        train(learner, rollouts, schedule, queue, telemetry, checkpoint=checkpoint)
     improvement = telemetry.improvement()
     if improvement is not None:
         effort = f"B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s"

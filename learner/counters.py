@@ -26,6 +26,7 @@ class StepTally:
         self._losses: dict[str, float] = {}
 
     def add_rollout(self, rollout: Rollout, reading: Reading, num_ground_truth: int) -> None:
+        """A rollout and how it was read; `num_ground_truth` objects were to be found."""
         parsed, add = reading.parsed, self.totals.add
         add("rollout/num", 1)
         add("rollout/num_tokens", len(rollout.response_token_ids))

@@ -111,7 +111,8 @@ class Learner:
         assert self._step is None, "finish_step ends a step before the next begins"
         started_s = time.time()
         samples = [self._train[index].with_image_data() for index in self._stream.take(plan.num_samples)]
-        min_fill_ratio = self._config.training.packing_min_fill_ratio
+        # A row of one segment is not underfilled where nothing is packed.
+        min_fill_ratio = self._config.training.packing_min_fill_ratio if self._config.training.packing else 0.0
         self._step = _StepInProgress(plan, samples, StepTally(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio))
         if self._log is not None:
             self._log.begin(plan.step, plan.channel)

@@ -99,6 +99,7 @@ class Carry:
 
 
 def row_policy(config: RunConfig) -> RowPolicy:
+    """The policy of a run. ConfigError where rows are packed and `binpacking` is not installed."""
     training = config.training
     match row_rule(config):
         case RowRule.SEGMENT:

@@ -9,6 +9,7 @@ from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
 
 
 def target_rules(config: RunConfig) -> TargetRules:
+    """How targets are made, whatever the channel."""
     matching = config.rollout_matching
     return TargetRules(
         geometry=config.geometry,
@@ -25,10 +26,10 @@ def target_rules(config: RunConfig) -> TargetRules:
 
 
 def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
-    """Of `token_ce`'s active entry. Without one no text token is supervised, and the weights only place `text_gate`."""
+    """Of `token_ce`'s active entry; without one no text token is supervised."""
     entry = next((entry for entry in pipeline.active(channel) if isinstance(entry, TokenCEEntry)), None)
     if entry is None:
-        return TextWeights(desc=1.0, matched_structure=0.0)
+        return TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
     if channel is Channel.A:
         return TextWeights(desc=entry.config.desc_ce_weight, matched_structure=0.0)
     return TextWeights(desc=entry.config.rollout_fn_desc_weight, matched_structure=entry.config.rollout_matched_prefix_struct_weight)

@@ -50,11 +50,13 @@ class TextWeights:
 
     desc: float
     matched_structure: float
+    structure: float = 1.0
+    """Of serialised ground truth, closing brace and EOS; 0 where no text is supervised at all."""
 
     def of(self, roles_L: np.ndarray) -> np.ndarray:
         """float32 [L], at least 0."""
         table = np.zeros(len(TokenRole), dtype=np.float32)
-        table[TokenRole.STRUCTURE] = table[TokenRole.CLOSING] = 1.0
+        table[TokenRole.STRUCTURE] = table[TokenRole.CLOSING] = self.structure
         table[TokenRole.DESC] = self.desc
         table[TokenRole.MATCHED_STRUCTURE] = self.matched_structure
         return table[roles_L]
@@ -109,7 +111,7 @@ class Target:
     coord_targets: tuple[float, ...]
     """[S], 0..999: where each slot should point; a fraction where optimal transport says so."""
     box_slots: tuple[int, ...]
-    """The first of the four slots of each supervised box, into [S], ascending."""
+    """The first of the four slots of each supervised box whose ground truth is a box, into [S], ascending."""
     sampled_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the leading tokens that are the rollout's own; empty in channel A."""
     reading: Reading | None = None
@@ -137,8 +139,9 @@ class _Slots:
     def empty(cls) -> _Slots:
         return cls([], [], [])
 
-    def add(self, kind: GeometryKind, positions: Sequence[int], targets: Sequence[float]) -> None:
-        if kind is GeometryKind.BBOX:
+    def add(self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool) -> None:
+        """`is_box`: the four slots of a box, with a box as target. Aims of optimal transport are for coord tokens, no box to regress to."""
+        if is_box:
             self.boxes.append(len(self.positions))
         self.positions.extend(positions)
         self.targets.extend(targets)
@@ -184,15 +187,16 @@ def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rule
     slots = _Slots.empty()
     supervised: list[MatchedPair] = []
     for pair in match.pairs:
-        prediction = parsed.objects[pair.prediction]
-        aims = _aims(prediction, sample.objects[pair.ground_truth], parsed, codec, rules)
+        prediction, truth = parsed.objects[pair.prediction], sample.objects[pair.ground_truth]
+        aims = _aims(prediction, truth, parsed, codec, rules)
         if aims is None:
             continue
         supervised.append(pair)
         roles[slice(*prediction.span)] = TokenRole.MATCHED_STRUCTURE
         roles[list(prediction.desc_positions)] = TokenRole.NEUTRAL
         roles[list(prediction.coord_positions)] = TokenRole.COORD
-        slots.add(prediction.kind, prediction.coord_positions, aims)
+        both_boxes = prediction.kind is truth.kind is GeometryKind.BBOX
+        slots.add(prediction.coord_positions, aims, is_box=both_boxes)
 
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
@@ -249,7 +253,7 @@ def _tail(text: SerializedText, objects: Sequence[GroundTruthObject], codec: Tok
             assert codec.coord_bin(token_ids[position]) == bin_
             roles[position] = TokenRole.COORD
             positions.append(position)
-        slots.add(object_.kind, positions, object_.bins)
+        slots.add(positions, object_.bins, is_box=object_.kind is GeometryKind.BBOX)
     for position in _overlapping(spans, text.closing):
         roles[position] = TokenRole.CLOSING
     return _Tail([*token_ids, codec.eos_token_id], [*roles, TokenRole.CLOSING], slots)

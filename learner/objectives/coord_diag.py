@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -12,11 +13,8 @@ from learner.objectives.interface import LogitNeeds, RowValues, Supervision
 
 @dataclass(frozen=True, slots=True)
 class CoordDiag:
-    names: tuple[str, ...] = ("coord_diag/expected_bin_error", "coord_diag/top5_accuracy", "coord_diag/coord_mass")
-
-    @property
-    def needs(self) -> LogitNeeds:
-        return LogitNeeds(coord_mass=True)
+    names: ClassVar[tuple[str, ...]] = ("coord_diag/expected_bin_error", "coord_diag/top5_accuracy", "coord_diag/coord_mass")
+    needs: ClassVar[LogitNeeds] = LogitNeeds(coord_mass=True)
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
         assert values.coord_mass_S is not None

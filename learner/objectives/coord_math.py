@@ -137,7 +137,10 @@ def mass_leak(log_normalizer_S: torch.Tensor, coord_logits_SC: torch.Tensor, *, 
 
 
 def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
-    """`-log(1 - p)`, `1 - p` not under 1e-6, of the coord vocabulary's probability `p = exp(-leak)`: [T]."""
+    """`-log(1 - p)`, `1 - p` not under 1e-6, of the coord vocabulary's probability `p = exp(-leak)`: [T].
+
+    At that floor the gate has no gradient (DESIGN 8); `token_ce` is what moves such a token.
+    """
     # Either form is exact on its own side; the clamps keep the other's gradient finite, which `where` multiplies by 0.
     rest_T = (-torch.expm1(-leak_T)).clamp_min(_PROBABILITY_FLOOR)
     return torch.where(leak_T < math.log(2.0), -torch.log(rest_T), -torch.log1p(-torch.exp(-leak_T).clamp_max(0.5)))
@@ -190,7 +193,7 @@ def nearest_bins(targets_S: torch.Tensor) -> torch.Tensor:
 
 def coord_cross_entropy(coord_logits_SC: torch.Tensor, bins_S: torch.Tensor) -> torch.Tensor:
     """Plain cross-entropy within the coord vocabulary: [S]."""
-    return F.cross_entropy(_fenced(coord_logits_SC), bins_S, reduction="none")
+    return F.cross_entropy(_fenced(coord_logits_SC), bins_S.long(), reduction="none")
 
 
 def soft_cross_entropy(coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:

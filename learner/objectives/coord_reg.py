@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from learner.objectives import coord_math
@@ -38,11 +40,11 @@ class CoordReg:
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         text, coord, logits_SC, temperature = supervision.text, supervision.coord, values.coord_logits_SC, self._config.temperature
-        targets_SC = coord_math.soft_targets(coord.targets, sigma=self._config.target_sigma, truncate=self._config.target_truncate)
+        targets_SC = cache(lambda: coord_math.soft_targets(coord.targets, sigma=self._config.target_sigma, truncate=self._config.target_truncate))
         compute = {
             "coord_ce": lambda: (coord.weight * coord_math.coord_cross_entropy(logits_SC, coord_math.nearest_bins(coord.targets))).sum(),
-            "soft_ce": lambda: (coord.weight * coord_math.soft_cross_entropy(logits_SC, targets_SC, temperature=temperature)).sum(),
-            "w1": lambda: (coord.weight * coord_math.wasserstein1(logits_SC, targets_SC, temperature=temperature)).sum(),
+            "soft_ce": lambda: (coord.weight * coord_math.soft_cross_entropy(logits_SC, targets_SC(), temperature=temperature)).sum(),
+            "w1": lambda: (coord.weight * coord_math.wasserstein1(logits_SC, targets_SC(), temperature=temperature)).sum(),
             "coord_gate": lambda: _weighted(coord.weight, values.coord_gate_S),
             "text_gate": lambda: _weighted(text.gate_weight, values.text_gate_X),
         }

@@ -101,7 +101,7 @@ class ObjectiveLoss(NamedTuple):
     loss: torch.Tensor
     """Scalar, the module's own weight included."""
     terms: tuple[torch.Tensor, ...]
-    """Unweighted terms, detached scalars, in the order of the objective's `term_names`."""
+    """What is logged: detached scalars without the module's weight, in the order of the objective's `term_names`."""
 
 
 class Objective(Protocol):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from learner.objectives.interface import LogitNeeds, ObjectiveLoss, RowValues, Supervision
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCE:
-    weight: float
-    term_names: tuple[str, ...] = ("token_ce",)
+    term_names: ClassVar[tuple[str, ...]] = ("token_ce",)
+    needs: ClassVar[LogitNeeds] = LogitNeeds(text_ce=True)
 
-    @property
-    def needs(self) -> LogitNeeds:
-        return LogitNeeds(text_ce=True)
+    weight: float
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         assert values.text_ce_X is not None

@@ -18,7 +18,7 @@ from shared.rollouts import SyncReport
 from shared.schedule import RunSchedule
 from shared.timeline import Span
 
-METRICS = {"loss/total": 1.5, "packing/num_rows": 3.0, "time/learn_s": 0.5, "time/generate_s": 0.4, "rollout/match_rate": 0.25}
+METRICS = {"loss/total": 1.5, "packing/num_rows": 3.0, "packing/num_carried": 0.0, "time/learn_s": 0.5, "time/generate_s": 0.4, "rollout/match_rate": 0.25}
 COUNTED = {"rollout/num_dropped_objects": 2.0, "rollout/num_fallback": 3.0, "rollout/num_tokens": 90.0, "rollout/logprob_max_abs": 3e-6}
 
 
