@@ -115,7 +115,8 @@ def test_every_rollout_of_a_step_has_that_steps_weight_version(greedy_jobs):
     assert {(rollout.step, rollout.weight_version) for rollout in greedy_jobs[3].rollouts} == {(0, 1), (1, 2)}
 
 
-def test_generation_of_round_k_plus_1_intersects_the_learning_of_round_k(job):
+def test_rollout_and_learner_overlap_within_a_step(job):
+    """Scenario: generation of round k + 1 intersects the learning of round k."""
     of_three_rounds = {"rollout_matching__decode_batch_size": 2, "stage2_ab__channel_b__rollouts_per_step": 18, "training__packing_window": 2}
     for report in job(3, **of_three_rounds).reports.steps:
         learning = [span for span in report.spans if span.name == "learn round"]
