@@ -123,17 +123,17 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_inde
 
 
 @dataclass(frozen=True, slots=True)
-class _TextSupervision:
+class _TextColumns:
     positions: np.ndarray
     weights: np.ndarray
     gate_weights: np.ndarray
 
 
-def _text_supervision(target: Target, text_weights: TextWeights) -> _TextSupervision:
+def _text_supervision(target: Target, text_weights: TextWeights) -> _TextColumns:
     weights_L = text_weights.of(target.roles)
     gate_L = np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)
     positions = np.flatnonzero(weights_L)
-    return _TextSupervision(positions, _mean_weights(weights_L)[positions], _mean_weights(gate_L)[positions])
+    return _TextColumns(positions, _mean_weights(weights_L)[positions], _mean_weights(gate_L)[positions])
 
 
 def _mean_weights(weights_L: np.ndarray) -> np.ndarray:

@@ -28,8 +28,8 @@ def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
 
 def rank_share(total: int, world_size: int, rank: int) -> range:
     """The contiguous part of `total` that `rank` owns; the first ranks have one more."""
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not one of {world_size} ranks")
+    if total < 0 or world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"cannot give rank {rank} of {world_size} its part of {total}; the total must be at least 0, and the rank one of 0..world_size - 1")
     size, extra = divmod(total, world_size)
     start = rank * size + min(rank, extra)
     return range(start, start + size + (rank < extra))
@@ -38,8 +38,14 @@ def rank_share(total: int, world_size: int, rank: int) -> range:
 def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int) -> int:
     """Requests per learner rank and round, so that no rollout device decodes more than `decode_batch_size` at a time.
 
-    Raises ValueError where `decode_batch_size * devices < learner ranks`: then not every rank could have one request.
+    `server_world_sizes` are the devices of each server. Raises ValueError where a count is under 1 or there is no server, and where
+    `decode_batch_size * devices < learner ranks`: then not every rank could have one request.
     """
+    if min(decode_batch_size, learner_world_size, *server_world_sizes) < 1 or not server_world_sizes:
+        raise ValueError(
+            f"decode_batch_size {decode_batch_size} over servers of {list(server_world_sizes)} devices cannot serve {learner_world_size} learner ranks; "
+            "give at least one server, and make every count at least 1"
+        )
     devices = sum(server_world_sizes)
     chunk = decode_batch_size * devices // learner_world_size
     if chunk < 1:
@@ -52,4 +58,6 @@ def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learne
 
 def split_rounds(n: int, round_capacity: int) -> list[range]:
     """The fewest contiguous rounds of at most `round_capacity` requests, as even as `split_contiguous` makes them."""
+    if n < 0 or round_capacity < 1:
+        raise ValueError(f"cannot split {n} requests into rounds of at most {round_capacity}; both counts must be positive")
     return [part for part in split_contiguous(n, -(-n // round_capacity)) if part] if n else []

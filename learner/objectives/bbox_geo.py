@@ -14,7 +14,7 @@ from shared.tokens.vocabulary import NUM_BINS
 
 
 class BboxGeo:
-    """Its two terms are logged as one: `1 - CIoU` alone would be an IoU among the training metrics, which the specification rules out."""
+    """Its two terms are logged as one weighted loss: no training metric is an IoU of its own."""
 
     term_names = ("bbox_geo",)
     needs = LogitNeeds()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shared.config.base import Problem, Section, dotted
+from shared.config.retired_keys import moved_under
 
 MISSING = "is required, and missing"
 """What is wrong with an absent key."""
@@ -54,6 +55,16 @@ class Place:
         return dotted(self.keys)
 
     @property
+    def above(self) -> str:
+        """The path of the section that holds the last key."""
+        return dotted(self.keys[:-1])
+
+    @property
+    def meant(self) -> str | None:
+        """The path of the key that was probably meant, where the last one is unknown."""
+        return meant(self.above, str(self.keys[-1]), self.parent.model_fields)
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The names an entry may have here."""
         return tuple(map(_tag, self.sections))
@@ -92,7 +103,7 @@ def explain(root: type[Section], error: ErrorDetails) -> Problem:
         case "missing":
             return Problem(place.path, MISSING, _add(place))
         case "extra_forbidden":
-            return Problem(place.path, "is not a known key", _instead(str(error["loc"][-1]), tuple(place.parent.model_fields), "the keys here are"))
+            return Problem(place.path, "is not a known key", _another_key(place))
         case "refused":
             return Problem(_under(place, context["key"]), context["wrong"], context["remedy"])
         case "literal_error" | "enum":
@@ -126,6 +137,23 @@ def sections_in(annotation: Any) -> tuple[type[Section], ...]:
 def suggestion(word: str, known: Sequence[str]) -> str | None:
     """The known word that `word` was probably meant to be."""
     return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
+
+
+def meant(above: str, word: str, known: Iterable[str]) -> str | None:
+    """The path of the key that an unknown one was probably meant to be: one of its section, or one that was moved out of it.
+
+    `above` is the section's dotted path, `known` its keys.
+    """
+    paths = {name: f"{above}.{name}".removeprefix(".") for name in known} | moved_under(above)
+    close = suggestion(word, tuple(paths))
+    return None if close is None else paths[close]
+
+
+def remove_or_choose(known: Collection[str], introduction: str) -> str:
+    """The remedy where a word is none of the known ones, nor like one."""
+    if not known:
+        return "remove it, nothing is set here"
+    return f"{introduction} {', '.join(known)}" if len(known) > 1 else f"write {next(iter(known))}"
 
 
 def shown(value: object) -> str:
@@ -177,11 +205,17 @@ def _one_of(options: Sequence[str]) -> str:
 
 
 def _instead(word: str, known: Sequence[str], otherwise: str) -> str:
-    if not known:
-        return "remove it, nothing is set here"
-    if (close := suggestion(word, known)) is not None:
-        return f"did you mean '{close}'?"
-    return f"{otherwise} {', '.join(known)}" if len(known) > 1 else f"write {known[0]}"
+    close = suggestion(word, known)
+    return remove_or_choose(known, otherwise) if close is None else f"did you mean '{close}'?"
+
+
+def _another_key(place: Place) -> str:
+    """The remedy for an unknown key."""
+    path = place.meant
+    if path is None:
+        return remove_or_choose(place.parent.model_fields, "the keys here are")
+    above, _, key = path.rpartition(".")
+    return f"did you mean '{key if above == place.above else path}'?"
 
 
 def _doc(field: FieldInfo) -> str:

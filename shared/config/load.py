@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from shared.config.base import Problem, dotted, plain
 from shared.config.checks import cross_check, overlaps
-from shared.config.explain import MISSING, Place, explain, locate, sections_in, shown, suggestion
+from shared.config.explain import MISSING, Place, explain, locate, sections_in, shown
 from shared.config.retired import take_retired
 from shared.config.run import RunConfig
 from shared.errors import ConfigError
@@ -69,7 +69,7 @@ def _without(config: dict[str, Any], place: Place) -> str:
     """Delete an unknown key. Returns the path of the key that was meant, as far as one can tell."""
     *above, key = place.keys
     del _node(config, above)[key]
-    return dotted((*above, suggestion(str(key), tuple(place.parent.model_fields)) or key))
+    return place.meant or place.path
 
 
 def _replaced(config: dict[str, Any], places: Iterable[Place]) -> set[str]:

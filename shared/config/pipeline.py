@@ -71,7 +71,7 @@ def _in_the_diagnostics(entry: Any) -> Any:
     return entry
 
 
-class Entry(Section):
+class PipelineEntry(Section):
     """What an entry has beside its `name` and `config`."""
 
     enabled: bool
@@ -95,7 +95,7 @@ class TokenCEConfig(Section):
     """Channel B: weight of the structure of matched objects in the rollout's prefix."""
 
 
-class TokenCEEntry(Entry):
+class TokenCEEntry(PipelineEntry):
     """Cross-entropy over text tokens outside the coord vocabulary."""
 
     name: Literal["token_ce"]
@@ -103,6 +103,11 @@ class TokenCEEntry(Entry):
 
     config: TokenCEConfig
     """The module's settings."""
+
+    @property
+    def teaches(self) -> bool:
+        """Whether its loss can be other than 0."""
+        return self.weight > 0
 
 
 class CoordRegConfig(Section):
@@ -119,7 +124,7 @@ class CoordRegConfig(Section):
     """Weight of the probability that leaks out of the coord vocabulary at coord slots, in nats."""
 
     text_gate_weight: NonNegativeFloat
-    """Weight of the probability of coord tokens at text positions, in nats."""
+    """Weight of the probability of coord tokens at text positions, in nats. Text is what the channel's `token_ce` weighs, so it needs one."""
 
     temperature: PositiveFloat
     """Divides the logits of `soft_ce`, `w1` and both gates."""
@@ -131,7 +136,7 @@ class CoordRegConfig(Section):
     """The soft target is zero further than this many bins from its centre; null: nowhere."""
 
 
-class CoordRegEntry(Entry):
+class CoordRegEntry(PipelineEntry):
     """Coordinate terms over supervised coord slots."""
 
     name: Literal["coord_reg"]
@@ -139,6 +144,13 @@ class CoordRegEntry(Entry):
 
     config: CoordRegConfig
     """The module's settings."""
+
+    @property
+    def teaches(self) -> bool:
+        """Whether its loss can be other than 0."""
+        config = self.config
+        terms = (config.coord_ce_weight, config.soft_ce_weight, config.w1_weight, config.coord_gate_weight, config.text_gate_weight)
+        return self.weight > 0 and max(terms) > 0
 
 
 class BboxGeoConfig(Section):
@@ -149,7 +161,7 @@ class BboxGeoConfig(Section):
     """Weight of `1 - CIoU` of the decoded box."""
 
 
-class BboxGeoEntry(Entry):
+class BboxGeoEntry(PipelineEntry):
     """Terms over boxes decoded by expectation."""
 
     name: Literal["bbox_geo"]
@@ -158,12 +170,17 @@ class BboxGeoEntry(Entry):
     config: BboxGeoConfig
     """The module's settings."""
 
+    @property
+    def teaches(self) -> bool:
+        """Whether its loss can be other than 0."""
+        return self.weight > 0 and max(self.config.smoothl1_weight, self.config.ciou_weight) > 0
+
 
 class CoordDiagConfig(Section):
     """No settings: the mapping is written out, and empty."""
 
 
-class CoordDiagEntry(Entry):
+class CoordDiagEntry(PipelineEntry):
     """Expected-bin error, top-5 accuracy and coord mass at supervised coord slots."""
 
     name: Literal["coord_diag"]

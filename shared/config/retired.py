@@ -1,95 +1,17 @@
-"""Keys that were removed, moved, or are not in this version: each is refused by name, with what to write instead (DESIGN 5, decision 3)."""
+"""Retired keys of a configuration: each is refused by name, with what to write instead (DESIGN 5, decision 3)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from shared.config.base import Problem, dotted
+from shared.config.base import Problem, Section, dotted
+from shared.config.explain import meant, remove_or_choose, sections_in
+from shared.config.retired_keys import RETIRED, Retired
+from shared.config.run import RunConfig
 
 Keys = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Retired:
-    """A key that is no longer, or not yet, part of the schema; with everything under it."""
-
-    pattern: str
-    """Dotted; `[]` stands for every element of a list."""
-    wrong: str
-    remedy: str
-    successor: str | None = None
-    """The path that takes its place; what follows the pattern follows this path too."""
-
-
-def _moved(pattern: str, successor: str) -> Retired:
-    return Retired(pattern, "was removed", f"use {successor}", successor)
-
-
-def _gone(pattern: str, remedy: str) -> Retired:
-    return Retired(pattern, "was removed", remedy)
-
-
-def _later(pattern: str, remedy: str) -> Retired:
-    return Retired(pattern, "is not in this version", remedy)
-
-
-def _unknown(pattern: str, remedy: str) -> Retired:
-    return Retired(pattern, "is not a known key", remedy)
-
-
-def _aliases(module: str, names: dict[str, str]) -> tuple[Retired, ...]:
-    # The module is named because the alias may stand in the entry of another one, where its successor is no key either.
-    config = "rollout_matching.pipeline.objective[].config"
-    return tuple(
-        Retired(f"{config}.{alias}", f"was removed: the key of {module} has another name", f"use {config}.{name}", f"{config}.{name}")
-        for alias, name in names.items()
-    )
-
-
-_SERVERS = "servers are listed in rollout_matching.vllm.server.servers[], which is not in this version: set rollout_matching.vllm.mode: actors"
-
-RETIRED: tuple[Retired, ...] = (
-    _moved("custom.extra.rollout_matching", "rollout_matching"),
-    _moved("custom.extra.stage2_ab", "stage2_ab"),
-    _unknown("custom.extra", "remove it: rollout settings are keys of rollout_matching, those of the channels keys of stage2_ab"),
-    _gone("custom.coord_soft_ce_w1", "declare a coord_reg entry in rollout_matching.pipeline.objective, with soft_ce_weight and w1_weight in its config"),
-    _moved("template.max_length", "global_max_length"),
-    _moved("training.packing_length", "global_max_length"),
-    _moved("stage2_ab.pipeline", "rollout_matching.pipeline"),
-    _moved("stage2_ab.channel_b.decode_batch_size", "rollout_matching.decode_batch_size"),
-    _moved("rollout_matching.rollout_generate_batch_size", "rollout_matching.decode_batch_size"),
-    _moved("rollout_matching.rollout_infer_batch_size", "rollout_matching.decode_batch_size"),
-    _gone("rollout_matching.post_rollout_pack_scope", "remove it: which rollouts share rows follows from custom.trainer_variant"),
-    _gone("rollout_matching.rollout_buffer", "remove it: rollouts are used once; to overlap rollout and learning set stage2_ab.channel_b.enable_pipeline"),
-    _moved("rollout_matching.temperature", "rollout_matching.decoding.temperature"),
-    _moved("rollout_matching.top_p", "rollout_matching.decoding.top_p"),
-    _moved("rollout_matching.top_k", "rollout_matching.decoding.top_k"),
-    _gone("rollout_matching.vllm.server.base_url", _SERVERS),
-    _gone("rollout_matching.vllm.server.group_port", _SERVERS),
-    *_aliases("bbox_geo", {"bbox_smoothl1_weight": "smoothl1_weight", "bbox_ciou_weight": "ciou_weight"}),
-    *_aliases(
-        "coord_reg",
-        {
-            "coord_soft_ce_weight": "soft_ce_weight",
-            "coord_w1_weight": "w1_weight",
-            "gate_weight": "coord_gate_weight",
-            "coord_text_gate_weight": "text_gate_weight",
-            "coord_temperature": "temperature",
-            "coord_target_sigma": "target_sigma",
-            "coord_target_truncate": "target_truncate",
-            "soft_ce_sigma": "target_sigma",
-            "soft_ce_truncate": "target_truncate",
-        },
-    ),
-    _later("rollout_matching.vllm.server", "remove it and set rollout_matching.vllm.mode: actors"),
-    _later("rollout_matching.vllm.tensor_parallel_size", "remove it; actors have rollout_matching.vllm.actors.tensor_parallel_size"),
-    _later("rollout_matching.vllm.enable_lora", "remove it: weights are synced in full"),
-    _later("rollout_matching.offload", "remove it: rollout actors have devices of their own"),
-    _later("rollout_matching.repeat_terminate", "remove it; max_new_tokens bounds a response"),
-    _later("environment", "remove the section: this version has no environments"),
-)
 
 
 def take_retired(config: dict[str, Any]) -> tuple[list[Problem], set[str]]:
@@ -122,22 +44,39 @@ def _at(keys: Keys, retired: Retired) -> Retired:
     further = next((other for other in RETIRED if f"{successor}.".startswith(f"{other.pattern}.")), None)
     if further is not None:
         return _at(tuple(successor.split(".")), further)
-    return replace(retired, remedy=f"{remedy}.{under}" if under else remedy, successor=successor)
+    return _no_key(successor, retired) or replace(retired, remedy=f"{remedy}.{under}" if under else remedy, successor=successor)
+
+
+def _no_key(successor: str, retired: Retired) -> Retired | None:
+    """What to say where the successor is no key of the schema; None where it is one."""
+    keys = successor.split(".")
+    sections: tuple[type[Section], ...] = (RunConfig,)
+    for depth, key in enumerate(keys):
+        name, above = key.partition("[")[0], ".".join(keys[:depth])
+        known = {name: field for section in sections for name, field in section.model_fields.items()}
+        if name not in known:
+            target = meant(above, name, known)
+            remedy = remove_or_choose(known, f"the keys of {above} are") if target is None else f"did you mean '{target}'?"
+            return replace(retired, wrong=f"was removed, and is not a known key of {above} either", remedy=remedy, successor=target)
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+        sections = tuple(section for field in fields for section in sections_in(field.annotation))
+    return None
 
 
 def _find(node: Any, pattern: str, above: Keys = ()) -> Iterator[Keys]:
     """The keys of everything in `node` that the pattern names; where that is a mapping, of each of its leaves."""
     head, _, rest = pattern.partition(".")
-    key = head.removesuffix("[]")
-    if not isinstance(node, dict) or key not in node:
+    name = head.removesuffix("[]")
+    if not isinstance(node, dict):
         return
-    if not rest:
-        yield from _leaves(node[key], (*above, key))
-    elif head.endswith("[]"):
-        for index, item in enumerate(node[key]) if isinstance(node[key], list) else ():
-            yield from _find(item, rest, (*above, key, index))
-    else:
-        yield from _find(node[key], rest, (*above, key))
+    for key in node if name == "*" else [name] if name in node else ():
+        if not rest:
+            yield from _leaves(node[key], (*above, key))
+        elif head.endswith("[]"):
+            for index, item in enumerate(node[key]) if isinstance(node[key], list) else ():
+                yield from _find(item, rest, (*above, key, index))
+        else:
+            yield from _find(node[key], rest, (*above, key))
 
 
 def _leaves(node: Any, keys: Keys) -> Iterator[Keys]:
@@ -149,13 +88,15 @@ def _leaves(node: Any, keys: Keys) -> Iterator[Keys]:
 
 
 def _delete(config: dict[str, Any], keys: Keys) -> None:
-    """Delete one key, and every mapping that is empty for it (an emptied `custom.extra` is not a problem of its own)."""
+    """Delete one key, and all that is empty for it (an emptied `custom.extra` is not a problem of its own). What stays in a list keeps its index."""
     nodes: list[Any] = [config]
     for key in keys[:-1]:
         nodes.append(nodes[-1][key])
     for node, key in zip(reversed(nodes), reversed(keys), strict=True):
-        if isinstance(key, int):
-            return
-        del node[key]
-        if node:
+        if isinstance(node, list):
+            is_empty = not any(node)
+        else:
+            del node[key]
+            is_empty = not node
+        if not is_empty:
             return

@@ -138,7 +138,7 @@ class RolloutMatchingSection(Section):
     maskiou_gate: Fraction01 = 0.3
     """Pairs under this mask IoU cannot match."""
 
-    maskiou_resolution: PositiveInt = 256
+    maskiou_resolution: Annotated[int, Field(ge=2, le=4096)] = 256
     """Side of the canvas of the mask IoU, in pixels."""
 
     fp_cost: NonNegativeFloat = 1.0

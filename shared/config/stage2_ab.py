@@ -1,6 +1,7 @@
 """`stage2_ab`: which channel a step of `stage2_two_channel` runs, and how a channel-B step is made (spec/channel-b-pipeline-spec.md).
 
-Under `stage2_rollout_aligned` every step is channel B and takes the effective batch size: a schedule or a budget of its own is refused.
+Under `stage2_rollout_aligned` every step is channel B and takes the effective batch size: a schedule has no effect there, and a budget of
+rollouts other than that size is refused (`shared.config.variants`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class ScheduleSection(Section):
         return self._floor_b(max(0, num_steps - self.warmup_steps))
 
     def _floor_b(self, s: int) -> int:
-        # Exact, for the ratio as it is written: in floats 100 * 0.29 is less than 29, and a step would change its channel.
-        return floor(s * Fraction(str(self.b_ratio)))
+        # Exact, for the ratio as it is written (in floats 100 * 0.29 is less than 29) or meant: the digits of 1 / 3 end, a third does not.
+        return floor(s * Fraction(str(self.b_ratio)).limit_denominator(10**6))
 
 
 class ChannelBSection(Section):
@@ -43,7 +44,7 @@ class ChannelBSection(Section):
     """A step is budgeted in raw rollouts, learned to completion, and updates once. The only mode."""
 
     rollouts_per_step: PositiveInt | None = None
-    """Raw rollouts per update over all learner ranks; null: the effective batch size."""
+    """Raw rollouts per update over all learner ranks; null: the effective batch size, the only one that `stage2_rollout_aligned` takes."""
 
     enable_pipeline: bool = False
     """Generate round k + 1 while round k is learned. Needs rollouts on dedicated devices."""

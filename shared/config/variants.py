@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from shared.config.base import Problem
 from shared.config.custom import TrainerVariant
 from shared.config.derive import RowRule, effective_batch_size, raw_rollouts_per_step, row_rule
-from shared.config.pipeline import Channel
+from shared.config.pipeline import Channel, CoordRegEntry, TokenCEEntry
 from shared.config.run import RunConfig
+from shared.records import GeometryKind
 
 _ALIGNED = TrainerVariant.STAGE2_ROLLOUT_ALIGNED
 
@@ -20,14 +21,40 @@ def known_variant(run: RunConfig) -> Iterator[Problem]:
         yield Problem("custom.trainer_variant", f"'{variant}' is not in this version", f"set {', '.join(others[:-1])} or {others[-1]}")
 
 
+def boxes_only(run: RunConfig) -> Iterator[Problem]:
+    """DESIGN 5, decision 8."""
+    if run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL and GeometryKind.POLY in run.geometry:
+        yield Problem(
+            "rollout_matching.geometry",
+            f"poly is not in {run.custom.trainer_variant}, which matches boxes only",
+            f"remove poly, or set custom.trainer_variant: {_ALIGNED}",
+        )
+
+
 def objective_covers_channels(run: RunConfig) -> Iterator[Problem]:
+    """A step of every channel that the run has must learn something (DESIGN 5, decision 2: nothing is added to the declared objective)."""
     change = ", or change stage2_ab.schedule" if run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL else ""
     for channel in _channels(run):
-        if not any(entry.weight > 0 for entry in run.rollout_matching.pipeline.active(channel)):
+        if not any(entry.teaches for entry in run.rollout_matching.pipeline.active(channel)):
             yield Problem(
                 "rollout_matching.pipeline.objective",
-                f"no enabled entry with a weight above 0 covers channel {channel}, so its steps would learn nothing",
-                f"add {channel} to the channels of an entry{change}",
+                f"no enabled entry with a weight above 0, its own and a term's, covers channel {channel}, so its steps would learn nothing",
+                f"add {channel} to the channels of an entry that has them{change}",
+            )
+
+
+def text_gate_has_text(run: RunConfig) -> Iterator[Problem]:
+    """`text_gate` acts where `token_ce` weighs text (DESIGN 8): with no such entry on the channel there is no such place."""
+    pipeline = run.rollout_matching.pipeline
+    active = {channel: pipeline.active(channel) for channel in _channels(run)}
+    without_text = [channel for channel, entries in active.items() if not any(isinstance(entry, TokenCEEntry) for entry in entries)]
+    for index, entry in enumerate(pipeline.objective):
+        channels = [channel for channel in without_text if entry in active[channel]]
+        if isinstance(entry, CoordRegEntry) and entry.config.text_gate_weight > 0 and channels:
+            yield Problem(
+                f"rollout_matching.pipeline.objective[{index}].config.text_gate_weight",
+                f"{entry.config.text_gate_weight:g} acts on the text that token_ce weighs, and no token_ce is active on channel {' and '.join(channels)}",
+                "add a token_ce entry there, with weight 0.0 if text is not to be learned, or set text_gate_weight: 0.0",
             )
 
 
@@ -56,6 +83,7 @@ def budget_has_effect(run: RunConfig) -> Iterator[Problem]:
 
 
 def carry_only(run: RunConfig) -> Iterator[Problem]:
+    """Segments left at the end of a run of the aligned variant can only be dropped (DESIGN 5, decision 7)."""
     if row_rule(run) is RowRule.CARRY and not run.training.packing_drop_last:
         yield Problem(
             "training.packing_drop_last",
@@ -65,6 +93,7 @@ def carry_only(run: RunConfig) -> Iterator[Problem]:
 
 
 def packing_buffer(run: RunConfig) -> Iterator[Problem]:
+    """The buffer must hold what is inserted before a row is taken: a micro-step where leftovers are carried, a whole step elsewhere."""
     buffer, samples, rollouts = run.training.packing_buffer, effective_batch_size(run), raw_rollouts_per_step(run)
     match row_rule(run):
         case RowRule.SEGMENT:

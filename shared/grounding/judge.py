@@ -15,8 +15,8 @@ _NUM_BOX_COORDS = 4
 _MIN_POLY_COORDS = 6
 
 
-class Shape(NamedTuple):
-    """A valid value: its geometry and where things lie. The desc span is bytes, the positions are tokens."""
+class ValidValue(NamedTuple):
+    """Of an object: its geometry and where things lie. The desc span is bytes, the positions are tokens."""
 
     kind: GeometryKind
     desc: str
@@ -25,14 +25,14 @@ class Shape(NamedTuple):
     bins: tuple[int, ...]
 
 
-def judge(entry: Entry, response: Response, geometry: frozenset[GeometryKind]) -> Shape | DropReason:
+def judge(entry: Entry, response: Response, geometry: frozenset[GeometryKind]) -> ValidValue | DropReason:
     """What a complete entry holds, or the first reason why it is no object. `geometry`: the kinds that are wanted."""
     shape = None if entry.plain is None else _plain_shape(entry.plain, response)
     found = shape or _judge_members(entry, response)
-    return DropReason.POLY_UNSUPPORTED if isinstance(found, Shape) and found.kind not in geometry else found
+    return DropReason.POLY_UNSUPPORTED if isinstance(found, ValidValue) and found.kind not in geometry else found
 
 
-def _plain_shape(plain: PlainFields, response: Response) -> Shape | None:
+def _plain_shape(plain: PlainFields, response: Response) -> ValidValue | None:
     """What a plain entry holds; None where it is no object after all."""
     raw = response.text[slice(*plain.desc)]
     coords = response.coords_in(plain.array)
@@ -42,10 +42,10 @@ def _plain_shape(plain: PlainFields, response: Response) -> Shape | None:
     desc = unescape(raw)
     if not desc.strip() or not _fits(plain.kind, len(bins)) or (plain.kind is GeometryKind.BBOX and not _is_box(bins)):
         return None
-    return Shape(plain.kind, desc, plain.desc, tuple(positions), tuple(bins))
+    return ValidValue(plain.kind, desc, plain.desc, tuple(positions), tuple(bins))
 
 
-def _judge_members(entry: Entry, response: Response) -> Shape | DropReason:
+def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
     """The same for any entry; whether its kind is wanted is not asked here."""
     if entry.value is None or not entry.separated or (entry.aside is not None and _members(entry.aside, response, braced=False) is None):
         return DropReason.MALFORMED
@@ -77,7 +77,7 @@ def _judge_members(entry: Entry, response: Response) -> Shape | DropReason:
     bins = [response.coord_bins[coord] for coord in coords]
     if kind is GeometryKind.BBOX and not _is_box(bins):
         return DropReason.BBOX_INVALID
-    return Shape(kind, desc, desc_span, tuple([response.coord_positions[coord] for coord in coords]), tuple(bins))
+    return ValidValue(kind, desc, desc_span, tuple([response.coord_positions[coord] for coord in coords]), tuple(bins))
 
 
 def _members(span: tuple[int, int], response: Response, *, braced: bool) -> Members | None:

@@ -53,6 +53,8 @@ class ParsedObject:
 
 @dataclass(frozen=True, slots=True)
 class DroppedObject:
+    """An entry of the kept prefix that is no valid object. What lies behind the cut is not kept and not counted."""
+
     key: str
     reason: DropReason
 

@@ -43,7 +43,8 @@ def serialize_objects(objects: Sequence[GroundTruthObject], *, field_order: str 
 def serialize_append(prefix_text: str, objects: Sequence[GroundTruthObject], *, start_index: int, field_order: str = DESC_FIRST) -> str:
     """What follows `prefix_text` so that the whole is closed and holds `objects`, numbered from `start_index`.
 
-    ValueError where `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or ends in `,` with nothing to append.
+    ValueError where `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or ends in `,` with nothing to append. Brackets are not
+    counted: like the parser, this goes by braces and strings.
     """
     return layout_append(prefix_text, objects, start_index=start_index, field_order=field_order).text
 
@@ -67,6 +68,8 @@ def layout_append(prefix_text: str, objects: Sequence[GroundTruthObject], *, sta
 
 
 def _layout(opening: str, objects: Sequence[GroundTruthObject], start_index: int, field_order: str) -> SerializedText:
+    if field_order not in FIELD_ORDERS:
+        raise ValueError(f"unknown field_order {field_order!r}; use one of {', '.join(FIELD_ORDERS)}")
     text = _Text(opening)
     layouts: list[ObjectLayout] = []
     for index, object_ in enumerate(objects, start_index):
@@ -83,12 +86,10 @@ def _add_object(text: _Text, object_: GroundTruthObject, field_order: str) -> Ob
         desc = _add_desc(text, object_)
         text.add(", ")
         coords = _add_geometry(text, object_)
-    elif field_order == GEOMETRY_FIRST:
+    else:
         coords = _add_geometry(text, object_)
         text.add(", ")
         desc = _add_desc(text, object_)
-    else:
-        raise ValueError(f"unknown field_order {field_order!r}; use one of {', '.join(FIELD_ORDERS)}")
     _, end = text.add("}")
     return ObjectLayout((start, end), desc, coords)
 

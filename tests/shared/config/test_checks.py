@@ -67,8 +67,14 @@ REFUSED = [
         {f"{VLLM}.actors.tensor_parallel_size": 2, f"{VLLM}.actors.gpus_per_actor": 1.0},
         f"{VLLM}.actors.gpus_per_actor: 1 GPUs cannot hold an engine of tensor_parallel_size 2; set it to 2",
     ),
-    ({f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[1].channels": ["A"]}, f"{OBJECTIVE}: no enabled entry with a weight above 0 covers channel B, "),
-    ({f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].weight": 0.0}, f"{OBJECTIVE}: no enabled entry with a weight above 0 covers channel A, "),
+    (
+        {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[1].channels": ["A"]},
+        f"{OBJECTIVE}: no enabled entry with a weight above 0, its own and a term's, covers channel B, ",
+    ),
+    (
+        {f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].weight": 0.0},
+        f"{OBJECTIVE}: no enabled entry with a weight above 0, its own and a term's, covers channel A, ",
+    ),
 ]
 
 ACCEPTED = [

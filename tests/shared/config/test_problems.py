@@ -18,6 +18,12 @@ UNKNOWN = {
     "rollout_matching.unknown_rollout_key": "rollout_matching.unknown_rollout_key: is not a known key; the keys here are pipeline, rollout_backend, ",
     "rollout_matching.decoding.temprature": "rollout_matching.decoding.temprature: is not a known key; did you mean 'temperature'?",
     "rollout_matching.vllm.actors.num_actor": "rollout_matching.vllm.actors.num_actor: is not a known key; did you mean 'num_actors'?",
+    # Keys that were moved: the place they moved to.
+    "rollout_matching.temprature": "rollout_matching.temprature: is not a known key; did you mean 'rollout_matching.decoding.temperature'?",
+    "rollout_matching.topp": "rollout_matching.topp: is not a known key; did you mean 'rollout_matching.decoding.top_p'?",
+    "rollout_matching.rollout_infer_batchsize": "rollout_matching.rollout_infer_batchsize: is not a known key; did you mean 'decode_batch_size'?",
+    "stage2_ab.channel_b.decode_batchsize": "stage2_ab.channel_b.decode_batchsize: is not a known key; did you mean 'rollout_matching.decode_batch_size'?",
+    "training.packing_lenght": "training.packing_lenght: is not a known key; did you mean 'global_max_length'?",
     f"{OBJECTIVE}[0].wieght": f"{OBJECTIVE}[0].wieght: is not a known key; did you mean 'weight'?",
     f"{OBJECTIVE}[1].config.w1_wieght": f"{OBJECTIVE}[1].config.w1_wieght: is not a known key; did you mean 'w1_weight'?",
     f"{OBJECTIVE}[1].config.desc_ce_weight": f"{OBJECTIVE}[1].config.desc_ce_weight: is not a known key; ",
@@ -61,6 +67,8 @@ WRONG = [
     ("rollout_matching.ot_cost", "L2", "must be one of l1, l2, got the text 'L2'; "),
     ("rollout_matching.ot_epsilon", 0, "must be greater than 0, got 0; "),
     ("rollout_matching.ot_iters", 0, "must be greater than 0, got 0; "),
+    ("rollout_matching.maskiou_resolution", 1, "must be at least 2, got 1; change it (Side of the canvas of the mask IoU, in pixels"),
+    ("rollout_matching.maskiou_resolution", 4097, "must be at most 4096, got 4097; "),
     ("rollout_matching.maskiou_gate", 1.1, "must be at most 1, got 1.1; "),
     ("rollout_matching.decoding.top_p", 1.5, "must be at most 1, got 1.5; "),
     ("rollout_matching.decoding.top_p", 0.0, "must be greater than 0, got 0.0; "),
@@ -91,6 +99,11 @@ MISSING = [
 def test_unknown_keys_carry_the_full_path_with_list_indices_and_a_suggestion(problems, path):
     (line,) = problems({path: 1})
     assert line.startswith(UNKNOWN[path])
+
+
+@pytest.mark.parametrize("resolution", [2, 4096])
+def test_the_bounds_of_the_canvas_are_accepted(problems, resolution):
+    assert problems({"rollout_matching.maskiou_resolution": resolution}) == []
 
 
 @pytest.mark.parametrize(("path", "value", "message"), WRONG)
@@ -153,6 +166,8 @@ def test_all_problems_are_reported_at_once_whatever_their_kind(problems):
         {"rollout_matching.decoding.temperature": "1.0", "rollout_matching.decode_mode": "sample"},
         {"rollout_matching.decoding.temprature": 1.0, "rollout_matching.decode_mode": "sample"},
         {"rollout_matching.temperature": 1.0, "rollout_matching.decode_mode": "sample"},
+        {"rollout_matching.temprature": 1.0, "rollout_matching.decode_mode": "sample"},
+        {"custom.extra.rollout_matching.temprature": 1.0, "rollout_matching.decode_mode": "sample"},
         {"rollout_matching.vllm.mod": "actors", "rollout_matching.vllm.mode": ...},
         {f"{OBJECTIVE}[0].weight": "1", f"{OBJECTIVE}[1].enabled": False},
     ],

@@ -6,12 +6,14 @@ import re
 
 import pytest
 
-from shared.config.retired import RETIRED, take_retired
+from shared.config.retired import take_retired
+from shared.config.retired_keys import RETIRED
 
 MATCHING = "rollout_matching"
 OLD = "custom.extra.rollout_matching"
 OLD_CHANNELS = "custom.extra.stage2_ab"
 VLLM = f"{MATCHING}.vllm"
+SCHEDULE = "stage2_ab.schedule"
 # Entries of the minimal configuration, a third of the module whose keys are retired: its other keys are there.
 COORD_REG = f"{MATCHING}.pipeline.objective[1].config"
 BBOX_GEO = f"{MATCHING}.pipeline.objective[2].config"
@@ -19,7 +21,8 @@ BBOX_GEO_ENTRY = {"name": "bbox_geo", "enabled": True, "weight": 1.0, "channels"
 
 REMOVED = "was removed; "
 LATER = "is not in this version; "
-SERVERS = [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]
+SERVERS = f"{VLLM}.server.servers"
+NO_SERVER = "remove it; a server has base_url and group_port, and none is in this version"
 
 # Key, value, and what its one line says after `key: `.
 LEGACY = [
@@ -92,7 +95,11 @@ LEGACY = [
         }.items()
     ),
     # Later versions.
-    (f"{VLLM}.server.servers", SERVERS, [LATER, f"set {VLLM}.mode: actors"]),
+    (SERVERS, None, [LATER, f"set {VLLM}.mode: actors"]),
+    (SERVERS, [], [LATER, f"set {VLLM}.mode: actors"]),
+    (SERVERS, [{"base_url": "http://127.0.0.1:8000"}], [LATER, f"set {VLLM}.mode: actors"]),
+    (SERVERS, [{"group_port": 51216}], [LATER, f"set {VLLM}.mode: actors"]),
+    (SERVERS, [{"unknown_flag": True}], ["is not a known key; remove it; ", "base_url and group_port"]),
     (f"{VLLM}.server.timeout_s", 240.0, [LATER, f"set {VLLM}.mode: actors"]),
     (f"{VLLM}.server.infer_timeout_s", None, [LATER, f"set {VLLM}.mode: actors"]),
     (f"{VLLM}.tensor_parallel_size", 4, [LATER, f"{VLLM}.actors.tensor_parallel_size"]),
@@ -110,8 +117,8 @@ def test_legacy_keys_are_refused_by_name_with_what_takes_their_place(problems, p
     with_box_entry = {f"{MATCHING}.pipeline.objective[2]": BBOX_GEO_ENTRY} if path.startswith(BBOX_GEO) else {}
     (line,) = problems({**with_box_entry, path: value})
     text = line.removeprefix(f"{path}: ")
-    if isinstance(value, dict):
-        text = re.sub(rf"^{re.escape(path)}\.\w+: ", "", text)
+    if isinstance(value, (dict, list)):
+        text = re.sub(rf"^{re.escape(path)}(\[0\])?\.\w+: ", "", text)
     assert text.startswith(fragments[0])
     assert [fragment for fragment in fragments if fragment not in text] == []
 
@@ -125,9 +132,53 @@ def test_the_successor_that_is_named_is_a_key_of_the_schema(problems, path, valu
 
 
 def test_the_table_of_this_test_covers_every_retired_key():
-    paths = [re.sub(r"\[\d\]", "[]", path) for path, _, _ in LEGACY]
+    items = [f"{path}[].{key}" for path, value, _ in LEGACY if path == SERVERS and value for key in value[0]]
+    paths = [re.sub(r"\[\d\]", "[]", path) for path, _, _ in LEGACY] + items
     for retired in RETIRED:
-        assert any(f"{path}.".startswith(f"{retired.pattern}.") for path in paths), retired.pattern
+        assert any(re.match(re.escape(retired.pattern).replace(r"\*", "[^.]+") + r"(\.|$)", path) for path in paths), retired.pattern
+
+
+def test_a_key_in_the_old_place_that_is_none_in_the_new_one_is_not_sent_there(problems):
+    assert problems({f"{OLD}.decode_batchsize": 4}) == [
+        f"{OLD}.decode_batchsize: was removed, and is not a known key of {MATCHING} either; did you mean '{MATCHING}.decode_batch_size'?"
+    ]
+    assert problems({f"{OLD}.decoding.temprature": 1.0}) == [
+        f"{OLD}.decoding.temprature: was removed, and is not a known key of {MATCHING}.decoding either; did you mean '{MATCHING}.decoding.temperature'?"
+    ]
+    assert problems({f"{OLD}.temprature": 1.0}) == [
+        f"{OLD}.temprature: was removed, and is not a known key of {MATCHING} either; did you mean '{MATCHING}.decoding.temperature'?"
+    ]
+    assert problems({f"{OLD_CHANNELS}.schedule.zzz": 1}) == [
+        f"{OLD_CHANNELS}.schedule.zzz: was removed, and is not a known key of {SCHEDULE} either; the keys of {SCHEDULE} are b_ratio, warmup_steps"
+    ]
+    assert problems({"training.packing_length.tokens": 1}) == [
+        "training.packing_length.tokens: was removed, and is not a known key of global_max_length either; remove it, nothing is set here"
+    ]
+    (line,) = problems({f"{OLD}.foo": 1})
+    assert line.startswith(f"{OLD}.foo: was removed, and is not a known key of {MATCHING} either; the keys of {MATCHING} are pipeline, rollout_backend, ")
+
+
+def test_what_is_wrong_in_a_list_of_servers_is_named_with_its_index(problems):
+    entry = {"base_url": "http://127.0.0.1:8000", "group_port": 51216}
+    lines = problems({SERVERS: [entry, entry | {"unknown_flag": 1}, {"unknown_flag": {"deep": 1}}], f"{VLLM}.server.timeout_s": 240.0})
+    later = f"is not in this version; remove it and set {VLLM}.mode: actors"
+    assert sorted(lines) == sorted(
+        [
+            f"{SERVERS}[0].base_url: {later}",
+            f"{SERVERS}[0].group_port: {later}",
+            f"{SERVERS}[1].base_url: {later}",
+            f"{SERVERS}[1].group_port: {later}",
+            f"{SERVERS}[1].unknown_flag: is not a known key; {NO_SERVER}",
+            f"{SERVERS}[2].unknown_flag.deep: is not a known key; {NO_SERVER}",
+            f"{VLLM}.server.timeout_s: {later}",
+        ]
+    )
+
+
+@pytest.mark.parametrize("servers", [3, ["http://127.0.0.1:8000"], [{}], {"base_url": "x"}])
+def test_what_is_no_list_of_servers_is_not_in_this_version_either(problems, servers):
+    (line,) = problems({SERVERS: servers})
+    assert line.startswith(SERVERS) and ": is not in this version; " in line
 
 
 def test_an_alias_in_the_place_of_its_successor_is_one_problem(problems):
@@ -140,7 +191,7 @@ def test_an_alias_in_the_place_of_its_successor_is_one_problem(problems):
 
 def test_every_retired_key_is_reported_at_once_with_the_other_problems(problems):
     changes = {path: value for path, value, _ in LEGACY if not path.startswith(BBOX_GEO) and path not in (OLD, "custom.extra", "custom.coord_soft_ce_w1")}
-    changes = {path: value for path, value in changes.items() if path != f"{MATCHING}.rollout_buffer"}
+    changes = {path: value for path, value in changes.items() if path not in (f"{MATCHING}.rollout_buffer", SERVERS)}
     paths = [line.split(": ")[0] for line in problems({**changes, "training.sed": 1})]
     assert sorted(paths) == sorted({*changes, "training.sed", f"{OLD}.rollout_buffer.enabled"} - {f"{OLD}.rollout_buffer"})
 

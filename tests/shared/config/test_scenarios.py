@@ -5,18 +5,19 @@ Old paths (`custom.extra.*`) that later requirements still spell are read as the
 
 from __future__ import annotations
 
-import inspect
+import json
 import pickle
-from typing import get_type_hints
+from contextlib import nullcontext
 
 import pytest
 
 from launch.preflight import check_data
-from shared.config import RunConfig
+from learner.rules import target_rules
 from shared.config.derive import batch_algebra
 from shared.config.learner import LearnerSection
 from shared.config.pipeline import Channel
 from shared.config.retired import take_retired
+from shared.errors import RecordError
 from shared.schedule import RunSchedule
 
 MATCHING = "rollout_matching"
@@ -109,13 +110,25 @@ def test_canonical_grouped_config_drives_trainer_contract(load):
     assert (run.training.packing, run.training.packing_buffer, run.training.packing_min_fill_ratio, run.training.packing_drop_last) == (True, 256, 0.7, True)
 
 
-def test_preflight_runtime_consume_a_shared_validated_rollout_contract(load):
-    """Launcher and learner take the same validated object, and what is sent to another process is equal to it."""
-    for consumer in (check_data, batch_algebra, RunSchedule.__init__):
-        assert RunConfig in get_type_hints(consumer).values(), inspect.signature(consumer)
-    run = load({f"{MATCHING}.decode_batch_size": 4})
-    assert pickle.loads(pickle.dumps(run)) == run
-    assert batch_algebra(pickle.loads(pickle.dumps(run))) == batch_algebra(run)
+@pytest.mark.parametrize(
+    ("variant", "kinds", "is_polygon_sound"),
+    [({}, {"bbox_2d"}, False), (ALIGNED, {"bbox_2d", "poly"}, True), ({**ALIGNED, f"{MATCHING}.geometry": ["bbox_2d"]}, {"bbox_2d"}, False)],
+)
+def test_preflight_runtime_consume_a_shared_validated_rollout_contract(load, tmp_path, variant, kinds, is_polygon_sound):
+    """Of one configuration, the check before the start and the learner's rules read the same contract: what one refuses, the other would not teach."""
+    polygon = {"images": ["a.png"], "width": 8, "height": 8, "objects": [{"poly": [1, 1, 9, 1, 9, 9], "desc": "one"}]}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text(json.dumps(polygon) + "\n")
+    files = {"model.path": str(tmp_path), "data.train": str(tmp_path / "train.jsonl"), "data.val": ..., "data.check_images": False}
+    settings = {f"{MATCHING}.maskiou_gate": 0.25, f"{MATCHING}.ot_cost": "l1", "custom.object_field_order": "geometry_first"}
+    run = load({**variant, **files, **settings})
+
+    rules = target_rules(run)
+    assert (rules.geometry, rules.matching.maskiou_gate, rules.transport.cost, rules.field_order) == (kinds, 0.25, "l1", "geometry_first")
+    with nullcontext() if is_polygon_sound else pytest.raises(RecordError, match=r"train\.jsonl:1: objects\[0\]"):
+        assert check_data(run).max_images == 1
+    # What is sent to another process is the same contract.
+    assert target_rules(pickle.loads(pickle.dumps(run))) == rules
     assert RunSchedule(run).plan(99).num_samples == batch_algebra(run).raw_rollouts_per_step
 
 
@@ -162,8 +175,7 @@ def test_rollout_matching_enabled_via_trainer_variant(load):
     assert [plan.channel for plan in RunSchedule(baseline).plans()] == [Channel.A] * 100
 
 
-def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(load):
-    """What is known before the start: 32 rollouts and one update, and rows of 12,000 tokens as they come."""
+def test_before_the_start_32_raw_rollouts_are_announced_as_one_update_of_rows_of_12000_tokens(load):
     run = load({"global_max_length": 12000, "stage2_ab.channel_b.rollouts_per_step": ..., "training.effective_batch_size": 32})
     algebra = batch_algebra(run)
     assert (algebra.raw_rollouts_per_step, algebra.updates, algebra.packing_length) == (32, run.training.max_steps, 12000)
@@ -181,6 +193,13 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
     algebra = batch_algebra(run)
     assert (algebra.per_device_train_batch_size, algebra.learner_world_size, algebra.gradient_accumulation_steps) == (1, 4, 8)
     assert (algebra.raw_rollouts_per_step, algebra.share_per_rank, algebra.updates) == (32, (8, 8, 8, 8), 1)
+
+
+def test_vllm_server_mode_fails_fast_when_cap_is_infeasible(problems):
+    """S = 2 rollout devices are two actors here, whose arithmetic is that of two servers; server mode and four ranks are refused on lines of their own."""
+    lines = problems({f"{MATCHING}.decode_batch_size": 1, f"{MATCHING}.vllm.mode": "server", f"{MATCHING}.vllm.actors.num_actors": 2, "learner.world_size": 4})
+    assert [line.split(": ")[0] for line in lines] == ["learner.world_size", f"{MATCHING}.vllm.mode", f"{MATCHING}.decode_batch_size"]
+    assert lines[-1].endswith("; raise decode_batch_size to at least 2, add rollout devices, or use fewer learner ranks")
 
 
 def test_rollout_decode_batch_size_2_with_learner_microbatch_1(load):

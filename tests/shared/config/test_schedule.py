@@ -13,27 +13,59 @@ from shared.config.stage2_ab import ScheduleSection
 
 _RANDOM = random.Random(0)
 RATIOS = [
-    *(hundredths / 100 for hundredths in range(101)),
-    *(0.333, 0.3333333333333333, 1 / 3, 2 / 3, 1 / 7, 0.1 + 0.2, 0.05, 1e-5, 1e-300, 0.999999, 1 - 2**-53, 0.375),
-    *(_RANDOM.random() for _ in range(30)),
-    *(round(_RANDOM.random(), 3) for _ in range(30)),
+    *(Fraction(hundredths, 100) for hundredths in range(101)),
+    *(Fraction(1, 3), Fraction(2, 3), Fraction(1, 7), Fraction(333, 1000), Fraction(3, 8), Fraction(1, 20), Fraction(1, 100_000), Fraction(999_999, 1_000_000)),
+    *(Fraction(_RANDOM.randint(0, 1000), 1000) for _ in range(15)),
+    *(Fraction(_RANDOM.randint(0, denominator), denominator) for denominator in _RANDOM.choices(range(1, 1_000_000), k=15)),
 ]
-NUM_STEPS = 200
+NUM_STEPS = 120
+
+FIRST_STEPS = {
+    0.5: "ABABABABABABABABABAB",
+    0.7: "ABBABBABBBABBABBABBB",
+    0.25: "AAABAAABAAABAAABAAAB",
+    0.3333333333333333: "AABAABAABAABAABAABAA",
+    0.6666666666666666: "ABBABBABBABBABBABBAB",
+}
+"""Written out by hand, from step 0."""
 
 
-def exact_channels(b_ratio: float, num_steps: int) -> list[Channel]:
-    """The rule, step by step, in fractions of the ratio as it is written."""
-    b = Fraction(repr(b_ratio))
-    return [Channel.B if floor((s + 1) * b) > floor(s * b) else Channel.A for s in range(num_steps)]
+def slow_channels(b: Fraction, num_steps: int) -> list[Channel]:
+    """Step by step, in whole numbers: B where the multiples of the numerator pass a multiple of the denominator."""
+    channels, rest = [], 0
+    for _ in range(num_steps):
+        rest += b.numerator
+        channels.append(Channel.B if rest >= b.denominator else Channel.A)
+        rest %= b.denominator
+    return channels
+
+
+@pytest.mark.parametrize("b_ratio", FIRST_STEPS)
+def test_the_first_steps_of_common_ratios(b_ratio):
+    schedule, expected = ScheduleSection(b_ratio=b_ratio), FIRST_STEPS[b_ratio]
+    assert "".join(schedule.channel(step) for step in range(20)) == expected
+    assert [schedule.num_b_steps(n) for n in range(21)] == [expected[:n].count("B") for n in range(21)]
+
+
+@pytest.mark.parametrize("b_ratio", FIRST_STEPS)
+def test_for_small_step_numbers_it_is_the_rule_in_floats(b_ratio):
+    schedule = ScheduleSection(b_ratio=b_ratio)
+    assert all((schedule.channel(s) is Channel.B) == (floor((s + 1) * b_ratio) > floor(s * b_ratio)) for s in range(80))
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 7])
-def test_the_channel_of_a_step_is_the_exact_rule_for_the_ratio_as_written(warmup_steps):
-    for b_ratio in RATIOS:
-        schedule = ScheduleSection(b_ratio=b_ratio, warmup_steps=warmup_steps)
-        expected = [Channel.A] * warmup_steps + exact_channels(b_ratio, NUM_STEPS - warmup_steps)
-        assert [schedule.channel(step) for step in range(NUM_STEPS)] == expected, b_ratio
-        assert [schedule.num_b_steps(n) for n in (0, 1, 8, 100, NUM_STEPS)] == [expected[:n].count(Channel.B) for n in (0, 1, 8, 100, NUM_STEPS)], b_ratio
+def test_the_channel_of_a_step_is_the_exact_rule_for_the_ratio_that_is_meant(warmup_steps):
+    for ratio in RATIOS:
+        schedule = ScheduleSection(b_ratio=float(ratio), warmup_steps=warmup_steps)
+        expected = [Channel.A] * warmup_steps + slow_channels(ratio, NUM_STEPS - warmup_steps)
+        assert [schedule.channel(step) for step in range(NUM_STEPS)] == expected, ratio
+        assert [schedule.num_b_steps(n) for n in (0, 1, 8, 100, NUM_STEPS)] == [expected[:n].count(Channel.B) for n in (0, 1, 8, 100, NUM_STEPS)], ratio
+
+
+@pytest.mark.parametrize(("written", "meant"), [(0.1 + 0.2, Fraction(3, 10)), (0.33333333, Fraction(1, 3)), (1 - 2**-53, Fraction(1)), (1e-300, Fraction(0))])
+def test_the_ratio_that_is_meant_has_a_denominator_of_a_million_at_most(written, meant):
+    schedule = ScheduleSection(b_ratio=written)
+    assert [schedule.channel(step) for step in range(NUM_STEPS)] == slow_channels(meant, NUM_STEPS)
 
 
 def test_floats_alone_would_move_a_step_to_the_other_channel():

@@ -119,3 +119,10 @@ def test_a_comma_with_nothing_to_append_is_refused() -> None:
 def test_an_unknown_field_order_is_refused() -> None:
     with pytest.raises(ValueError, match="desc_first, geometry_first"):
         serialize_objects([CAT], field_order="alphabetical")
+
+
+def test_an_unknown_field_order_is_refused_with_nothing_to_serialise_too() -> None:
+    with pytest.raises(ValueError, match="unknown field_order 'alphabetical'; use one of desc_first, geometry_first"):
+        serialize_objects([], field_order="alphabetical")
+    with pytest.raises(ValueError, match="unknown field_order"):
+        serialize_append("{", [], start_index=1, field_order="alphabetical")

@@ -1,0 +1,91 @@
+"""How requests are cut (DESIGN 5, decisions 5, 15 and 16; spec rollout-matching-sft, "vLLM server mode derives per-rank request chunking")."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from shared.chunking import chunk_size, rank_share, split_contiguous, split_rounds, split_weighted
+
+
+def test_vllm_server_mode_fails_fast_when_cap_is_infeasible():
+    """decode_batch_size 1, S = 2 and W = 4, on one server or two: guidance to add devices, to use fewer ranks or to raise the cap."""
+    for world_sizes in ([2], [1, 1]):
+        with pytest.raises(ValueError) as error:
+            chunk_size(1, world_sizes, 4)
+        assert str(error.value) == (
+            "decode_batch_size 1 x 2 rollout devices is less than 4 learner ranks; "
+            "raise decode_batch_size to at least 2, add rollout devices, or use fewer learner ranks"
+        )
+
+
+def test_a_rank_asks_for_its_part_of_what_the_devices_decode_at_a_time():
+    for cap, num_devices, num_ranks in product(range(1, 7), range(1, 6), range(1, 6)):
+        if cap * num_devices >= num_ranks:
+            chunk = chunk_size(cap, [1] * num_devices, num_ranks)
+            assert chunk * num_ranks <= cap * num_devices < (chunk + 1) * num_ranks
+            assert chunk == chunk_size(cap, [num_devices], num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("cap", "world_sizes", "num_ranks"), [(4, [], 1), (4, [1], 0), (4, [1], -1), (0, [1], 1), (-1, [2], 1), (4, [2, 0], 1), (4, [-1, 3], 1)]
+)
+def test_a_count_under_one_is_refused_and_names_the_key(cap, world_sizes, num_ranks):
+    with pytest.raises(ValueError, match="decode_batch_size"):
+        chunk_size(cap, world_sizes, num_ranks)
+
+
+def test_the_shares_of_the_ranks_are_contiguous_and_the_first_have_one_more():
+    for total, num_ranks in product(range(20), range(1, 6)):
+        shares = [rank_share(total, num_ranks, rank) for rank in range(num_ranks)]
+        assert [i for share in shares for i in share] == list(range(total))
+        assert [len(share) for share in shares] == [len(range(rank, total, num_ranks)) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("total", "num_ranks", "rank"), [(-3, 2, 0), (-1, 1, 0), (3, 0, 0), (3, 2, 2), (3, 2, -1)])
+def test_a_share_that_there_cannot_be_is_refused(total, num_ranks, rank):
+    with pytest.raises(ValueError, match=f"cannot give rank {rank} of {num_ranks} its part of {total}"):
+        rank_share(total, num_ranks, rank)
+
+
+def test_a_round_is_split_over_the_servers_in_order_and_the_last_may_get_fewer_or_none():
+    assert split_contiguous(7, 3) == [range(3), range(3, 6), range(6, 7)]
+    assert split_contiguous(2, 4) == [range(1), range(1, 2), range(2, 2), range(2, 2)]
+    for n, num_servers in product(range(20), range(1, 6)):
+        parts = split_contiguous(n, num_servers)
+        assert [i for part in parts for i in part] == list(range(n)) and len(parts) == num_servers
+        assert max(map(len, parts)) == -(-n // num_servers)
+
+
+def test_a_weighted_split_is_proportional_to_one_and_ties_go_to_the_lower_index():
+    assert split_weighted(5, [1, 1]) == [range(3), range(3, 5)]
+    assert split_weighted(7, [1, 2, 4]) == [range(1), range(1, 3), range(3, 7)]
+    for n, weights in product(range(20), ([1], [1, 1, 1], [3, 1], [2, 5, 1])):
+        parts = split_weighted(n, weights)
+        assert [i for part in parts for i in part] == list(range(n))
+        assert all(abs(len(part) - n * weight / sum(weights)) < 1 for part, weight in zip(parts, weights, strict=True))
+
+
+def test_rounds_are_the_fewest_within_the_capacity():
+    assert [len(part) for part in split_rounds(32, 18)] == [16, 16]
+    for n, capacity in product(range(40), range(1, 12)):
+        rounds = split_rounds(n, capacity)
+        assert [i for part in rounds for i in part] == list(range(n))
+        assert all(0 < len(part) <= capacity for part in rounds) and len(rounds) <= -(-n // capacity)
+
+
+@pytest.mark.parametrize(
+    ("split", "arguments"),
+    [
+        (split_contiguous, (-1, 2)),
+        (split_contiguous, (3, 0)),
+        (split_weighted, (3, [])),
+        (split_weighted, (3, [1, 0])),
+        (split_rounds, (3, 0)),
+        (split_rounds, (-1, 2)),
+    ],
+)
+def test_counts_that_cannot_be_split_are_refused(split, arguments):
+    with pytest.raises(ValueError, match=r"^cannot split "):
+        split(*arguments)
