@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from launch.telemetry import Telemetry
 from shared.evaluation import Evaluation, Scene
-from shared.metrics import StepReport
+from shared.reports import StepReport
 from shared.schedule import RunSchedule, StepPlan
 from shared.weight_sync import SendsWeights, TakesWeights, sync_weights
 

@@ -22,8 +22,8 @@ from shared.config.derive import BatchAlgebra
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.evaluation import Evaluation
-from shared.metric_table import BY_NAME
-from shared.metrics import StepReport
+from shared.metrics import BY_NAME
+from shared.reports import StepReport
 from shared.rollouts import SyncReport
 from shared.schedule import StepPlan
 from shared.timeline import Span, TraceWriter
@@ -127,7 +127,7 @@ class Telemetry:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Report on it, in a folder and in a line."""
         self._trace_spans([_span_until_now("held-out report", evaluation.wall_s)])
-        report = make_report(evaluation, self._config.evaluation, subject=f"{self._config.telemetry.name} after {evaluation.step} steps")
+        report = make_report(evaluation, self._config, subject=f"{self._config.telemetry.name} after {evaluation.step} steps")
         counts = report.counts
         self.evaluations.append(HeldOutF1(evaluation.step, report.iou_threshold, counts.f1))
         write_report(self._config.telemetry.run_dir / "evaluations" / f"step_{evaluation.step:06d}", report)
@@ -161,7 +161,7 @@ class Telemetry:
             if sync.wire_gb_per_s is not None:
                 metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
-        assert metrics.keys() <= BY_NAME.keys(), f"not in shared/metric_table.py: {metrics.keys() - BY_NAME.keys()}"
+        assert metrics.keys() <= BY_NAME.keys(), f"not in shared/metrics.py: {metrics.keys() - BY_NAME.keys()}"
         _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
         # What is left of the step when the learner is done is the sync.
         sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]

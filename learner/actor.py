@@ -17,7 +17,7 @@ from shared.config import RunConfig
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import LearnerError
 from shared.evaluation import Scene
-from shared.metrics import StepReport
+from shared.reports import StepReport
 from shared.rollouts import Rollout, WeightOffer
 from shared.schedule import StepPlan
 from shared.weight_sync import SendReport

@@ -1,4 +1,4 @@
-"""What a step counts: rollouts on their way to targets, rows, losses (spec: training-time counters; names and meanings in shared/metric_table.py).
+"""What a step counts: rollouts on their way to targets, rows, losses (spec: training-time counters; names and meanings in shared/metrics.py).
 
 Counts and rates only. IoU is no training-time number: it belongs to evaluation reports.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from learner.collate import PackedRow
 from learner.step import RowResult
 from learner.targets import Reading
-from shared.metric_table import MetricTotals
+from shared.metrics import MetricTotals
 from shared.rollouts import FinishReason, Rollout
 
 

@@ -36,8 +36,8 @@ from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
 from shared.evaluation import Scene
-from shared.metrics import StepReport
 from shared.records import Sample
+from shared.reports import StepReport
 from shared.rollouts import Rollout, RolloutRequest, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed

@@ -1,20 +1,191 @@
-"""What a step says, as a value that travels from the learner to the driver."""
+"""Every number of `metrics.jsonl`: its name, what it means, and how parts of a step become one number.
+
+`python -m shared.metrics` prints the table of docs/metrics.md. A name that is not here cannot be logged. None of them is an IoU: those are used to
+match, and reported by evaluations (spec: training-time counters).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
-from shared.config.pipeline import Channel
-from shared.timeline import Span
+from shared.grounding.objects import DropReason
+
+
+class Reduction(StrEnum):
+    """How the values of rows, rollouts and learner ranks become the step's."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    """Total over count, both summed."""
+    MAX = "max"
+    RATIO = "ratio"
+    """Of two other metrics, after they were summed; absent over 0."""
+    STEP = "step"
+    """One value per step: the driver's, or the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    step: int
-    channel: Channel
-    weight_version: int
-    """Of the weights the step's rollouts came from."""
-    metrics: Mapping[str, float]
-    """`loss/...`, `rollout/...`, `packing/...`, `optim/...`, `time/...`; no IoU, ever."""
-    spans: tuple[Span, ...]
+class Metric:
+    name: str
+    reduction: Reduction
+    meaning: str
+    ratio_of: tuple[str, str] | None = None
+    """Numerator and denominator of a RATIO."""
+
+
+def _ratio(name: str, numerator: str, denominator: str, meaning: str) -> Metric:
+    return Metric(name, Reduction.RATIO, meaning, (numerator, denominator))
+
+
+def _sync_phases() -> Iterator[Metric]:
+    phases = {
+        "pause": "finishing what runs and starting nothing",
+        "rendezvous": "joining the process group: the first time, and after a failure",
+        "wire": "receiving",
+        "load": "putting tensors into the engine",
+        "verify": "comparing names and checksums",
+        "reset": "emptying the prefix, multimodal and encoder caches",
+        "canary": "scoring the probe",
+        "send_rendezvous": "the learner joining the group",
+        "send_wire": "the learner sending",
+    }
+    return (Metric(f"sync/{phase}_s", Reduction.STEP, f"Seconds of {meaning}, of the slowest actor or of the learner.") for phase, meaning in phases.items())
+
+
+METRICS: tuple[Metric, ...] = (
+    # The objective. Every term is a mean within its segment, then over the segments that the step divides by.
+    Metric("loss/total", Reduction.SUM, "The step's loss: weighted modules, summed. What the update descends."),
+    Metric("loss/token_ce", Reduction.SUM, "Cross-entropy of supervised text tokens, in nats, unweighted by the module's weight."),
+    Metric("loss/coord_reg.coord_ce", Reduction.SUM, "Cross-entropy within the coord vocabulary, in nats."),
+    Metric("loss/coord_reg.soft_ce", Reduction.SUM, "Cross-entropy against the soft target, in nats."),
+    Metric("loss/coord_reg.w1", Reduction.SUM, "Wasserstein-1 distance to the soft target, as a fraction of the axis."),
+    Metric("loss/coord_reg.coord_gate", Reduction.SUM, "Probability that leaks out of the coord vocabulary at coord slots, in nats."),
+    Metric("loss/coord_reg.text_gate", Reduction.SUM, "Probability of coord tokens at supervised text tokens, in nats."),
+    Metric("loss/bbox_geo", Reduction.SUM, "Weighted smooth-L1 and CIoU losses of decoded boxes, as one number."),
+    # Diagnostics.
+    Metric("coord_diag/expected_bin_error", Reduction.MEAN, "Distance of the expected bin from the target, in bins, over supervised coord slots."),
+    Metric("coord_diag/top5_accuracy", Reduction.MEAN, "Share of supervised coord slots whose target is among the five most probable bins."),
+    Metric("coord_diag/coord_mass", Reduction.MEAN, "Probability of the coord vocabulary at supervised coord slots."),
+    # What became of the rollouts.
+    Metric("rollout/num", Reduction.SUM, "Raw rollouts."),
+    Metric("rollout/num_tokens", Reduction.SUM, "Response tokens, without the stop token."),
+    Metric("rollout/decode_mode", Reduction.STEP, "greedy, sample or beam."),
+    Metric("rollout/num_length_limited", Reduction.SUM, "Rollouts that ended at `max_new_tokens`."),
+    Metric("rollout/num_truncated", Reduction.SUM, "Rollouts whose container did not close."),
+    _ratio("rollout/truncated_rate", "rollout/num_truncated", "rollout/num", "Share of truncated rollouts."),
+    Metric("rollout/num_fallback", Reduction.SUM, "Rollouts of which nothing could be kept: the prefix is `{`."),
+    Metric("rollout/num_valid_objects", Reduction.SUM, "Predicted objects that parsed as valid."),
+    Metric("rollout/num_dropped_objects", Reduction.SUM, "Predicted entries that were dropped."),
+    *(Metric(f"rollout/num_dropped.{reason}", Reduction.SUM, f"Entries dropped as `{reason}`; absent at 0.") for reason in DropReason),
+    Metric(
+        "rollout/num_excluded",
+        Reduction.SUM,
+        "Matched objects whose slots cannot be supervised (not aligned beyond doubt, or no finite transport): neutral, ground truth appended.",
+    ),
+    Metric("rollout/num_ground_truth", Reduction.SUM, "Ground-truth objects of the step's samples."),
+    Metric("rollout/num_matched", Reduction.SUM, "Matched pairs, excluded ones included."),
+    _ratio("rollout/match_rate", "rollout/num_matched", "rollout/num_ground_truth", "Matched among the ground truth."),
+    Metric("rollout/num_appended", Reduction.SUM, "Ground-truth objects appended (false negatives, and those of excluded pairs)."),
+    Metric("rollout/num_gating_rejections", Reduction.SUM, "Candidate pairs under `maskiou_gate`."),
+    Metric("rollout/num_compared_tokens", Reduction.SUM, "Sampled tokens whose log-probability was compared; absent where none was."),
+    Metric("rollout/logprob_max_abs", Reduction.MAX, "Largest difference between the learner's and the engine's log-probability of a sampled token, in nats."),
+    # Rows.
+    Metric("packing/num_segments", Reduction.SUM, "Segments learned."),
+    Metric("packing/num_rows", Reduction.SUM, "Rows: forwards."),
+    Metric("packing/num_tokens", Reduction.SUM, "Tokens of those rows."),
+    Metric("packing/capacity", Reduction.SUM, "Tokens that they could have held: `global_max_length` each."),
+    _ratio("packing/fill_ratio", "packing/num_tokens", "packing/capacity", "How full the rows were."),
+    Metric("packing/num_underfilled_rows", Reduction.SUM, "Rows under `training.packing_min_fill_ratio`."),
+    Metric("packing/num_carried", Reduction.SUM, "Segments left in the buffer for later steps; always 0 where a step is learned to completion."),
+    Metric("packing/learned_age", Reduction.MEAN, "Steps between a segment's rollout and its learning."),
+    Metric("packing/learned_age_max", Reduction.MAX, "The same of the oldest segment learned."),
+    # The update.
+    Metric("optim/learning_rate", Reduction.STEP, "Of this update."),
+    Metric("optim/grad_norm", Reduction.STEP, "L2 norm of the gradient before clipping."),
+    # Weights.
+    Metric("sync/version", Reduction.STEP, "Weight version that the sync after this step made current."),
+    Metric("sync/bytes", Reduction.STEP, "Bytes of the weights."),
+    Metric("sync/wire_gb_per_s", Reduction.STEP, "Bytes over the seconds of the wire phase, in GB/s."),
+    Metric("sync/canary_max_abs", Reduction.STEP, "Largest difference of a canary log-probability between the learner and an actor, in nats."),
+    *_sync_phases(),
+    # Time.
+    Metric("time/step_s", Reduction.STEP, "Seconds of the step, sync included."),
+    Metric("time/generate_s", Reduction.MAX, "Seconds in which at least one actor generated, rounds added up."),
+    Metric("time/learn_s", Reduction.MAX, "Seconds of the learner's own work."),
+    Metric("time/sync_s", Reduction.STEP, "Seconds of the sync."),
+)
+
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+class MetricTotals:
+    """The numbers of a step while it runs; those of several ranks can be merged before they are read.
+
+    An unknown name, or one of another reduction, is a programmer's error.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+
+    def add(self, name: str, value: float) -> None:
+        """To a SUM."""
+        self._fold(name, value, Reduction.SUM)
+
+    def add_to_mean(self, name: str, total: float, count: float) -> None:
+        """`count` values of a MEAN that total `total`."""
+        self._fold(name, total, Reduction.MEAN)
+        self._counts[name] = self._counts[name] + count if name in self._counts else count
+
+    def raise_to(self, name: str, value: float) -> None:
+        """A MAX, to at least `value`."""
+        self._fold(name, value, Reduction.MAX)
+
+    def merge(self, others: Iterable[MetricTotals]) -> None:
+        """Fold in the totals of other ranks."""
+        for other in others:
+            for name, total in other._totals.items():
+                self._fold(name, total, BY_NAME[name].reduction)
+            for name, count in other._counts.items():
+                self._counts[name] = self._counts[name] + count if name in self._counts else count
+
+    def as_dict(self) -> dict[str, float]:
+        """Values by name, in the table's order; a mean or ratio over nothing is absent."""
+        values: dict[str, float] = {}
+        for metric in METRICS:
+            if metric.ratio_of is not None:
+                above, below = metric.ratio_of
+                if above in self._totals and below in self._totals and self._totals[below]:
+                    values[metric.name] = self._totals[above] / self._totals[below]
+            elif metric.name not in self._totals:
+                continue
+            elif metric.reduction is not Reduction.MEAN:
+                values[metric.name] = self._totals[metric.name]
+            elif self._counts[metric.name]:
+                values[metric.name] = self._totals[metric.name] / self._counts[metric.name]
+        return values
+
+    def _fold(self, name: str, value: float, reduction: Reduction) -> None:
+        assert BY_NAME[name].reduction is reduction, f"{name} is reduced by {BY_NAME[name].reduction}, not {reduction}"
+        if name not in self._totals:
+            self._totals[name] = value
+        elif reduction is Reduction.MAX:
+            self._totals[name] = max(self._totals[name], value)
+        else:
+            self._totals[name] += value
+
+
+def markdown() -> str:
+    """The table as docs/metrics.md shows it."""
+    rows = [f"| `{metric.name}` | {_reduction(metric)} | {metric.meaning} |" for metric in METRICS]
+    return "\n".join(["| name | of rows and ranks | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def _reduction(metric: Metric) -> str:
+    return metric.reduction if metric.ratio_of is None else f"ratio: `{metric.ratio_of[0]}` / `{metric.ratio_of[1]}`"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

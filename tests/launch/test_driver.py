@@ -16,7 +16,7 @@ from shared.canary import CanaryProbe
 from shared.chunking import split_contiguous
 from shared.config import load_config
 from shared.config.derive import batch_algebra
-from shared.metrics import StepReport
+from shared.reports import StepReport
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule
 from shared.weight_sync import SendReport, Terms

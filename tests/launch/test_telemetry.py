@@ -13,7 +13,7 @@ from shared.config.derive import batch_algebra
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.evaluation import Evaluation
-from shared.metrics import StepReport
+from shared.reports import StepReport
 from shared.rollouts import SyncReport
 from shared.schedule import RunSchedule
 from shared.timeline import Span

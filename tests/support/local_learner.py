@@ -19,7 +19,7 @@ from learner.learner import Learner
 from rollout_actors.pool import ActorPool
 from shared.config import RunConfig
 from shared.evaluation import Evaluation
-from shared.metrics import StepReport
+from shared.reports import StepReport
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
 from shared.timeline import Span

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.grounding.objects import DropReason
-from shared.metric_table import BY_NAME, METRICS, MetricTotals, Reduction, markdown
+from shared.metrics import BY_NAME, METRICS, MetricTotals, Reduction, markdown
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
