@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -21,7 +22,8 @@ def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
     """The arguments as one `schema`; `--help` prints its keys and exits. ConfigError with every problem: no `=`, a key given twice, and
     what the schema refuses.
 
-    Values are YAML scalars (`8`, `true`, `null`), anything else is text; what the schema calls a path is text always.
+    Values are YAML scalars (`8`, `true`, `null`), anything else is text. For text and paths every value is text, `5` too; `null` is none where the
+    schema knows none.
     """
     if {"-h", "--help"} & set(arguments):
         print("\n".join(_help(schema)))
@@ -35,7 +37,7 @@ def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
         elif key in values:
             problems.append(f"{key}: is given twice; keep one")
         else:
-            values[key] = text if _is_path(schema, key) else _scalar(text)
+            values[key] = _value(schema, key, text)
     try:
         options = schema.model_validate(values)
     except ValidationError as error:
@@ -53,8 +55,20 @@ def _help(schema: type[Section]) -> list[str]:
     return [f"{given[key]:<{width}}  {' '.join((field.description or '').split())}" for key, field in schema.model_fields.items()]
 
 
-def _is_path(schema: type[Section], key: str) -> bool:
-    return key in schema.model_fields and schema.model_fields[key].annotation is Path
+def _value(schema: type[Section], key: str, text: str) -> bool | int | float | str | None:
+    types = _types(schema.model_fields[key].annotation) if key in schema.model_fields else set()
+    if types & {str, Path}:
+        return None if text == "null" and NoneType in types else text
+    return _scalar(text)
+
+
+def _types(annotation: Any) -> set[Any]:
+    """What a value may be, without what is said about it: `Annotated[str, ...] | None` is str or NoneType."""
+    if get_origin(annotation) is Annotated:
+        return _types(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {kind for part in get_args(annotation) for kind in _types(part)}
+    return {annotation}
 
 
 def _scalar(text: str) -> bool | int | float | str | None:

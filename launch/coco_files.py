@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from shared.config.base import dotted
 from shared.errors import ConfigError, RecordError
-from shared.tokens.vocabulary import END_OF_TURN
+from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN
 
 
 class _Entry(BaseModel):
@@ -22,11 +23,14 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
 
+_Pixels = Annotated[int, Field(gt=0, lt=2**31)]
+
+
 class CocoImage(_Entry):
     id: int
     file_name: Annotated[str, Field(min_length=1)]
-    width: PositiveInt
-    height: PositiveInt
+    width: _Pixels
+    height: _Pixels
 
 
 class CocoAnnotation(_Entry):
@@ -89,14 +93,16 @@ def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
     return [{"id": category.id, "name": category.name} for category in file.categories if by_name[category.name].id == category.id]
 
 
-def parse_json(path: Path, parse: Any, data: bytes, *, line: int | None = None) -> Any:
-    """`parse(data)`, a pydantic reader of JSON. RecordError with the place of the first thing that is wrong."""
+def parse_json(path: Path, parse: Any, data: bytes, *, line: int | None = None, remedies: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """`parse(data)`, a pydantic reader of JSON. RecordError with the place of the first thing that is wrong; `remedies` are those of single fields."""
     try:
         return parse(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise RecordError(f"{_problem(first)}{more}", field=_field(first), remedy=_remedy(first), file=str(path), line=line) from None
+        field = _field(first)
+        remedy = remedies[field] if field in remedies else _remedy(first)
+        raise RecordError(f"{_problem(first)}{more}", field=field, remedy=remedy, file=str(path), line=line) from None
 
 
 @contextmanager
@@ -150,8 +156,10 @@ def _check_names(path: Path, categories: Sequence[CocoCategory], used: set[int])
         if category.id not in used:
             continue
         field = f"categories[{place}].name"
-        if not category.name.strip() or END_OF_TURN in category.name:
-            raise RecordError(f"is {category.name!r}, which cannot be an object's desc", field=field, remedy="give the category a name", file=str(path))
+        if not category.name.strip() or any(token in category.name for token in (END_OF_TURN, *COORD_TOKENS)):
+            raise RecordError(
+                f"is {category.name!r}, which cannot be an object's desc", field=field, remedy="give the category a name in words", file=str(path)
+            )
         if category.name in place_of:
             problem = f"is {category.name!r}, as that of categories[{place_of[category.name]}] is, and both are in use"
             raise RecordError(problem, field=field, remedy="rename one: predictions find their category by its name", file=str(path))

@@ -1,4 +1,4 @@
-"""What the commands that start processes have in common: how they end, and what they say when they end badly."""
+"""What the commands have in common: how they end, and what they say when they end badly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def explained(console: Console) -> Iterator[None]:
             console.print(f"caused by {type(error.__cause__).__name__}: {error.__cause__}", markup=False, highlight=False)
         sys.exit(2 if isinstance(error, ConfigError | RecordError) else 1)
     except KeyboardInterrupt:
-        console.print("interrupted; every process of the run was ended")
+        console.print("interrupted; every process that this command started was ended")
         sys.exit(130)
 
 

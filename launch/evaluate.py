@@ -7,7 +7,6 @@ actors of `rollout_matching.vllm.actors`, at most `decode_batch_size` at a time 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,9 @@ from rich.text import Text
 from launch.arguments import read_arguments
 from launch.command import end_on_signals, explained, with_absolute_paths
 from launch.html_text import printable
-from shared.config import RunConfig, load_config
+from launch.saved_run import load_run
+from learner.checkpoint_folder import checkpoint_problems
+from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section, refusal
 from shared.errors import ConfigError
 
@@ -34,7 +35,11 @@ if TYPE_CHECKING:
     from launch.report_tables import Table
 
 
-_MODEL = "model.path"
+_DECIDED = {
+    "model.path": "the checkpoint decides it; use checkpoint=FOLDER",
+    "telemetry.run_dir": "the run decides it; use run=FOLDER, and name=NAME for the report's place in it",
+}
+"""Keys of the configuration that this command sets itself."""
 
 
 def _folder_name(name: str) -> str:
@@ -92,12 +97,11 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
         console.print(f"ready     {', '.join(rollouts.names)} with {config.model.path}", highlight=False)
-        evaluation = evaluate(LocalHeldOut(held_out), rollouts, config.training.max_steps, one_ahead)
+        evaluation = evaluate(LocalHeldOut(held_out, config.timeouts), rollouts, config.training.max_steps, one_ahead)
     if options.checkpoint is not None:
         evaluation = replace(evaluation, step=None)
-    report = make_report(evaluation, config.evaluation, subject=f"{config.telemetry.name}, {config.model.path} on {config.data.val}")
+    report = make_report(evaluation, config, subject=f"{config.telemetry.name}, {config.model.path} on {config.data.val}")
     write_report(folder, report)
-    (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
     for table in report_tables(report):
         console.print(_console_table(table))
     console.print(f"report    {folder / 'report.html'}", highlight=False)
@@ -110,19 +114,18 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     """
     checkpoint = options.checkpoint or options.run / "checkpoint"
     changes = _changes(overrides)
-    if _MODEL in changes:
-        raise ConfigError(f"{_MODEL}: the checkpoint decides it; use checkpoint={changes[_MODEL]}")
-    changes |= {_MODEL: str(checkpoint), "telemetry.run_dir": str(options.run)}
-    config = load_config(_changed(_saved_config(options.run), changes))
-    problems = []
-    if not (checkpoint / "config.json").is_file():
-        remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
-        problems.append(f"checkpoint: {checkpoint} holds no checkpoint (no config.json); {remedy}")
+    if problems := [f"{key}: {why}" for key, why in _DECIDED.items() if _sets(changes, key)]:
+        raise ConfigError(problems)
+    config = load_run(options.run, changes)
+    remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
+    problems = [*checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy)]
     if config.data.val is None:
         problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
     if problems:
         raise ConfigError(problems)
-    return with_absolute_paths(config)
+    model = config.model.model_copy(update={"path": str(checkpoint)})
+    telemetry = config.telemetry.model_copy(update={"run_dir": options.run})
+    return with_absolute_paths(config.model_copy(update={"model": model, "telemetry": telemetry}))
 
 
 def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
@@ -133,19 +136,6 @@ def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
     if folder.exists():
         raise ConfigError(f"name: {folder} holds a report already; choose another with name=NAME, or move that one away")
     return folder
-
-
-def _saved_config(run: Path) -> dict[str, Any]:
-    file = run / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"run: {run} holds no run (no config.json); give the folder that a run printed at its start, such as outputs/2026-11-21/10-30-00")
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"run: {file} is damaged ({error}); restore it from another copy of the run's folder") from error
-    if not isinstance(saved, dict):
-        raise ConfigError(f"run: {file} holds no configuration; restore it from another copy of the run's folder")
-    return saved
 
 
 def _console_table(table: Table) -> RichTable:
@@ -177,14 +167,10 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested mappings with the values at dotted keys set. What is no mapping on the way to one is replaced: the schema judges the result."""
-    changed = dict(saved)
-    for dotted, value in changes.items():
-        key, _, rest = dotted.partition(".")
-        inner = changed[key] if key in changed and isinstance(changed[key], dict) else {}
-        changed[key] = _changed(inner, {rest: value}) if rest else value
-    return changed
+def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
+    """Whether the changes set this key, by itself or in a section given whole."""
+    section, _, key = dotted.partition(".")
+    return dotted in changes or (section in changes and isinstance(changes[section], dict) and key in changes[section])
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from rich.console import Console
 
 from launch.arguments import read_arguments
 from launch.coco_files import counted, parse_json, read_categories, require_absent, write_json
+from launch.command import explained
 from shared.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco
 from shared.config.base import ConfigPath, Section
-from shared.errors import ConfigError, RecordError
+from shared.errors import RecordError
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS
 
@@ -67,6 +69,9 @@ class _Row(_Part):
         return ImagePredictions(self.metadata.image_id, self.width, self.height, objects)
 
 
+_REMEDIES = {"metadata.image_id": "only an evaluation of data that launch.import_coco wrote can be exported: evaluate those (data.val=...)"}
+
+
 def export_coco(options: ExportOptions) -> CocoResults:
     """Writes the results, and returns them. RecordError names file, line and field of what is wrong; ConfigError where `out` exists."""
     require_absent([options.out])
@@ -86,7 +91,7 @@ def _read_predictions(path: Path) -> list[ImagePredictions]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        row = parse_json(path, _Row.model_validate_json, line, line=number).predictions()
+        row = parse_json(path, _Row.model_validate_json, line, line=number, remedies=_REMEDIES).predictions()
         if row.image_id in found:
             raise RecordError(f"{row.image_id} is there twice", field="metadata.image_id", remedy="keep one row per image", file=str(path), line=number)
         found[row.image_id] = row
@@ -94,14 +99,11 @@ def _read_predictions(path: Path) -> list[ImagePredictions]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    try:
+    with explained(Console(stderr=True, soft_wrap=True)):
         options = read_arguments(ExportOptions, sys.argv[1:] if arguments is None else arguments)
         results = export_coco(options)
-    except (ConfigError, RecordError, OSError) as error:
-        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
-        sys.exit(2)
-    print(f"results   {len(results.results)} objects in {options.out}")
-    print(f"skipped   {sum(results.unknown_names.values())} objects of no category: {counted(results.unknown_names)}")
+        print(f"results   {len(results.results)} objects in {options.out}")
+        print(f"skipped   {sum(results.unknown_names.values())} objects of no category: {counted(results.unknown_names)}")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
+from rich.console import Console
 
 from launch.arguments import read_arguments
 from launch.coco_files import CocoAnnotation, CocoFile, CocoImage, counted, distinct_categories, read_annotations, require_absent, write_json, written_once
 from launch.coco_objects import Converted, ObjectCounts, ObjectSkip, Wanted, convert
+from launch.command import explained
 from learner.samples import image_size
 from shared.config.base import ConfigPath, Section
 from shared.dataset import load_dataset
@@ -195,13 +197,10 @@ def _row(image: CocoImage, path: Path, objects: Sequence[GroundTruthObject]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    try:
+    with explained(Console(stderr=True, soft_wrap=True)):
         options = read_arguments(ImportOptions, sys.argv[1:] if arguments is None else arguments)
         report = import_coco(options)
-    except (ConfigError, RecordError, OSError) as error:
-        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
-        sys.exit(2)
-    print(f"records   {options.records}", *report.describe(), sep="\n")
+        print(f"records   {options.records}", *report.describe(), sep="\n")
 
 
 if __name__ == "__main__":

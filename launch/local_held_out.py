@@ -6,20 +6,35 @@ import itertools
 from collections.abc import Sequence
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 
 from learner.heldout import HeldOut
+from shared.config.timeouts import TimeoutsSection
+from shared.errors import RolloutError
 from shared.evaluation import Scene
 
 
 class LocalHeldOut:
     """Part of what `learner.actor.RemoteLearner` is (`launch.driver.HoldsOut`)."""
 
-    def __init__(self, held_out: HeldOut) -> None:
-        self._held_out = held_out
+    def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
+        self._held_out, self._timeouts = held_out, timeouts
 
     def held_out_requests(self, step: int) -> list[ray.ObjectRef]:
         return [ray.put(request) for request in self._held_out.requests(step)]
 
     def score(self, done: Sequence[ray.ObjectRef]) -> list[Scene]:
-        # The pool hands out references when the shares are complete, so this waits for a copy at most.
-        return self._held_out.score(list(itertools.chain(*ray.get(list(done)))))
+        """As `HeldOut.score`. RolloutError also where the rollouts do not arrive."""
+        try:
+            # The pool hands out references when the shares are complete, so this waits for a copy at most.
+            shares = ray.get(list(done), timeout=self._timeouts.generate_s)
+        except GetTimeoutError as error:
+            told = f"finished rollouts did not arrive in {self._timeouts.generate_s:g} s (timeouts.generate_s); {_CHECK}, or raise timeouts.generate_s"
+            raise RolloutError(told, actor=_ACTORS, phase="collect") from error
+        except RayError as error:
+            raise RolloutError(f"finished rollouts were lost ({error}); {_CHECK}", actor=_ACTORS, phase="collect") from error
+        return self._held_out.score(list(itertools.chain(*shares)))
+
+
+_ACTORS = "the rollout actors"
+_CHECK = "check that every actor's process is alive (their logs), the network between the machines, and the memory of Ray's object store (`ray memory`)"

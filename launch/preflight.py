@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from learner.checkpoint_folder import checkpoint_problems
 from learner.samples import load_samples
 from shared.config import RunConfig
 from shared.dataset import Dataset
@@ -35,11 +36,8 @@ def check_data(config: RunConfig) -> DataFacts:
         ConfigError: the checkpoint or a data file is missing.
         RecordError: a bad row or image, with file and line (`data.on_bad_row: error`).
     """
-    model = Path(config.model.path)
-    if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {model} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote"
-        )
+    if problems := checkpoint_problems(Path(config.model.path)):
+        raise ConfigError(problems)
     train = load_checked(config, "data.train", config.data.train)
     val = None if config.data.val is None else load_checked(config, "data.val", config.data.val)
     return DataFacts(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.coco_ap import CocoScores, IouType, coco_scores
-from shared.config.evaluation import EvaluationSection
+from shared.config import RunConfig
 from shared.evaluation import DetectionCounts, DetectionSummary, Evaluation, Pair, Scene, pair_objects, summarise, worst_scenes
 
 
@@ -29,8 +29,8 @@ class Report:
     subject: str
     """What was evaluated, in words."""
     evaluation: Evaluation
-    score: str
-    """How predictions are scored for COCO AP (`evaluation.score`)."""
+    config: RunConfig
+    """What it was evaluated with."""
     detection: DetectionSummary
     coco: CocoScores
     worst: tuple[WorstScene, ...]
@@ -75,7 +75,8 @@ class Report:
             "weight_version": self.evaluation.weight_version,
             "num_samples": len(self.evaluation.scenes),
             "wall_s": self.evaluation.wall_s,
-            "score": self.score,
+            "score": self.config.evaluation.score,
+            "repetition_penalty": self.config.rollout_matching.repetition_penalty,
             "num_predictions": counts.num_predictions,
             "num_ground_truth": counts.num_ground_truth,
             "num_dropped": counts.num_dropped,
@@ -111,13 +112,14 @@ class Report:
         }
 
 
-def make_report(evaluation: Evaluation, settings: EvaluationSection, *, subject: str) -> Report:
-    """The report on all scenes, as `settings` wants it."""
+def make_report(evaluation: Evaluation, config: RunConfig, *, subject: str) -> Report:
+    """The report on all scenes, as `config.evaluation` wants it."""
+    settings = config.evaluation
     detection = summarise(evaluation.scenes, settings.iou_thresholds)
     worst = tuple(
         _worst(evaluation.scenes[index], detection.scene_f1[index], settings.iou_thresholds[0]) for index in worst_scenes(detection, settings.worst_scenes)
     )
-    return Report(subject, evaluation, settings.score, detection, coco_scores(evaluation.scenes), worst)
+    return Report(subject, evaluation, config, detection, coco_scores(evaluation.scenes), worst)
 
 
 def _worst(scene: Scene, f1: float, iou_threshold: float) -> WorstScene:

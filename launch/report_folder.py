@@ -2,6 +2,7 @@
 
 report.json        every number
 report.html        the same to read, with the worst scenes
+config.json        what it was evaluated with
 predictions.jsonl  what was found on every sample; `launch.export_coco` reads it
 pictures/          the worst scenes
 """
@@ -33,6 +34,7 @@ def write_report(folder: Path, report: Report) -> None:
             shutil.rmtree(partial)
         (partial / "pictures").mkdir(parents=True)
         (partial / "report.json").write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        (partial / "config.json").write_text(report.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (partial / "report.html").write_text(page(report), encoding="utf-8")
         with (partial / "predictions.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(_row(scene)) + "\n" for scene in report.evaluation.scenes)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from launch.coco_ap import MAX_PREDICTIONS, CocoAP, IouType
 from launch.report import Report
-
-_SCORES = {"constant": "every prediction has score 1", "coord_probability": "a prediction's score is the mean probability of its coord tokens"}
+from shared.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,9 @@ def report_tables(report: Report) -> list[Table]:
 def _detection(report: Report) -> Table:
     rows = []
     for at in report.detection.thresholds:
-        for name, counts in (("any class", at.any_class), ("by class", at.same_class)):
-            values = (counts.precision, counts.recall, counts.f1, counts.class_accuracy)
+        # Where only equal names can be a pair, how many are equal says nothing.
+        for name, counts, equal_names in (("any class", at.any_class, at.any_class.class_accuracy), ("by class", at.same_class, None)):
+            values = (counts.precision, counts.recall, counts.f1, equal_names)
             rows.append((f"IoU {at.iou_threshold:g}, {name}", *map(_number, values)))
     note = "Pairs are taken greedily by IoU: whatever the names of their objects, or only among objects of equal names."
     return Table("Detection", note, ("", "precision", "recall", "F1", "equal names among pairs"), tuple(rows))
@@ -39,8 +39,17 @@ def _coco(report: Report) -> Table:
     names = {IouType.BBOX: "boxes", IouType.SEGM: "masks"}
     by_class = [(f"{names[type_]}, by class", *_ap(scores)) for type_, scores in report.coco.by_class.items()]
     any_class = [(f"{names[type_]}, any class", *_ap(scores)) for type_, scores in report.coco.any_class.items()]
-    note = f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and class; {_SCORES[report.score]}."
+    note = f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and class; {_score(report.config)}."
     return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), (*by_class, *any_class))
+
+
+def _score(config: RunConfig) -> str:
+    if config.evaluation.score == "constant":
+        return "every prediction has score 1"
+    penalty = config.rollout_matching.repetition_penalty
+    # The engine gives probabilities as it samples by them: a coord token that the prompt or the answer has had already is less probable.
+    altered = "" if penalty == 1 else f", which are not the model's own but those under rollout_matching.repetition_penalty {penalty:g}"
+    return f"a prediction's score is the mean probability of its coord tokens{altered}"
 
 
 def _ap(scores: CocoAP) -> tuple[str, ...]:

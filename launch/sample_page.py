@@ -9,7 +9,7 @@ from launch.html_text import attribute, inline
 from launch.sample_overlay import MATCH_COLOURS, UNMATCHED_PREDICTION, UNMATCHED_TRUTH, Canvas, Shape
 from launch.sample_style import STYLE
 from launch.sample_tokens import TokenView
-from learner.rollout_log import GroundTruthEntry, ObjectEntry, ReadingEntry, RolloutEntry, RolloutLine
+from learner.rollout_line import GroundTruthEntry, ObjectEntry, ReadingEntry, RolloutEntry, RolloutLine
 from shared.tokens.vocabulary import TokenCodec
 
 

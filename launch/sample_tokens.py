@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from launch.html_text import attribute, inline, piece, printable
-from learner.rollout_log import TargetEntry
+from learner.rollout_line import TargetEntry
 from learner.targets import TokenRole
 from shared.tokens.vocabulary import TokenCodec
 

@@ -7,7 +7,6 @@ and the tokenizer of `model.path`; starts nothing. The same files give the same 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -16,13 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt
+from rich.console import Console
 
 from launch.arguments import read_arguments
+from launch.command import explained
 from launch.sample_overlay import Canvas
 from launch.sample_page import SamplePage
-from learner.rollout_log import RolloutLine, read_step, step_path
+from launch.saved_run import load_run
+from learner.rollout_line import RolloutLine
+from learner.rollout_log import read_step, step_path
 from learner.samples import image_size, load_samples
-from shared.config import RunConfig, load_config
+from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RecordError
@@ -49,11 +52,10 @@ def show_sample(options: ShowOptions) -> Path:
     """Writes the page and returns its path.
 
     Raises:
-        ConfigError: there is no such run, step or position; the data, the model or the format of the log are no longer those of the run; `out`
-            cannot be written.
-        RecordError: the data file or an image is gone, or has become unusable.
+        ConfigError: there is no such run, step or position; the data or the model are no longer those of the run; `out` cannot be written.
+        RecordError: a line of the log is damaged or of another version; the data file or an image is gone, or has become unusable.
     """
-    config = _read_config(options.run)
+    config = load_run(options.run)
     line = _find_line(options, config)
     sample = _find_sample(config, line)
     tokenizer = _load_tokenizer(config)
@@ -72,18 +74,6 @@ def show_sample(options: ShowOptions) -> Path:
     return _write(out, page.html())
 
 
-def _read_config(run: Path) -> RunConfig:
-    try:
-        mapping = json.loads((run / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        problem = "holds no run (no config.json)" if isinstance(error, FileNotFoundError) else f"has a config.json that cannot be read ({error})"
-        raise ConfigError(f"run: {run} {problem}; give the folder that a run printed as its run folder") from error
-    try:
-        return load_config(mapping)
-    except ConfigError as error:
-        raise ConfigError((f"run: {run / 'config.json'} was written by another version; check that version out", *error.problems)) from error
-
-
 def _find_line(options: ShowOptions, config: RunConfig) -> RolloutLine:
     folder = options.run / "rollouts"
     path = step_path(folder, options.step)
@@ -95,8 +85,8 @@ def _find_line(options: ShowOptions, config: RunConfig) -> RolloutLine:
             why = "train with telemetry.rollouts: true" if not config.telemetry.rollouts else "it ended before its first step, or an older version ran it"
             raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
         raise ConfigError(f"step: {options.run} has no step {options.step}; it has {_ranges(steps)}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"step: {path} cannot be read ({error}); check out the version that ran it, or show another step") from error
+    except OSError as error:
+        raise ConfigError(f"step: {path} cannot be read ({error.strerror}); permit reading it, or show another step") from error
     found = next((line for line in lines if line["position"] == options.position), None)
     if found is None:
         positions = _ranges(sorted(line["position"] for line in lines)) or "none: the run ended in this step"
@@ -186,11 +176,8 @@ def _write(path: Path, text: str) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    try:
+    with explained(Console(stderr=True, soft_wrap=True)):
         print(show_sample(read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)))
-    except (ConfigError, RecordError) as error:
-        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,9 @@ class HeldOut:
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
-        """0..1. What the engine gave is under the ban of vision placeholders, at temperature 1: greedy decoding divides by nothing."""
+        """0..1. What the engine gave is under the ban of vision placeholders and the repetition penalty, which the report names where there is one;
+        at temperature 1: greedy decoding divides by nothing.
+        """
         if self.score_by == "constant":
             return 1.0
         assert rollout.logprobs is not None, "requested by `of`"

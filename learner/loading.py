@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+from learner.checkpoint_folder import checkpoint_problems
 from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.tokens.hf_codec import HFTokenCodec
@@ -41,10 +42,8 @@ class LoadedModel(LoadedTokens):
 def load_tokens(config: RunConfig) -> LoadedTokens:
     """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a known kind or its tokenizer lacks coord tokens."""
     path = Path(config.model.path)
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {path} holds no checkpoint (no config.json); run `make demo-data`, or set model.path to a folder that save_pretrained wrote"
-        )
+    if problems := checkpoint_problems(path):
+        raise ConfigError(problems)
     try:
         model_config = AutoConfig.from_pretrained(path)
     except (ValueError, OSError) as error:

@@ -1,154 +1,30 @@
 """`rollouts/step_000123.jsonl`: what became of every sample of a step, a line of JSON for each (issue 3, "Bad input"; `telemetry.rollouts`).
 
-Lines are in the order of positions, and a line is there as soon as its target is made. `RolloutLine` is the format: everything about the
+Lines are in the order of positions, and a line is there as soon as its target is made. `RolloutLine` (learner.rollout_line) is the format: everything about the
 engine's answer is under `rollout`, everything the parser and the matching made of it under `reading` (both null in a channel-A step), and what
 the sample trains on under `target`. ASCII only, whatever a model wrote: its text is escaped as JSON escapes it.
 
     jq -c 'select(.reading.dropped != []) | [.position, .reading.dropped]' step_000123.jsonl
     pandas.json_normalize([json.loads(line) for line in open("step_000123.jsonl")])
 
-Shape legend: L target tokens, S coord slots. Positions count tokens of the target, whose head is the kept prefix of the response; ranges are
-half-open; predictions are indices into `reading.objects`, ground truths into `ground_truth`.
+Shape legend: L target tokens, S coord slots.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 
+from learner.rollout_line import REMEDY, ReadingEntry, RolloutEntry, RolloutLine, TargetEntry, checked_line
 from learner.targets import Reading, Target, TokenRole
 from shared.config.pipeline import Channel
-from shared.errors import StorageError
+from shared.errors import RecordError, StorageError
 from shared.records import Sample
 from shared.rollouts import Rollout
 from shared.tokens.vocabulary import TokenCodec
-
-
-class GroundTruthEntry(TypedDict):
-    kind: str
-    """bbox_2d or poly."""
-    bins: Sequence[int]
-    """0..999: x1, y1, x2, y2, or x, y per vertex."""
-    desc: str
-
-
-class RolloutEntry(TypedDict):
-    """The engine's answer."""
-
-    weight_version: int
-    actor: str
-    seed: int
-    attempt: int
-    """0 for the first try."""
-    finish_reason: str
-    """stop, length, repetition or aborted."""
-    num_prompt_tokens: int
-    """Image placeholders expanded."""
-    response_token_ids: Sequence[int]
-    """Without the stop token."""
-    forced_positions: Sequence[int]
-    """Response positions set by the repeat guard, not sampled."""
-    text: str
-    """Of the response; bytes that are not UTF-8 appear as U+FFFD."""
-
-
-class ObjectEntry(TypedDict):
-    """A valid predicted object."""
-
-    key: str
-    kind: str
-    """bbox_2d or poly."""
-    desc: str
-    bins: Sequence[int]
-    """0..999: x1, y1, x2, y2, or x, y per vertex."""
-    span: Sequence[int]
-    """[start, stop) of its value `{...}`."""
-    coord_positions: Sequence[int]
-    """One per entry of `bins`."""
-
-
-class DroppedEntry(TypedDict):
-    """A complete entry of the response that is no valid object."""
-
-    key: str
-    reason: str
-    """A `DropReason`."""
-
-
-class PairEntry(TypedDict):
-    prediction: int
-    ground_truth: int
-    iou: float
-    """maskIoU."""
-    supervised: bool
-    """False: excluded, because its coord slots are not beyond doubt; its ground truth is appended."""
-
-
-class ReadingEntry(TypedDict):
-    """What was made of the response."""
-
-    prefix_text: str
-    """What was kept of it: an open JSON object, or `{`. Bytes that are not UTF-8 appear as U+FFFD."""
-    num_prefix: int
-    """Target tokens before the appended text."""
-    num_unchanged: int
-    """How many of those are the response's own; the replaced end of a fused token, and the fallback's `{`, are not."""
-    truncated: bool
-    """The response ended before its container closed."""
-    fallback: bool
-    """Nothing could be kept."""
-    max_object_index: int | None
-    """The largest n of an `object_{n}` key in the prefix. Appended objects are numbered on from there, or from 1."""
-    objects: Sequence[ObjectEntry]
-    """In order of appearance."""
-    dropped: Sequence[DroppedEntry]
-    """In order of appearance."""
-    pairs: Sequence[PairEntry]
-    """By prediction."""
-    excluded: Sequence[int]
-    """The predictions of the pairs that are not supervised."""
-    unmatched_predictions: Sequence[int]
-    gating_rejections: int
-    """Candidate pairs under `maskiou_gate`."""
-    appended: Sequence[int]
-    """The ground truths that were appended."""
-    appended_text: str
-
-
-class TargetEntry(TypedDict):
-    """What the sample trains on."""
-
-    token_ids: Sequence[int]
-    """[L], EOS last."""
-    supervision: Sequence[tuple[int, int, str, float]]
-    """[start, stop), role, weight: runs of equal tokens that cover all L. The role is a `TokenRole`, the weight that of `token_ce` before it
-    is averaged; it is 0 for coord slots, which are `coord_reg`'s and `bbox_geo`'s."""
-    coord_positions: Sequence[int]
-    """[S], ascending: the supervised slots."""
-    coord_targets: Sequence[float]
-    """[S], 0..999: where each should point."""
-
-
-class RolloutLine(TypedDict):
-    """One sample of one step."""
-
-    step: int
-    """From 0."""
-    position: int
-    """The sample's place in the step, from 0."""
-    channel: str
-    """A or B."""
-    sample_id: str
-    ground_truth: Sequence[GroundTruthEntry]
-    """In record order."""
-    rollout: RolloutEntry | None
-    reading: ReadingEntry | None
-    target: TargetEntry
 
 
 class RolloutLog:
@@ -210,22 +86,17 @@ def step_path(folder: Path, step: int) -> Path:
 def read_step(path: Path) -> list[RolloutLine]:
     """The whole lines of one file; half a line at its end is what a run that died left, and no line.
 
-    Raises OSError, and ValueError for a line that `RolloutLog` of this version did not write.
+    Raises OSError, and RecordError with file and line for a line that `RolloutLog` of this version did not write.
     """
     lines: list[RolloutLine] = []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            line = json.loads(text)
+            lines.append(checked_line(json.loads(text)))
+        except RecordError as error:
+            raise error.at(str(path), number) from error
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: is not JSON ({error})") from error
-        if not _is_line(line):
-            raise ValueError(f"{path}:{number}: is not a line of this version's rollout log")
-        lines.append(line)
+            raise RecordError(f"is not JSON ({error})", field="line", remedy=REMEDY, file=str(path), line=number) from error
     return lines
-
-
-def _is_line(value: object) -> bool:
-    return isinstance(value, dict) and value.keys() == RolloutLine.__annotations__.keys()
 
 
 def _rollout_entry(rollout: Rollout, codec: TokenCodec) -> RolloutEntry:

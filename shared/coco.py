@@ -78,7 +78,7 @@ def coco_area(bins: Sequence[int], width: int, height: int) -> float:
 def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int, int, int, int]:
     """(x1, y1, x2, y2) of `[x, y, w, h]`, rounded outwards and clamped to 0..999. ValueError for an image with an axis under 2 pixels."""
     x, y, w, h = box
-    return bin_box((x, y, x + w, y + h), width=width, height=height)
+    return bin_box(_within((x, y, x + w, y + h), width, height), width=width, height=height)
 
 
 def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[int, ...]:
@@ -87,10 +87,15 @@ def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[i
 
     ValueError for an image with an axis under 2 pixels.
     """
-    bins = bin_points(ring, width=width, height=height)
+    bins = bin_points(_within(ring, width, height), width=width, height=height)
     points = list(zip(bins[::2], bins[1::2], strict=True))
     kept = [point for point, following in zip(points, [*points[1:], *points[:1]], strict=True) if point != following]
     return tuple(bin for point in kept for bin in point)
+
+
+def _within(pixels: Sequence[float], width: int, height: int) -> list[float]:
+    """x, y, ... moved into the image. Its bins are the same ones; but a number as large as 1e308 times 999 would not be finite."""
+    return [min(max(value, 0.0), (width, height)[i % 2]) for i, value in enumerate(pixels)]
 
 
 def has_area(bins: Sequence[int]) -> bool:

@@ -89,16 +89,6 @@ def test_a_moved_run_is_read_where_it_is(run, tmp_path):
     assert config.model.path == str(tmp_path / "moved" / "checkpoint")
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    assert f"run: {tmp_path / 'x'} holds no run (no config.json); give the folder" in refused(tmp_path / "x")
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe{"])
-def test_a_damaged_configuration_is_refused(run, content):
-    (run / "config.json").write_bytes(content)
-    assert "config.json" in refused(run) and "restore it" in refused(run)
-
-
 def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run):
     (run / "checkpoint" / "config.json").unlink()
     said = refused(run, "data.val=null")
@@ -106,8 +96,15 @@ def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run)
     assert "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl" in said
 
 
-def test_the_model_is_chosen_by_its_checkpoint_alone(run):
-    assert "model.path: the checkpoint decides it; use checkpoint=x" in refused(run, "model.path=x")
+@pytest.mark.parametrize("overrides", [("model.path=x", "telemetry.run_dir=y"), ("model={path: x}", "telemetry={run_dir: y}")])
+def test_model_and_folder_are_chosen_by_the_commands_own_arguments_alone(run, overrides):
+    said = refused(run, *overrides)
+    assert "model.path: the checkpoint decides it; use checkpoint=FOLDER" in said
+    assert "telemetry.run_dir: the run decides it; use run=FOLDER, and name=NAME" in said
+
+
+def test_a_section_that_is_no_mapping_is_refused_not_replaced(run):
+    assert "model: must be a mapping of keys" in refused(run, "model=x")
 
 
 def test_a_value_that_cannot_be_read_is_named(run):
@@ -146,14 +143,14 @@ def test_real_engines_give_the_same_report_to_a_learner_and_to_the_command_on_an
         in_training = evaluate(learner, engine_pool.pool, 60, one_ahead)
     finally:
         learner.close()
-    alone = LocalHeldOut(HeldOut.of(config, load_samples(config, config.data.val), load_tokens(config)))
+    alone = LocalHeldOut(HeldOut.of(config, load_samples(config, config.data.val), load_tokens(config)), config.timeouts)
     by_the_command = evaluate(alone, engine_pool.over("actor-0", "actor-2", round_capacity=4), 60, one_ahead)
     assert by_the_command.scenes == in_training.scenes
     assert [scene.position for scene in in_training.scenes] == list(range(16))
     scores = [found.score for scene in in_training.scenes for found in scene.objects]
     assert len(scores) > 8 and all(0 < score <= 1 + 1e-6 for score in scores) and len(set(scores)) > 8
 
-    report = make_report(replace(in_training, wall_s=1.0), config.evaluation, subject="warm checkpoint")
+    report = make_report(replace(in_training, wall_s=1.0), config, subject="warm checkpoint")
     write_report(tmp_path / "report", report)
     content = json.loads((tmp_path / "report" / "report.json").read_text())
     assert content["num_samples"] == 16

@@ -96,6 +96,8 @@ def test_annotations_become_records_that_the_ordinary_loader_reads(source: Sourc
         ({"bbox": [99.2, 20, 0.5, 4]}, "degenerate_box"),
         ({"bbox": [100, 20, 30, 40]}, "outside_image"),
         ({"bbox": [10, -40, 30, 40]}, "outside_image"),
+        ({"bbox": [1e308, 20, 1e308, 40]}, "outside_image"),
+        ({"bbox": [-1e308, 20, 1e307, 40]}, "outside_image"),
         ({"category_id": 4}, "unknown_category"),
         ({"image_id": 4}, "unknown_image"),
     ],
@@ -141,6 +143,12 @@ def test_shapes_that_reach_beyond_their_image_are_clamped_and_counted(source: So
     data, report = source.image(1, beyond, at_the_border).convert(geometry="poly")
     assert report["objects"]["clamped"] == 1
     assert [found.bins for found in data[0].objects] == [(0, 0, 999, 0, 999, 999), (0, 253, 252, 253, 252, 999)]
+
+
+def test_numbers_as_large_as_can_be_are_clamped_too(source: Source) -> None:
+    huge = annotation(bbox=[0, 0, 1e308, 1e308], segmentation=[[0, 0, 1e308, 0, 1e308, 1e308]])
+    data, report = source.image(1, huge, annotation(bbox=[-1e308, -1e308, 1.7e308, 1.7e308], segmentation=[])).convert(geometry="auto")
+    assert {found.bins for found in data[0].objects} == {(0, 0, 999, 0, 999, 999), (0, 0, 999, 999)} and report["objects"]["clamped"] == 2
 
 
 def test_polygons_of_many_vertices_are_simplified_on_demand(source: Source) -> None:
@@ -208,6 +216,10 @@ def test_the_counts_are_printed(source: Source, capsys: pytest.CaptureFixture[st
         (lambda content: content["images"].append(content["images"][0]), "images[1].id: is 1, as images[0].id is"),
         (lambda content: content["categories"].append({"id": 3, "name": "x"}), "categories[3].id: is 3, as categories[0].id is"),
         (lambda content: content["categories"][0].update(name=" "), "categories[0].name: is ' ', which cannot be an object's desc"),
+        (lambda content: content["categories"][0].update(name="a <|coord_3|>"), "categories[0].name: is 'a <|coord_3|>', which cannot be an object's desc"),
+        (lambda content: content["categories"][0].update(name="<|im_end|>"), "categories[0].name: is '<|im_end|>', which cannot be an object's desc"),
+        (lambda content: content["images"][0].update(width=10**400), "images[0].width: input should be less than 2147483648"),
+        (lambda content: content["annotations"][0].update(bbox=[1, 2, 10**400, 4]), "annotations[0].bbox[2]: input should be a"),
         (lambda content: content["images"][0].update(file_name="elsewhere.png"), "gives no record; images skipped: missing_file 1"),
         (lambda content: content["annotations"].clear(), "gives no record; images skipped: no_objects 1"),
     ],
@@ -325,7 +337,8 @@ def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_ann
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda row: row["metadata"].clear(), "predictions.jsonl:1: metadata.image_id: is missing"),
+        (lambda row: row["metadata"].clear(), "predictions.jsonl:1: metadata.image_id: is missing; only an evaluation of data that launch.import_coco wrote"),
+        (lambda row: row["metadata"].update(image_id="a7"), "metadata.image_id: input should be a valid integer, got 'a7'; only an evaluation of data that"),
         (lambda row: row["objects"][0].update(bins=[1, 2, 3]), "predictions.jsonl:1: objects[0]: a bbox_2d cannot have 3 bins"),
         (lambda row: row["objects"][0].update(bins=[1, 2, 3, 1000]), "predictions.jsonl:1: objects[0].bins[3]: input should be less than 1000"),
         (lambda row: row["objects"][0].pop("score"), "predictions.jsonl:1: objects[0].score: is missing"),

@@ -2,9 +2,11 @@
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
+from config_support import configuration
 from scene_support import guess, png, random_scenes, scene, truth
 
 from launch.export_coco import _read_predictions
@@ -14,7 +16,7 @@ from launch.report_folder import write_report
 from launch.report_page import page
 from launch.report_tables import report_tables
 from shared.coco import ImagePredictions
-from shared.config.evaluation import EvaluationSection
+from shared.config import RunConfig
 from shared.errors import StorageError
 from shared.evaluation import Evaluation, pair_objects, summarise
 
@@ -22,7 +24,11 @@ HOSTILE = '<script src="https://example.org/x.js">alert(1)</script>&\u202e\ud800
 
 
 def report_on(scenes, **settings):
-    return make_report(Evaluation(30, 4, tuple(scenes), 1.5), EvaluationSection(**settings), subject="demo after 30 steps")
+    return make_report(Evaluation(30, 4, tuple(scenes), 1.5), with_evaluation(**settings), subject="demo after 30 steps")
+
+
+def with_evaluation(**settings):
+    return configuration(Path("model"), Path("data"), Path("run"), evaluation=settings)
 
 
 def test_report_json_says_what_the_summary_says():
@@ -64,7 +70,8 @@ def test_the_folder_holds_report_page_predictions_and_pictures(tmp_path):
     report = report_on(scenes)
     write_report(tmp_path / "evaluations" / "step_000030", report)
     folder = tmp_path / "evaluations" / "step_000030"
-    assert sorted(path.name for path in folder.iterdir()) == ["pictures", "predictions.jsonl", "report.html", "report.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "pictures", "predictions.jsonl", "report.html", "report.json"]
+    assert RunConfig.model_validate_json((folder / "config.json").read_text()) == report.config
     assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(report.as_json()))
     assert [path.name for path in (folder / "pictures").iterdir()] == ["00001.png"]
     rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
@@ -121,7 +128,7 @@ class Reader(HTMLParser):
 
 def test_the_page_is_sound_loads_nothing_and_escapes_every_text():
     scenes = [scene(3, [truth(0, 0, 99, 99, desc=HOSTILE)], [guess(500, 500, 599, 599, desc=HOSTILE)], sample_id=HOSTILE)]
-    report = make_report(Evaluation(None, 0, tuple(scenes), 1.0), EvaluationSection(), subject=HOSTILE)
+    report = make_report(Evaluation(None, 0, tuple(scenes), 1.0), with_evaluation(), subject=HOSTILE)
     text = page(report)
     text.encode()
     read = Reader(text)
@@ -131,6 +138,21 @@ def test_the_page_is_sound_loads_nothing_and_escapes_every_text():
     assert "\u202e" not in text
     for title in ("Detection", "COCO", "Classes", "Worst scenes"):
         assert title in read.text
+
+
+def test_equal_names_among_pairs_of_equal_names_is_no_number():
+    rows = report_tables(report_on(random_scenes(10)))[0].rows
+    assert [row[0] for row in rows] == ["IoU 0.5, any class", "IoU 0.5, by class", "IoU 0.75, any class", "IoU 0.75, by class"]
+    assert [row[-1] == "-" for row in rows] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(("penalty", "score", "told"), [(1.0, "coord_probability", False), (1.3, "coord_probability", True), (1.3, "constant", False)])
+def test_scores_under_a_repetition_penalty_are_said_to_be(penalty, score, told):
+    config = configuration(Path("model"), Path("data"), Path("run"), evaluation__score=score, rollout_matching__repetition_penalty=penalty)
+    report = make_report(Evaluation(30, 4, tuple(random_scenes(3)), 1.5), config, subject="demo")
+    assert report.as_json()["repetition_penalty"] == penalty
+    note = "those under rollout_matching.repetition_penalty 1.3"
+    assert (note in report_tables(report)[1].note) == (note in page(report)) == told
 
 
 def test_tables_are_rectangular_and_leave_out_what_is_empty():

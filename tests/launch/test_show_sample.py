@@ -1,6 +1,7 @@
 """One sample of a run as a page: what is on it, and what is said where it cannot be made (issue 3, "Seeing a sample")."""
 
 import io
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -330,8 +331,20 @@ def test_a_run_without_rollouts_says_why(tmp_path, demo_checkpoint, demo_data):
 def test_a_damaged_log_is_an_error_with_its_line(copied):
     path = step_path(copied.folder / "rollouts", STEP)
     path.write_text(path.read_text() + "{}\n")
-    with pytest.raises(ConfigError, match=r"step_000007\.jsonl:2"):
+    with pytest.raises(RecordError, match=r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited"):
         copied.page()
+
+
+def test_a_line_of_another_shape_ends_the_command_without_a_traceback(copied, capsys):
+    path = step_path(copied.folder / "rollouts", STEP)
+    line = json.loads(path.read_text())
+    del line["reading"]["pairs"]
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(SystemExit) as caught:
+        main([f"run={copied.folder}", f"step={STEP}", "position=0"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{path}:1: reading.pairs: field required; a run's log is not to be edited: restore the file, or check out the version that ran it" in said
 
 
 def test_a_run_that_died_while_writing_still_shows_its_whole_lines(copied):

@@ -1,6 +1,7 @@
 """Every malformed rollout is data, shown in the run folder (issue 3, "Bad input"; spec: parse failures are visible without crashing)."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from learner.rollout_log import RolloutLog, read_step, step_path
 from learner.rules import target_rules
 from learner.targets import TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target
 from shared.config.pipeline import Channel
-from shared.errors import StorageError
+from shared.errors import RecordError, StorageError
 from shared.grounding.objects import DropReason
 from shared.grounding.parsing import parse_rollout
 from shared.records import GeometryKind, GroundTruthObject, Sample
@@ -218,7 +219,48 @@ def test_what_was_written_is_there_before_the_step_ends_and_half_a_line_is_none(
 def test_a_file_that_is_no_rollout_log_is_refused_by_line(tmp_path, text):
     path = tmp_path / "step_000001.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"step_000001\.jsonl:1"):
+    with pytest.raises(RecordError, match=r"step_000001\.jsonl:1: .*; a run's log is not to be edited: restore the file"):
+        read_step(path)
+
+
+def changed_at(line, dotted, value):
+    *keys, last = (int(key) if key.isdigit() else key for key in dotted.split("."))
+    inner = line
+    for key in keys:
+        inner = inner[key]
+    inner[last] = value
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "field"),
+    [
+        ("position", "0", "position"),
+        ("channel", "C", "channel"),
+        ("more", 1, "more"),
+        ("rollout", None, "rollout"),
+        ("rollout.text", 5, "rollout.text"),
+        ("rollout.response_token_ids", "12", "rollout.response_token_ids"),
+        ("ground_truth.1.kind", "circle", "ground_truth[1].kind"),
+        ("ground_truth.1.bins", [1, 2, 3, 4, 5, 6], "ground_truth"),
+        ("reading.objects.0", {"key": "object_1"}, "reading.objects[0].kind"),
+        ("reading.objects.0.bins.2", 1000, "reading.objects[0].bins[2]"),
+        ("reading.pairs.0.iou", None, "reading.pairs[0].iou"),
+        ("reading.pairs.0.iou", float("nan"), "reading.pairs[0].iou"),
+        ("reading.pairs.0.prediction", 1, "reading.pairs"),
+        ("reading.appended", [2], "reading.appended"),
+        ("target.token_ids", [], "target.token_ids"),
+        ("target.supervision.0.2", "colour", "target.supervision[0][2]"),
+        ("target.supervision.0.1", 9999, "target.supervision"),
+        ("target.coord_targets", [1.0], "target.coord_targets"),
+    ],
+)
+def test_a_line_that_was_edited_is_refused_by_file_line_and_field(tmp_path, codec, where, value, field):
+    logged_response(tmp_path, codec, "{" + entry(1, "seven", SEVEN.bins) + "}")
+    path = step_path(tmp_path, 7)
+    line = json.loads(path.read_text())
+    changed_at(line, where, value)
+    path.write_text(path.read_text() + json.dumps(line) + "\n")
+    with pytest.raises(RecordError, match=rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"):
         read_step(path)
 
 

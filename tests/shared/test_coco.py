@@ -35,6 +35,9 @@ def test_vertices_go_to_the_nearest_bin() -> None:
 def test_what_reaches_beyond_the_image_is_clamped() -> None:
     assert bins_of_coco_box([-5, -5, 200, 200], 100, 50) == (0, 0, 999, 999)
     assert bins_of_coco_ring([-5, 0, 200, 0, 0, 60], 100, 50) == (0, 0, 999, 0, 0, 999)
+    # 1e308 * 999 is not finite, nor is the far edge of the second box.
+    assert bins_of_coco_box([0, 0, 1e308, 1e308], 100, 50) == bins_of_coco_box([-1, 0, 1.7e308, 1.7e308], 100, 50) == (0, 0, 999, 999)
+    assert bins_of_coco_ring([-1e308, 0, 1e308, 0, 0, 1e308], 100, 50) == (0, 0, 999, 0, 0, 999)
 
 
 @pytest.mark.parametrize("ring", [[0, 0, 9, 0, 9, 9, 0, 0], [0, 0, 0.001, 0.001, 9, 0, 9, 9], [0, 0, 9, 0, 9, 0, 9, 9, 9, 9]])

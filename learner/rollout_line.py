@@ -1,0 +1,193 @@
+"""One line of a rollout log (learner.rollout_log): its format, and whether something is one.
+
+Shape legend: L target tokens, S coord slots. Positions count tokens of the target, whose head is the kept prefix of the response; ranges are
+half-open; predictions are indices into `reading.objects`, ground truths into `ground_truth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
+
+from learner.targets import TokenRole
+from shared.config.base import dotted
+from shared.errors import RecordError
+from shared.records import GeometryKind
+from shared.tokens.vocabulary import NUM_BINS
+
+REMEDY = "a run's log is not to be edited: restore the file, or check out the version that ran it"
+
+Text = InstanceOf[str]
+"""What a model wrote may hold half of a surrogate pair, which pydantic does not take for text."""
+
+_Kind = Annotated[str, Field(pattern=f"^({'|'.join(GeometryKind)})$")]
+_Bins = Annotated[Sequence[Annotated[int, Field(ge=0, lt=NUM_BINS)]], Field(min_length=4)]
+_Role = Annotated[str, Field(pattern=f"^({'|'.join(role.name.lower() for role in TokenRole)})$")]
+
+
+class GroundTruthEntry(TypedDict):
+    kind: _Kind
+    """bbox_2d or poly."""
+    bins: _Bins
+    """0..999: x1, y1, x2, y2, or x, y per vertex."""
+    desc: Text
+
+
+class RolloutEntry(TypedDict):
+    """The engine's answer."""
+
+    weight_version: int
+    actor: str
+    seed: int
+    attempt: int
+    """0 for the first try."""
+    finish_reason: str
+    """stop, length, repetition or aborted."""
+    num_prompt_tokens: int
+    """Image placeholders expanded."""
+    response_token_ids: Sequence[int]
+    """Without the stop token."""
+    forced_positions: Sequence[int]
+    """Response positions set by the repeat guard, not sampled."""
+    text: Text
+    """Of the response; bytes that are not UTF-8 appear as U+FFFD."""
+
+
+class ObjectEntry(TypedDict):
+    """A valid predicted object."""
+
+    key: Text
+    kind: _Kind
+    """bbox_2d or poly."""
+    desc: Text
+    bins: _Bins
+    """0..999: x1, y1, x2, y2, or x, y per vertex."""
+    span: Sequence[int]
+    """[start, stop) of its value `{...}`."""
+    coord_positions: Sequence[int]
+    """One per entry of `bins`."""
+
+
+class DroppedEntry(TypedDict):
+    """A complete entry of the response that is no valid object."""
+
+    key: Text
+    reason: str
+    """A `DropReason`."""
+
+
+class PairEntry(TypedDict):
+    prediction: int
+    ground_truth: int
+    iou: float
+    """maskIoU."""
+    supervised: bool
+    """False: excluded, because its coord slots are not beyond doubt; its ground truth is appended."""
+
+
+class ReadingEntry(TypedDict):
+    """What was made of the response."""
+
+    prefix_text: Text
+    """What was kept of it: an open JSON object, or `{`. Bytes that are not UTF-8 appear as U+FFFD."""
+    num_prefix: int
+    """Target tokens before the appended text."""
+    num_unchanged: int
+    """How many of those are the response's own; the replaced end of a fused token, and the fallback's `{`, are not."""
+    truncated: bool
+    """The response ended before its container closed."""
+    fallback: bool
+    """Nothing could be kept."""
+    max_object_index: int | None
+    """The largest n of an `object_{n}` key in the prefix. Appended objects are numbered on from there, or from 1."""
+    objects: Sequence[ObjectEntry]
+    """In order of appearance."""
+    dropped: Sequence[DroppedEntry]
+    """In order of appearance."""
+    pairs: Sequence[PairEntry]
+    """By prediction."""
+    excluded: Sequence[int]
+    """The predictions of the pairs that are not supervised."""
+    unmatched_predictions: Sequence[int]
+    gating_rejections: int
+    """Candidate pairs under `maskiou_gate`."""
+    appended: Sequence[int]
+    """The ground truths that were appended."""
+    appended_text: Text
+
+
+class TargetEntry(TypedDict):
+    """What the sample trains on."""
+
+    token_ids: Annotated[Sequence[int], Field(min_length=1)]
+    """[L], EOS last."""
+    supervision: Sequence[Annotated[tuple[int, int, _Role, float], Field(strict=False)]]
+    """[start, stop), role, weight: runs of equal tokens that cover all L. The role is a `TokenRole`, the weight that of `token_ce` before it
+    is averaged; it is 0 for coord slots, which are `coord_reg`'s and `bbox_geo`'s."""
+    coord_positions: Sequence[int]
+    """[S], ascending: the supervised slots."""
+    coord_targets: Sequence[float]
+    """[S], 0..999: where each should point."""
+
+
+@with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+class RolloutLine(TypedDict):
+    """One sample of one step."""
+
+    step: int
+    """From 0."""
+    position: int
+    """The sample's place in the step, from 0."""
+    channel: Annotated[str, Field(pattern="^[AB]$")]
+    sample_id: Text
+    ground_truth: Sequence[GroundTruthEntry]
+    """In record order."""
+    rollout: RolloutEntry | None
+    reading: ReadingEntry | None
+    target: TargetEntry
+
+
+_LINE = TypeAdapter(RolloutLine)
+
+
+def checked_line(value: Any) -> RolloutLine:
+    """What a line's JSON says, if it is the line of a rollout log. RecordError, not located, with the field that it is not for."""
+    try:
+        line = _LINE.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RecordError(first["msg"][0].lower() + first["msg"][1:], field=dotted(first["loc"]) or "line", remedy=REMEDY) from None
+    for field, holds in _consistent(line).items():
+        if not holds:
+            raise RecordError("contradicts the rest of the line", field=field, remedy=REMEDY)
+    return line
+
+
+def _consistent(line: RolloutLine) -> dict[str, bool]:
+    """What readers rely on beyond the types: fields, and whether they fit the others."""
+    reading, target = line["reading"], line["target"]
+    edges = [0, *(stop for _, stop, _, _ in target["supervision"])]
+    fits = {
+        "rollout": (line["rollout"] is None) == (reading is None) == (line["channel"] == "A"),
+        "ground_truth": all(map(_has_arity, line["ground_truth"])),
+        "target.supervision": edges[-1] == len(target["token_ids"])
+        and all(a == start < b for (a, b), (start, *_) in zip(pairwise(edges), target["supervision"], strict=True)),
+        "target.coord_targets": len(target["coord_targets"]) == len(target["coord_positions"]),
+    }
+    if reading is None:
+        return fits
+    pairs, num_predictions, num_truths = reading["pairs"], len(reading["objects"]), len(line["ground_truth"])
+    return fits | {
+        "reading.objects": all(map(_has_arity, reading["objects"])),
+        "reading.pairs": all(0 <= pair["prediction"] < num_predictions and 0 <= pair["ground_truth"] < num_truths for pair in pairs),
+        "reading.appended": all(0 <= index < num_truths for index in reading["appended"]),
+    }
+
+
+def _has_arity(shape: GroundTruthEntry | ObjectEntry) -> bool:
+    num = len(shape["bins"])
+    return num == 4 if shape["kind"] == GeometryKind.BBOX else num >= 6 and num % 2 == 0

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_the_tests_own_process() -> Iterator[None]:
+    """A command that is called, not started, leaves its signal handlers behind (`launch.command.end_on_signals`)."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
