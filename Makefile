@@ -61,7 +61,7 @@ lint: setup
 	@$(PYTHON) -m mypy
 
 check: lint
-	@$(PYTHON) -m pytest -q -m "not engine and not ray and not slow"
+	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not slow"
 
 test: lint
 	@$(PYTHON) -m pytest -q
