@@ -20,7 +20,7 @@ help:
 	@echo "make check      the same without the tests that start Ray or vLLM engines, and the long sweeps"
 	@echo "make setup      .venv with everything (does nothing where it is done)"
 	@echo "make demo-data  the demo's data and model in outputs/demo (kept where they are there)"
-	@echo "make demo-polygons-data  the same scenes with outlines for the odd digits, for data=demo_polygons"
+	@echo "make demo-polygons-data  the same scenes, odd digits as outlines"
 	@echo "make clean      remove .venv and caches; outputs stay"
 
 setup:
