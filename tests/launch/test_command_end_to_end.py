@@ -37,6 +37,7 @@ class Command:
         command += [f"data.train={data / 'train.jsonl'}", f"data.val={data / 'val.jsonl'}", "training.effective_batch_size=8", *overrides]
         command += [
             "stage2_ab.channel_b.rollouts_per_step=12",
+            "stage2_ab.schedule.b_ratio=1.0",
             "rollout_matching.decode_batch_size=2",
             "training.packing_window=4",
             "cluster.dashboard=false",
