@@ -151,7 +151,7 @@ class RolloutMatchingSection(Section):
     """Distance between points, in bins, that the transport between a polygon and its match minimises."""
 
     ot_epsilon: PositiveFloat = 10.0
-    """Entropic regularisation of that transport, in bins."""
+    """Entropic regularisation of that transport, in bins. It blends neighbouring vertices: shapes not much larger than it are taught smaller than they are."""
 
     ot_iters: PositiveInt = 30
     """Sinkhorn iterations of that transport."""
