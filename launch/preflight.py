@@ -50,5 +50,7 @@ def check_data(config: RunConfig) -> DataFacts:
 def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
     """The file that `key` names, read as `check_data` does, with its errors."""
     if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for data=demo_polygons), or set {key} to a JSONL file")
+        raise ConfigError(
+            f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for data=demo_polygons), or set {key} to a JSONL file"
+        )
     return load_samples(config, path)
