@@ -50,9 +50,9 @@ def greedy_jobs(job):
 ALIGNED = {
     "custom__trainer_variant": "stage2_rollout_aligned",
     "stage2_ab": {"channel_b": {"enable_pipeline": True}},
-    "global_max_length": 640,
+    "global_max_length": 420,
     "training__per_device_train_batch_size": 4,
-    "training__packing_buffer": 12,
+    "training__packing_buffer": 24,
     "rollout_matching__max_new_tokens": 144,
 }
 
