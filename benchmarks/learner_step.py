@@ -18,10 +18,11 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import FIRST_COORD, PIPELINE, loss_of, plain_values
 from learner.collate import PackedRow, collate
+from learner.objectives.coord_math import Normalizer
 from learner.objectives.interface import ChannelObjectives
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
-from learner.step import Sampling, backward_row
+from learner.step import backward_row
 from learner.targets import Target, TextWeights, TokenRole
 from shared.config.pipeline import Channel
 from shared.tokens.vocabulary import NUM_BINS
@@ -149,7 +150,7 @@ def main() -> None:
     segments = [make_segment(n, arguments.segment, model.config.text_config.vocab_size) for n in range(arguments.tokens // arguments.segment)]
     row = collate(segments, text_weights=TextWeights(1.0, 1.0), rope_index=model.model.get_rope_index).to(device)
     objectives = build_objectives(PIPELINE, Channel.B, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device))
-    ours = measure(model, lambda: backward_row(model, row, objectives, Sampling(0.0, ())).loss, arguments.repeats, device)
+    ours = measure(model, lambda: backward_row(model, row, objectives, Normalizer()).loss, arguments.repeats, device)
     obvious = measure(model, lambda: every_position(model, row, objectives), arguments.repeats, device)
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     assert abs(ours[2] - obvious[2]) <= tolerance * abs(obvious[2]), (ours[2], obvious[2])

@@ -23,13 +23,14 @@ from learner.counters import StepTally
 from learner.heldout import HeldOut
 from learner.lengths import require_lengths
 from learner.loading import load_model
+from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.rollout_log import RolloutLog
 from learner.rows import row_policy
 from learner.rules import target_rules, text_weights
 from learner.samples import load_samples
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
-from learner.step import Sampling, Updater, UpdateResult, backward_row
+from learner.step import Updater, UpdateResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from learner.weight_sender import WeightSender
 from shared.config import RunConfig
@@ -88,7 +89,8 @@ class Learner:
         pipeline = config.rollout_matching.pipeline
         self._objectives = {channel: build_objectives(pipeline, channel, self._loaded.coord_ids_C) for channel in Channel}
         self._text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
-        self._sampling = Sampling(self._decode.temperature, self._loaded.banned_token_ids)
+        # Greedy engines (temperature 0) report the log-probability at temperature 1.
+        self._sampled_under = Normalizer(self._decode.temperature or 1.0, self._loaded.banned_token_ids)
         self._rows = row_policy(config)
         self._log = RolloutLog(config.telemetry.run_dir / "rollouts", self._loaded.codec) if config.telemetry.rollouts else None
         self._updater = Updater(self._loaded.model, config.training)
@@ -225,7 +227,7 @@ class Learner:
         step, model, channel = self._current, self._loaded.model, self._current.plan.channel
         segments = [segment if segment.step == step.plan.step else _without_logprobs(segment) for segment in segments]
         row = collate(segments, text_weights=self._text_weights[channel], rope_index=model.model.get_rope_index)
-        result = backward_row(model, row.to(self._loaded.device), self._objectives[channel], self._sampling)
+        result = backward_row(model, row.to(self._loaded.device), self._objectives[channel], self._sampled_under)
         if channel is Channel.B and compares_logprobs(self._decode):
             tolerance = self._config.rollout_matching.logprob_tolerance
             difference = check_logprobs(segments, result.sampled_logprobs_K, row.sampled.logprobs, tolerance=tolerance)

@@ -1,6 +1,6 @@
 """The logits of one packed row, reduced to what its objectives ask: a chunk of positions at a time, because all at once fill gigabytes.
 
-The peak is a chunk's backward: its logits, a float32 copy of them (the gradient) and two bytes per logit; benchmarks/logit_memory.py measures it.
+The peak is a chunk's backward: its logits, a float32 copy of them (the gradient) and masks; benchmarks/logit_memory.py measures it.
 
 Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X text, S coord slots, K sampled tokens, V vocabulary.
 """
@@ -19,7 +19,7 @@ from learner.objectives.coord_math import LogitReading, Normalizer
 from learner.objectives.interface import LogitNeeds, RowValues
 
 LOGIT_CHUNK = 512
-"""Positions whose full-vocabulary logits exist at a time: with a vocabulary of 152,000 and float32, 10 bytes for each are 0.78 GB."""
+"""Positions whose full-vocabulary logits exist at a time: with a vocabulary of 152,000 and float32, 9 bytes for each are 0.70 GB."""
 
 _PLAIN = Normalizer()
 

@@ -19,19 +19,6 @@ from shared.config.training import TrainingSection
 from shared.errors import LearnerError
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the engine drew its tokens, for computing the same probabilities here."""
-
-    temperature: float
-    """0: greedy, of which engines report the log-probability at temperature 1."""
-    banned_ids: tuple[int, ...]
-
-    @property
-    def normalizer(self) -> Normalizer:
-        return Normalizer(self.temperature if self.temperature > 0 else 1.0, self.banned_ids)
-
-
 class SlotMean(NamedTuple):
     """A mean over coord slots, in parts that add over rows."""
 
@@ -51,8 +38,11 @@ class RowResult:
     """The learner's log-probabilities of the row's sampled tokens, on the CPU."""
 
 
-def backward_row(model: Any, row: PackedRow, objectives: ChannelObjectives, sampling: Sampling, *, logit_chunk: int = LOGIT_CHUNK) -> RowResult:
-    """Add the row's gradient. Logits exist only at supervised and compared positions, `logit_chunk` of them at a time."""
+def backward_row(model: Any, row: PackedRow, objectives: ChannelObjectives, sampled_under: Normalizer, *, logit_chunk: int = LOGIT_CHUNK) -> RowResult:
+    """Add the row's gradient. Logits exist only at supervised and compared positions, `logit_chunk` of them at a time.
+
+    `sampled_under` is how the engine drew its tokens, for computing the same probabilities here.
+    """
     inputs = row.inputs
     output = model.model(
         input_ids=inputs.input_ids,
@@ -63,7 +53,7 @@ def backward_row(model: Any, row: PackedRow, objectives: ChannelObjectives, samp
         image_grid_thw=inputs.image_grid_thw,
         use_cache=False,
     )
-    read = LogitsPass(model.lm_head, objectives.coord_ids_C, objectives.needs, sampling.normalizer, logit_chunk)
+    read = LogitsPass(model.lm_head, objectives.coord_ids_C, objectives.needs, sampled_under, logit_chunk)
     values = read(output.last_hidden_state[0, row.positions_N], row)
     losses = [objective(values, row.supervision) for objective in objectives.objectives]
     # So that a row without supervised slots or text has a gradient too, of zero.

@@ -165,13 +165,6 @@ def pair_objects(predictions: Sequence[Shape], ground_truth: Sequence[Shape], *,
     return _greedy_pairs(_iou(predictions, ground_truth), iou_threshold)
 
 
-def score_detections(
-    predictions: Sequence[NamedShape], ground_truth: Sequence[NamedShape], *, iou_threshold: float = 0.5, num_dropped: int = 0
-) -> DetectionCounts:
-    """The counts of one scene, paired as `pair_objects` does. `num_dropped` is the number of its dropped entries, which only `valid_rate` needs."""
-    return _counts(predictions, ground_truth, pair_objects(predictions, ground_truth, iou_threshold=iou_threshold), num_dropped)
-
-
 @dataclass(frozen=True, slots=True)
 class _Overlaps:
     """A scene with the overlaps of its objects, to be paired at several thresholds."""
@@ -193,7 +186,14 @@ class _Overlaps:
         return _greedy_pairs(self.iou_PG, iou_threshold)
 
     def counts(self, iou_threshold: float) -> DetectionCounts:
-        return _counts(self.scene.objects, self.scene.sample.objects, self.pairs(iou_threshold), len(self.scene.dropped))
+        predictions, ground_truth, pairs = self.scene.objects, self.scene.sample.objects, self.pairs(iou_threshold)
+        return DetectionCounts(
+            num_predictions=len(predictions),
+            num_dropped=len(self.scene.dropped),
+            num_ground_truth=len(ground_truth),
+            num_matched=len(pairs),
+            num_class_correct=sum(predictions[pair.prediction].desc == ground_truth[pair.ground_truth].desc for pair in pairs),
+        )
 
 
 def _total(scenes: Sequence[_Overlaps], iou_threshold: float) -> DetectionCounts:
@@ -208,16 +208,6 @@ def _class_table(same_class: Sequence[_Overlaps], iou_threshold: float) -> dict[
         name: DetectionCounts(num_predictions=predicted[name], num_ground_truth=there[name], num_matched=matched[name], num_class_correct=matched[name])
         for name in sorted(predicted | there)
     }
-
-
-def _counts(predictions: Sequence[NamedShape], ground_truth: Sequence[NamedShape], pairs: Sequence[Pair], num_dropped: int) -> DetectionCounts:
-    return DetectionCounts(
-        num_predictions=len(predictions),
-        num_dropped=num_dropped,
-        num_ground_truth=len(ground_truth),
-        num_matched=len(pairs),
-        num_class_correct=sum(predictions[pair.prediction].desc == ground_truth[pair.ground_truth].desc for pair in pairs),
-    )
 
 
 def _iou(predictions: Sequence[Shape], ground_truth: Sequence[Shape]) -> np.ndarray:

@@ -6,15 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from config_support import configuration
+from learner_support import answer
+from scene_support import counts_of
 
 from learner.heldout import HeldOut
 from learner.loading import load_tokens
 from learner.samples import load_samples
 from shared.errors import ConfigError, RolloutError
-from shared.evaluation import score_detections
 from shared.grounding.objects import DropReason
 from shared.grounding.serialize import serialize_objects
-from shared.rollouts import DecodeMode, FinishReason, Rollout
+from shared.rollouts import DecodeMode
 from shared.tokens.vocabulary import COORD_TOKENS
 
 SAMPLING = {"rollout_matching__decoding": {"temperature": 0.7, "top_p": 0.9, "top_k": 20}, "rollout_matching__repetition_penalty": 1.1}
@@ -33,27 +34,11 @@ def held_out(demo_checkpoint, demo_data, tmp_path_factory):
     return make
 
 
-def answer(held, position, text, logprobs=None):
+def answered(held, position, text, logprobs=None):
     """What an engine would have returned for this text."""
-    request, encoded = held.requests(3)[position], held.encoder.encode(held.samples[position])
-    response = tuple(held.codec.encode(text))
-    return Rollout(
-        step=3,
-        position=position,
-        sample_id=request.sample_id,
-        prompt_token_ids=encoded.token_ids,
-        response_token_ids=response,
-        stop_token_id=None,
-        logprobs=tuple(logprobs or [-0.1] * len(response)) if request.decode.return_logprobs else None,
-        stop_token_logprob=None,
-        finish_reason=FinishReason.STOP,
-        forced_positions=(),
-        weight_version=0,
-        actor="nobody",
-        attempt=0,
-        seed=request.seed,
-        generate_s=0.0,
-    )
+    request, response = held.requests(3)[position], held.codec.encode(text)
+    given = (logprobs or [-0.1] * len(response)) if request.decode.return_logprobs else None
+    return answer(request, held.encoder.encode(held.samples[position]), response, logprobs=given)
 
 
 def test_every_sample_is_asked_for_greedily_however_training_decodes(held_out):
@@ -87,11 +72,11 @@ def test_a_sample_that_does_not_fit_is_refused_before_anything_is_asked(held_out
 
 def test_the_ground_truths_own_text_is_found_without_a_mistake(held_out):
     held = held_out()
-    scenes = held.score([answer(held, position, serialize_objects(held.samples[position].objects)) for position in (2, 3, 4)])
+    scenes = held.score([answered(held, position, serialize_objects(held.samples[position].objects)) for position in (2, 3, 4)])
     assert [scene.position for scene in scenes] == [2, 3, 4]
     for scene in scenes:
         assert scene.sample is held.samples[scene.position]
-        assert score_detections(scene.objects, scene.sample.objects, iou_threshold=1.0).f1 == 1.0
+        assert counts_of(scene, iou_threshold=1.0).f1 == 1.0
         assert (scene.dropped, scene.truncated) == ((), False)
         assert all(image.data is None for image in scene.sample.images)
 
@@ -100,14 +85,14 @@ def test_what_is_dropped_and_what_is_cut_off_is_reported(held_out):
     held = held_out()
     box = '["<|coord_9|>", "<|coord_1|>", "<|coord_5|>", "<|coord_8|>"]'
     text = f'{{"object_1": {{"desc": "one", "bbox_2d": {box}}}, "object_2": {{"desc": "two", "bbox_2d": ["<|coord_1|>"]}}, "object_3": {{"desc": "th'
-    (scene,) = held.score([answer(held, 0, text)])
+    (scene,) = held.score([answered(held, 0, text)])
     assert scene.dropped == (DropReason.BBOX_INVALID, DropReason.WRONG_ARITY)
     assert (scene.objects, scene.truncated) == ((), True)
 
 
 def test_a_constant_score_is_1(held_out):
     held = held_out(evaluation__score="constant")
-    (scene,) = held.score([answer(held, 1, serialize_objects(held.samples[1].objects))])
+    (scene,) = held.score([answered(held, 1, serialize_objects(held.samples[1].objects))])
     assert [found.score for found in scene.objects] == [1.0] * len(held.samples[1].objects)
 
 
@@ -116,7 +101,7 @@ def test_the_score_is_the_mean_probability_of_the_objects_own_coord_tokens(held_
     position = next(i for i, sample in enumerate(held.samples) if len(sample.objects) > 1)
     text = serialize_objects(held.samples[position].objects)
     logprobs = np.log(np.random.default_rng(5).uniform(0.01, 1.0, len(held.codec.encode(text)))).tolist()
-    rollout = answer(held, position, text, logprobs)
+    rollout = answered(held, position, text, logprobs)
     # Slowly: coord tokens in order of appearance are four per box.
     slots = [i for i, token in enumerate(rollout.response_token_ids) if held.codec.piece_bytes(token).decode(errors="replace") in COORD_TOKENS]
     expected = [sum(math.exp(logprobs[i]) for i in slots[first : first + 4]) / 4 for first in range(0, len(slots), 4)]
@@ -128,6 +113,6 @@ def test_the_score_is_the_mean_probability_of_the_objects_own_coord_tokens(held_
 
 def test_an_engine_that_saw_another_prompt_ends_the_evaluation(held_out):
     held = held_out()
-    rollout = answer(held, 0, "{}")
+    rollout = answered(held, 0, "{}")
     with pytest.raises(RolloutError, match="the prompts differ first at token 0"):
         held.score([replace(rollout, prompt_token_ids=(1, *rollout.prompt_token_ids))])

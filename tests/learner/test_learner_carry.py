@@ -76,7 +76,7 @@ def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(config):
         target = rollout_target(rollout, sample, learner._loaded.codec, learner._rules)
         segment = Segment(rollout.position, learner._encoder.encode(sample), target)
         row = collate([segment], text_weights=learner._text_weights[Channel.B], rope_index=learner._loaded.model.model.get_rope_index)
-        losses.append(backward_row(learner._loaded.model, row, learner._objectives[Channel.B], learner._sampling).loss)
+        losses.append(backward_row(learner._loaded.model, row, learner._objectives[Channel.B], learner._sampled_under).loss)
     assert report.metrics["loss/total"] == pytest.approx(sum(losses) / 8, rel=1e-5)
 
 

@@ -10,10 +10,11 @@ from config_support import configuration
 from learner.collate import collate
 from learner.loading import load_model
 from learner.logits import LOGIT_CHUNK
+from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.rules import target_rules, text_weights
 from learner.segments import PromptEncoder, Segment
-from learner.step import Sampling, backward_row, learning_rate_at
+from learner.step import backward_row, learning_rate_at
 from learner.targets import TextWeights, TokenRole, ground_truth_target, rollout_target
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
@@ -74,7 +75,7 @@ def step(parts, channel, rows, *, logit_chunk=LOGIT_CHUNK):
     config, loaded, _ = parts
     loaded.model.zero_grad(set_to_none=True)
     pipeline = config.rollout_matching.pipeline
-    objectives, sampling = build_objectives(pipeline, channel, loaded.coord_ids_C), Sampling(0.0, loaded.banned_token_ids)
+    objectives, sampling = build_objectives(pipeline, channel, loaded.coord_ids_C), Normalizer(excluded_ids=loaded.banned_token_ids)
     loss, terms, slot_sums = 0.0, {}, {}
     for segments in rows:
         row = collate(segments, text_weights=text_weights(pipeline, channel), rope_index=loaded.model.model.get_rope_index)
@@ -215,7 +216,7 @@ def test_prefix_coord_tokens_can_be_supervised_without_supervising_prefix_text_t
     row = collate([compared], text_weights=TextWeights(desc=0.0, matched_structure=0.0), rope_index=loaded.model.model.get_rope_index)
     hidden = torch.randn(1, row.num_tokens, loaded.model.config.text_config.hidden_size, requires_grad=True)
     model = _Given(hidden, loaded.model)
-    backward_row(model, row, build_objectives(unified, Channel.B, loaded.coord_ids_C), Sampling(0.0, ()))
+    backward_row(model, row, build_objectives(unified, Channel.B, loaded.coord_ids_C), Normalizer())
     learned = {n + 1 - prompt_length for n in hidden.grad[0].any(dim=1).nonzero()[:, 0].tolist()}
     in_prefix, in_tail = {i for i in learned if i < prefix_length}, {i for i in learned if i >= prefix_length}
     assert in_prefix == {i for i in target.coord_positions if i < prefix_length} != set()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from learner.learner import Learner
+from learner.segments import EncodedPrompt
 from learner.targets import ground_truth_target
 from shared.config import RunConfig
-from shared.rollouts import FinishReason, Rollout
+from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.schedule import StepPlan
 
 
@@ -20,23 +23,26 @@ def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:
     requests = learner.next_requests(plan)
     step = learner._current
     responses = [ground_truth_target(sample, learner._loaded.codec, learner._rules).token_ids for sample in step.samples]
-    return [
-        Rollout(
-            step=request.step,
-            position=request.position,
-            sample_id=request.sample_id,
-            prompt_token_ids=prompt.token_ids,
-            response_token_ids=response[: len(response) // 2],
-            stop_token_id=None,
-            logprobs=None,
-            stop_token_logprob=None,
-            finish_reason=FinishReason.LENGTH,
-            forced_positions=(),
-            weight_version=0,
-            actor="nobody",
-            attempt=0,
-            seed=request.seed,
-            generate_s=0.0,
-        )
-        for request, prompt, response in zip(requests, map(learner._encoder.encode, step.samples), responses, strict=True)
-    ]
+    prompts = map(learner._encoder.encode, step.samples)
+    return [answer(request, prompt, response[: len(response) // 2]) for request, prompt, response in zip(requests, prompts, responses, strict=True)]
+
+
+def answer(request: RolloutRequest, prompt: EncodedPrompt, response: Sequence[int], *, logprobs: Sequence[float] | None = None) -> Rollout:
+    """What an engine with the first weights would have returned for a request, cut off at the length limit."""
+    return Rollout(
+        step=request.step,
+        position=request.position,
+        sample_id=request.sample_id,
+        prompt_token_ids=prompt.token_ids,
+        response_token_ids=tuple(response),
+        stop_token_id=None,
+        logprobs=None if logprobs is None else tuple(logprobs),
+        stop_token_logprob=None,
+        finish_reason=FinishReason.LENGTH,
+        forced_positions=(),
+        weight_version=0,
+        actor="nobody",
+        attempt=0,
+        seed=request.seed,
+        generate_s=0.0,
+    )

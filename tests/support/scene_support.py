@@ -9,7 +9,7 @@ from random import Random
 from PIL import Image
 
 from shared.coco import ScoredObject
-from shared.evaluation import Scene
+from shared.evaluation import DetectionCounts, Scene, summarise
 from shared.grounding.objects import DropReason
 from shared.records import GeometryKind, GroundTruthObject, ImageRef, Sample
 
@@ -43,6 +43,11 @@ def scene(
     images = (ImageRef(path=None, data=image, sha256=""),)
     sample = Sample(sample_id or f"val:{position + 1}", images, width=101, height=61, objects=tuple(truths))
     return Scene(position, sample, tuple(found), tuple(dropped), truncated=False)
+
+
+def counts_of(one: Scene, *, iou_threshold: float = 0.5) -> DetectionCounts:
+    """Of one scene, whatever the classes of its pairs."""
+    return summarise([one], [iou_threshold]).thresholds[0].any_class
 
 
 def random_scenes(count: int, *, seed: int = 0) -> list[Scene]:
