@@ -145,6 +145,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.tokens < arguments.segment:
+        parser.error(f"--tokens {arguments.tokens} is less than one segment (--segment {arguments.segment})")
     device, dtype = torch.device(arguments.device), {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
     model = make_model(arguments.size, device, dtype)
     segments = [make_segment(n, arguments.segment, model.config.text_config.vocab_size) for n in range(arguments.tokens // arguments.segment)]
