@@ -12,11 +12,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from learner.actor import LearnerShell, RemoteLearner
+from learner.place import LearnerPlace, ReceiverGroup
+from rollout_actors.engine_actor import EngineActor, LocalEngine
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
-from rollout_actors.vllm_actor import VllmActor
 from shared.config import RunConfig
-from shared.config.derive import batch_algebra
 from shared.errors import ConfigError
 
 
@@ -125,8 +125,8 @@ class Cluster:
         learner = self._place_learner(placement.learner, group, placement.num_actors)
         pool = self._place_actors(placement, group)
         # The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created above, import vllm meanwhile.
-        receivers = placement.num_actors * config.rollout_matching.vllm.actors.tensor_parallel_size
-        learner.start(config, receiver_ranks=receivers, transport=placement.transport, device="cuda" if placement.learner["GPU"] else "cpu")
+        workers = placement.num_actors * config.rollout_matching.vllm.actors.tensor_parallel_size
+        learner.start(config, LearnerPlace(placement.transport, (ReceiverGroup(workers),), device="cuda" if placement.learner["GPU"] else "cpu"))
         pool.start()
         return learner, pool
 
@@ -158,7 +158,7 @@ class Cluster:
         settings = engine_settings(config, Device.CUDA if placement.actor["GPU"] else Device.CPU, placement.transport, max_images=self._max_images)
         names = [f"rollout-actor-{index}" for index in range(placement.num_actors)]
         actors = [
-            ray.remote(VllmActor)
+            ray.remote(EngineActor)
             .options(
                 name=name,
                 num_cpus=placement.actor["CPU"],
@@ -166,11 +166,11 @@ class Cluster:
                 scheduling_strategy=_bundle(group, index),
                 runtime_env={"env_vars": engine_environment(settings)},
             )
-            .remote(name, settings, index)
+            .remote(LocalEngine(name, settings, index))
             for index, name in enumerate(names)
         ]
         timeouts = PoolTimeouts(config.timeouts.start_s, config.timeouts.generate_s, config.timeouts.sync_phase_s)
-        pool = ActorPool(actors, names, timeouts, round_capacity=batch_algebra(config).round_capacity)
+        pool = ActorPool(actors, names, timeouts, decode_batch_size=config.rollout_matching.decode_batch_size, learner_ranks=config.learner.world_size)
         self._ends.callback(pool.close)
         return pool
 
@@ -203,7 +203,7 @@ def engine_settings(config: RunConfig, device: Device, transport: str, *, max_im
         device=device,
         tensor_parallel_size=vllm.actors.tensor_parallel_size,
         kv_cache_memory_bytes=vllm.kv_cache_memory_bytes,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        gpu_memory_utilization=vllm.gpu_memory_utilization or 0.85,
         enforce_eager=vllm.enforce_eager,
         max_images_per_prompt=max_images,
     )

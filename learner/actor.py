@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from learner.learner import Learner
+from learner.place import LearnerPlace
 from shared.config import RunConfig
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import LearnerError
@@ -30,11 +32,11 @@ class LearnerShell:
 
     _learner: Learner
 
-    def start(self, config: RunConfig, receiver_ranks: int, transport: str, device: str) -> int:
+    def start(self, config: RunConfig, place: LearnerPlace) -> int:
         """Load model and data; the number of torch's threads. Not in the constructor, whose exceptions Ray turns into a dead actor."""
         # A cluster of the run's own is this machine alone, and its weights never leave it.
         host = "127.0.0.1" if config.cluster.address == "local" else ray.util.get_node_ip_address()
-        self._learner = Learner(config, receiver_ranks=receiver_ranks, transport=transport, host=host, device=torch.device(device))
+        self._learner = Learner(config, replace(place, host=host))
         return torch.get_num_threads()
 
     def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
@@ -71,9 +73,9 @@ class RemoteLearner:
         self.num_threads = 0
         """Of torch in the learner's process, once it has started."""
 
-    def start(self, config: RunConfig, *, receiver_ranks: int, transport: str, device: str) -> None:
+    def start(self, config: RunConfig, place: LearnerPlace) -> None:
         """Returns when model and data are loaded. Raises what the learner finds wrong with them."""
-        starting = self._actor.start.remote(config, receiver_ranks, transport, device)
+        starting = self._actor.start.remote(config, place)
         self.num_threads = self._wait(starting, "start", self._timeouts.start_s, "timeouts.start_s")
 
     def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:

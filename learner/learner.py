@@ -25,14 +25,18 @@ from learner.lengths import require_lengths
 from learner.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
+from learner.optimizer import Updater, UpdateResult
+from learner.place import LearnerPlace
+from learner.ranks import OneRank, Ranks
 from learner.rollout_log import RolloutLog
 from learner.rows import row_policy
 from learner.rules import target_rules, text_weights
 from learner.samples import load_samples
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
-from learner.step import Updater, UpdateResult, backward_row
+from learner.step import backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from learner.weight_sender import WeightSender
+from learner.weight_source import FullWeights
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
@@ -66,11 +70,11 @@ class _StepInProgress:
 class Learner:
     """One rank. Not thread-safe: its methods are called in the order of the module's first lines."""
 
-    def __init__(self, config: RunConfig, *, receiver_ranks: int, transport: str, host: str, device: torch.device) -> None:
-        """`receiver_ranks` is the number of engine workers that take weights, `transport` how they take them (`WeightOffer.transport`), and `host`
-        an address of this node that they reach. Raises ConfigError and RecordError for what is wrong with model and data."""
+    def __init__(self, config: RunConfig, place: LearnerPlace) -> None:
+        """Raises ConfigError and RecordError for what is wrong with model and data."""
         self._config = config
-        self._loaded = load_model(config, device)
+        self._ranks: Ranks = OneRank()
+        self._loaded = load_model(config, torch.device(place.device))
         self._rules = target_rules(config)
         self._encoder = PromptEncoder(self._loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
         self._decode = config.rollout_matching.decode_settings(
@@ -93,12 +97,12 @@ class Learner:
         self._sampled_under = Normalizer(self._decode.temperature or 1.0, self._loaded.banned_token_ids)
         self._rows = row_policy(config)
         self._log = RolloutLog(config.telemetry.run_dir / "rollouts", self._loaded.codec) if config.telemetry.rollouts else None
-        self._updater = Updater(self._loaded.model, config.training)
+        self._updater = Updater(self._loaded.model, config.training, self._ranks)
         self._sender = WeightSender(
-            self._loaded.model,
-            transport=transport,
-            receiver_ranks=receiver_ranks,
-            host=host,
+            FullWeights(self._loaded.model),
+            transport=place.transport,
+            receivers=place.receivers,
+            host=place.host,
             timeout_s=config.timeouts.sync_phase_s,
             bucket_bytes=config.rollout_matching.vllm.sync.bucket_bytes,
         )

@@ -14,8 +14,9 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
+from learner.place import ReceiverGroup
+from learner.weight_source import WeightSource
 from shared.canary import CanaryProbe
 from shared.checksum import BLOCK, bucket_checksum, tensor_checksum
 from shared.errors import WeightSyncError
@@ -41,27 +42,28 @@ class Wire(Protocol):
 
 
 class WeightSender:
-    """Sends one model's weights again and again over one group, and opens a new group on a new port after a failure.
+    """Sends one source's weights again and again over one group, and opens a new group on a new port after a failure.
 
     Holds: a listening socket between the first offer and the first send, the group after that. Not thread-safe: one sync at a time.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        source: WeightSource,
         *,
         transport: str,
-        receiver_ranks: int,
+        receivers: tuple[ReceiverGroup, ...],
         timeout_s: float,
         host: str = "127.0.0.1",
         bucket_bytes: int = 64 << 20,
     ) -> None:
-        """`receiver_ranks` is the number of engine workers over all actors; `host` is an address of this node that they can reach."""
+        """`receivers` are the engines' workers; `host` is an address of this node that they can reach."""
         if transport not in WIRES:
             raise ValueError(f"no weight transport {transport!r}; there are {', '.join(WIRES)}")
-        self._model = model
+        self._source = source
         self._transport = transport
-        self._world_size = 1 + receiver_ranks
+        (group,) = receivers
+        self._world_size = 1 + group.num_workers
         self._timeout_s = timeout_s
         self._host = host
         self._bucket_bytes = bucket_bytes
@@ -76,7 +78,7 @@ class WeightSender:
             self._port = self._socket.getsockname()[1]
         tensors = tuple(
             TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel() * tensor.element_size())
-            for name, tensor in self._tensors()
+            for name, tensor in self._source.tensors()
         )
         terms = Terms(
             host=self._host,
@@ -100,7 +102,7 @@ class WeightSender:
             phase_s["rendezvous"] = time.perf_counter() - started
             started = time.perf_counter()
             wire = self._wire
-            self._bounded(lambda: wire.send(self._tensors(), terms), "wire")
+            self._bounded(lambda: wire.send(self._source.tensors(), terms), "wire")
             phase_s["wire"] = time.perf_counter() - started
         except WeightSyncError:
             self.close()
@@ -121,13 +123,8 @@ class WeightSender:
         listening, self._socket = self._socket, None
         return WIRES[self._transport](terms, listening)
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # Tied parameters appear once, under their first name, which is how the engine's loader knows them.
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.detach()
-
     def _checksums(self, tensors: tuple[TensorSpec, ...]) -> tuple[int, ...]:
-        values = self._tensors()
+        values = self._source.tensors()
         checksums = []
         for bucket in buckets(tensors, self._bucket_bytes):
             checksums.append(bucket_checksum(_checksum(next(values)[1]) for _ in bucket))

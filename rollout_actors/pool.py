@@ -1,22 +1,26 @@
-"""The rollout actors of a run as one: shares out requests, keeps the phases of a weight sync in step, and waits for nobody forever."""
+"""The rollout engines of a run as one: shares out requests, keeps the phases of a weight sync in step, and waits for nobody forever."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from shared.chunking import split_contiguous, split_rounds
-from shared.errors import RolloutError, WeightSyncError
+from shared.chunking import chunk_size, rank_rounds, split_over
+from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync import MARGIN_S, SyncPhase
 
 Error = RolloutError | WeightSyncError
+
+Round = list[list[Any]]
+"""References to the requests of one round: those of each learner rank, in position order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,8 @@ class PoolTimeouts:
     """Seconds, from the configuration's section `timeouts`."""
 
     start_s: float
-    generate_s: float
+    generate_s: float | None
+    """None: the engines keep their own limit."""
     sync_phase_s: float
 
 
@@ -33,7 +38,7 @@ class _Call:
     """One call to every actor that takes part: what to say when it does not end well."""
 
     phase: str
-    timeout_s: float
+    timeout_s: float | None
     timeout_key: str
     check: str
     error: type[Error]
@@ -41,77 +46,164 @@ class _Call:
     """Waited beyond the timeout, where the actor keeps the same timeout itself and can say more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one engine generates for one learner rank in a round."""
+
+    rank: int
+    engine: int
+    """Place in the pool."""
+    first_engine: int
+    """The one that was asked first."""
+    requests: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    piece: _Piece
+    rollouts: Any
+    """Reference to a `list[Rollout]`."""
+    count: Any
+    """Reference to its length: so that the driver need not read it to know that it is there."""
+
+
+Instead = Callable[[int], tuple[str, Any] | None]
+"""Given the place of an answer that failed: who is asked instead, and the reference to wait for. None: nobody."""
+
+TRIES = 2
+"""Attempts of one server before the next is asked (DESIGN 5, decision 14)."""
+
+
 class ActorPool:
-    """N actors with the methods of `VllmActor`, already created and placed, which this pool owns from now on.
+    """N actors with the methods of `EngineActor`, already created and placed, which this pool owns from now on.
 
     Waiting happens in threads of the pool: at most one sync or two rounds at a time, each bounded by a timeout, and unblocked by
     the actors' answers, by an actor's death, or by `close`.
     """
 
-    def __init__(self, actors: Sequence[Any], names: Sequence[str], timeouts: PoolTimeouts, *, round_capacity: int) -> None:
-        """`actors` are Ray actor handles; `round_capacity` is the number of requests they decode at a time, all together."""
-        self._actors = dict(zip(names, actors, strict=True))
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        names: Sequence[str],
+        timeouts: PoolTimeouts,
+        *,
+        decode_batch_size: int,
+        learner_ranks: int = 1,
+        devices: Sequence[int] | None = None,
+        tries_elsewhere: bool = False,
+    ) -> None:
+        """`actors` are Ray actor handles.
+
+        Args:
+            decode_batch_size: most requests that one rollout device decodes at a time.
+            devices: rollout devices of each actor's engine; None: they are asked at the start.
+            tries_elsewhere: requests that an engine failed to answer are sent once more, to the next one.
+        """
+        self._names, self._actors = tuple(names), tuple(actors)
         self._timeouts = timeouts
-        self._round_capacity = round_capacity
+        self._decode_batch_size, self._learner_ranks = decode_batch_size, learner_ranks
+        self._tries_elsewhere = tries_elsewhere
         self._version = 0
+        self._round: Future[Any] | None = None
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="actor-pool")
+        self.devices: tuple[int, ...] = () if devices is None else tuple(devices)
+        """Rollout devices of each engine, in order; empty before the start."""
 
     def start(self) -> None:
-        """Start every engine at once and wait for all. Raises RolloutError(phase="start")."""
+        """Start every engine at once and wait for all.
+
+        Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round.
+        """
         call = _Call("start", self._timeouts.start_s, "timeouts.start_s", "the actor's log for what it is loading, and the machine's free memory", RolloutError)
-        self._wait(call, {name: actor.start.remote() for name, actor in self._actors.items()})
+        self.devices = tuple(self._wait(call, [(name, actor.start.remote()) for name, actor in zip(self._names, self._actors, strict=True)]))
+        try:
+            self._chunk()
+        except ValueError as error:
+            raise ConfigError(f"rollout_matching.decode_batch_size: {error}") from error
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._actors)
+        return self._names
 
     @property
     def version(self) -> int:
         """The version that every actor serves; 0 before the first sync."""
         return self._version
 
-    def split(self, requests: Sequence[Any]) -> list[list[Any]]:
-        """The rounds of a step: as few as the actors' decode batches allow, contiguous and even."""
-        return [list(requests[part.start : part.stop]) for part in split_rounds(len(requests), self._round_capacity)]
+    def split(self, requests: Sequence[Sequence[Any]]) -> list[Round]:
+        """The rounds of a step, as few as the decode batches allow: `requests` are those of each learner rank."""
+        rounds = rank_rounds([len(share) for share in requests], self._chunk())
+        return [[list(share[part.start : part.stop]) for share, part in zip(requests, round_, strict=True)] for round_ in rounds]
 
-    def generate(self, requests: Sequence[Any]) -> Future[list[Any]]:
-        """Begin one round. `requests` are references to one `RolloutRequest` each, in position order.
+    def generate(self, round_: Round) -> Future[Round]:
+        """Begin one round.
 
-        The future holds one reference per share, in order, each to a `list[Rollout]`: the payload stays where it was made.
-        It fails with RolloutError naming the actor.
+        The future holds, for each learner rank, references to its rollouts in position order, each to a `list[Rollout]`: the payload stays where it
+        was made. It fails with RolloutError naming the actor.
         """
-        shares = dict(zip(self._actors, split_contiguous(len(requests), len(self._actors)), strict=True))
-        answers = {
-            name: self._actors[name].generate.options(num_returns=2).remote(*requests[share.start : share.stop]) for name, share in shares.items() if share
-        }
-        return self._threads.submit(self._collect, answers, {name: len(share) for name, share in shares.items()})
+        self._round = self._threads.submit(self._collect, [(piece, self._send(piece)) for piece in self._pieces(round_)], len(round_))
+        return self._round
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin one sync. The future fails with WeightSyncError naming phase and actor; the actors then serve no rollouts."""
+        """Begin one sync, behind the round that is being generated. The future fails with WeightSyncError naming phase and actor; the actors then serve no
+        rollouts."""
         return self._threads.submit(self._receive, offer)
 
     def close(self) -> None:
         """End every actor and with it its engine's processes. Whoever still waits is told so. Twice is harmless."""
-        for actor in self._actors.values():
+        for actor in self._actors:
             ray.kill(actor)
         self._threads.shutdown(wait=True)
 
-    def _collect(self, answers: dict[str, tuple[Any, Any]], sizes: dict[str, int]) -> list[Any]:
+    def _chunk(self) -> int:
+        assert self.devices, "start comes first"
+        return chunk_size(self._decode_batch_size, self.devices, self._learner_ranks)
+
+    def _pieces(self, round_: Round) -> list[_Piece]:
+        """Engines share out the round in rank order; where an engine's part crosses from one rank to the next, it is two pieces."""
+        ends = list(accumulate(map(len, round_)))
+        starts = [0, *ends[:-1]]
+        pieces = []
+        for engine, part in enumerate(split_over(ends[-1], self.devices)):
+            for rank, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                overlap = range(max(part.start, start), min(part.stop, end))
+                if overlap:
+                    pieces.append(_Piece(rank, engine, engine, round_[rank][overlap.start - start : overlap.stop - start]))
+        return pieces
+
+    def _send(self, piece: _Piece, attempt: int = 0) -> _Sent:
+        rollouts, count = self._actors[piece.engine].generate.options(num_returns=2).remote(*piece.requests, attempt=attempt)
+        return _Sent(piece, rollouts, count)
+
+    def _collect(self, sent: list[_Sent], num_ranks: int) -> Round:
         check = "the actor's log, and whether max_new_tokens times the share fits the time"
         call = _Call("generate", self._timeouts.generate_s, "timeouts.generate_s", check, RolloutError)
-        for name, count in self._wait(call, {name: count for name, (_, count) in answers.items()}).items():
-            if count != sizes[name]:
-                raise RolloutError(f"answered {count} of {sizes[name]} requests", actor=name, phase="generate")
-        return [rollouts for rollouts, _ in answers.values()]
+
+        def elsewhere(index: int) -> tuple[str, Any] | None:
+            piece = sent[index].piece
+            following = (piece.engine + 1) % len(self._actors)
+            if not self._tries_elsewhere or following == piece.first_engine:
+                return None
+            sent[index] = self._send(replace(piece, engine=following), attempt=TRIES)
+            return self._names[following], sent[index].count
+
+        counts = self._wait(call, [(self._names[one.piece.engine], one.count) for one in sent], instead=elsewhere)
+        for one, count in zip(sent, counts, strict=True):
+            if count != len(one.piece.requests):
+                raise RolloutError(f"answered {count} of {len(one.piece.requests)} requests", actor=self._names[one.piece.engine], phase="generate")
+        return [[one.rollouts for one in sent if one.piece.rank == rank] for rank in range(num_ranks)]
 
     def _receive(self, offer: WeightOffer) -> SyncReport:
+        if self._round is not None:
+            # Under max_staleness the next step's first round may still be running: it ends with the weights it began with.
+            wait([self._round])
         shared_offer = ray.put(offer)
         check = "that the learner and every other actor are alive"
         # Phase by phase over all actors: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
             call = _Call(phase, self._timeouts.sync_phase_s, "timeouts.sync_phase_s", check, WeightSyncError, margin_s=2 * MARGIN_S)
-            answers = self._wait(call, {name: actor.run_sync_phase.remote(phase, shared_offer) for name, actor in self._actors.items()})
-        reports: list[SyncReport] = list(answers.values())
+            answers = self._wait(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
+        reports: list[SyncReport] = answers
         self._version = offer.version
         return SyncReport(
             version=offer.version,
@@ -120,20 +212,30 @@ class ActorPool:
             canary_max_abs=max(report.canary_max_abs for report in reports),
         )
 
-    def _wait(self, call: _Call, answers: dict[str, Any]) -> dict[str, Any]:
-        """Every actor's answer. The first failure ends the wait, whatever the others are doing."""
-        values: dict[str, Any] = {}
-        name_of = {answer: name for name, answer in answers.items()}
-        deadline = time.monotonic() + call.timeout_s + call.margin_s
+    def _named(self) -> list[tuple[str, Any]]:
+        return list(zip(self._names, self._actors, strict=True))
+
+    def _wait(self, call: _Call, answers: list[tuple[str, Any]], *, instead: Instead = lambda index: None) -> list[Any]:
+        """Every actor's answer, in order. The first failure ends the wait, whatever the others are doing, where `instead` has no other answer to wait for."""
+        answers = list(answers)
+        values: dict[int, Any] = {}
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s + call.margin_s
         while len(values) < len(answers):
-            waiting = [answer for answer in name_of if name_of[answer] not in values]
-            ready, _ = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            waiting = {answer: index for index, (_, answer) in enumerate(answers) if index not in values}
+            ready, _ = ray.wait(list(waiting), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = ", ".join(name_of[answer] for answer in waiting)
+                late = ", ".join(answers[index][0] for index in waiting.values())
                 told = f"no answer from {late} after {call.timeout_key} = {call.timeout_s:g} s; check {call.check}"
-                raise call.error(told, actor=name_of[waiting[0]], phase=call.phase)
-            values[name_of[ready[0]]] = _value(call, name_of[ready[0]], ready[0])
-        return {name: values[name] for name in answers}
+                raise call.error(told, actor=answers[next(iter(waiting.values()))][0], phase=call.phase)
+            index = waiting[ready[0]]
+            try:
+                values[index] = _value(call, *answers[index])
+            except RolloutError:
+                other = instead(index)
+                if other is None:
+                    raise
+                answers[index] = other
+        return [values[index] for index in range(len(answers))]
 
 
 def _value(call: _Call, name: str, answer: Any) -> Any:

@@ -1,6 +1,6 @@
 """One vLLM engine: requests in, token ids out, weights from the learner in between (DESIGN 4 and 9, FACTS 2 to 4).
 
-No Ray here: `rollout_actors.vllm_actor` is the shell that puts an engine into a process of its own.
+No Ray here: `rollout_actors.engine_actor` is the shell that puts an engine into a process of its own.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ class VllmEngine:
         self._shut = "it was not started"
         self._num_probes = 0
 
-    async def start(self) -> None:
-        """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already."""
+    async def start(self) -> int:
+        """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already. Returns its devices."""
         self._llm = AsyncLLM.from_engine_args(_engine_args(self._settings))
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version(str(self._version))
         self._intake = WeightIntake(self.name, self._llm, transport=self._settings.transport, rank_offset=self._rank_offset, score=self._score)
         self._shut = ""
+        return self._settings.tensor_parallel_size
+
+    @property
+    def is_dead(self) -> bool:
+        return self._llm is not None and self._llm.errored
 
     @property
     def version(self) -> int:

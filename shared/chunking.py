@@ -56,8 +56,17 @@ def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learne
     return chunk
 
 
-def split_rounds(n: int, round_capacity: int) -> list[range]:
-    """The fewest contiguous rounds of at most `round_capacity` requests, as even as `split_contiguous` makes them."""
-    if n < 0 or round_capacity < 1:
-        raise ValueError(f"cannot split {n} requests into rounds of at most {round_capacity}; both counts must be positive")
-    return [part for part in split_contiguous(n, -(-n // round_capacity)) if part] if n else []
+def split_over(n: int, devices: Sequence[int]) -> list[range]:
+    """A round over engines: contiguous where all have the same number of devices, else in proportion to it."""
+    return split_contiguous(n, len(devices)) if len(set(devices)) == 1 else split_weighted(n, devices)
+
+
+def rank_rounds(shares: Sequence[int], chunk: int) -> list[list[range]]:
+    """The fewest rounds in which each learner rank learns its share of a step, at most `chunk` requests of each rank in a round.
+
+    `[round][rank]`; each range counts within the rank's share. A share is contiguous in order over the rounds, and as even as `split_contiguous` makes it.
+    """
+    if min(shares, default=0) < 0 or chunk < 1:
+        raise ValueError(f"cannot split shares of {list(shares)} requests into rounds of at most {chunk} of each rank; chunk must be at least 1")
+    num_rounds = max((-(-share // chunk) for share in shares), default=0)
+    return [list(round_) for round_ in zip(*(split_contiguous(share, num_rounds) for share in shares), strict=True)] if num_rounds else []

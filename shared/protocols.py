@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import SyncPhase
 
 
 class RolloutBackend(Protocol):
@@ -27,3 +29,53 @@ class RolloutBackend(Protocol):
     def close(self) -> None:
         """Release the engine and its processes. Twice is harmless."""
         ...
+
+
+class RolloutEngine(Protocol):
+    """One engine on an event loop: a vLLM engine of this process, or a server reached over HTTP. A Ray actor gives it a process (`EngineActor`)."""
+
+    async def start(self) -> int:
+        """Load the model, or wait for the server. Returns the engine's rollout devices. Raises RolloutError(phase="start")."""
+        ...
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """As `RolloutBackend.generate`. Cancelling it aborts its requests."""
+        ...
+
+    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        """One phase of a sync, in the order of `SyncPhase`; the last one gives the report. Raises WeightSyncError."""
+        ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine's process has ended, so that nothing can come of it any more."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class BackendHost(Protocol):
+    """What a learner rank offers to a backend that lives in its process (`hf`, and `vllm.mode: colocate`)."""
+
+    @property
+    def model(self) -> Any:
+        """transformers' model, as it is trained: an adapter is part of it."""
+        ...
+
+    @property
+    def processor(self) -> Any: ...
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """Name and tensor of everything the engine loads: adapters merged (out of place), under the names of an ordinary checkpoint."""
+        ...
+
+    def away(self) -> AbstractContextManager[None]:
+        """While it is open, what `rollout_matching.offload` names is not on the device; afterwards it is again, whatever happened."""
+        ...
+
+
+MakeBackend = Callable[[BackendHost], RolloutBackend]
+"""Called in the learner's process once its model is loaded; travels there, so it is picklable."""

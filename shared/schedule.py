@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.config import RunConfig
-from shared.config.derive import batch_algebra
+from shared.config.derive import effective_batch_size, num_b_steps, raw_rollouts_per_step, warmup_steps
 from shared.config.pipeline import Channel
 from shared.seeds import request_seed
 
@@ -32,14 +32,24 @@ class RunSchedule:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        algebra = batch_algebra(config)
         self.max_steps = config.training.max_steps
-        self.num_b_steps = algebra.b_steps
-        self._warmup_steps = algebra.warmup_steps
-        self._num_samples = {Channel.A: algebra.effective_batch_size, Channel.B: algebra.raw_rollouts_per_step}
+        self.num_b_steps = num_b_steps(config)
+        self._warmup_steps = warmup_steps(config)
+        self._num_samples = {Channel.A: effective_batch_size(config), Channel.B: raw_rollouts_per_step(config)}
 
     def plans(self) -> Iterator[StepPlan]:
         return (self.plan(step) for step in range(self.max_steps))
+
+    def stretches(self) -> Iterator[list[StepPlan]]:
+        """The steps in order, in stretches over which the queue of rounds runs on: single steps, or under `max_staleness` all channel-B steps in a row."""
+        stretch: list[StepPlan] = []
+        for plan in self.plans():
+            runs_on = self._config.rollout_matching.max_staleness > 0 and plan.channel is Channel.B
+            if stretch and not (runs_on and stretch[-1].channel is Channel.B):
+                yield stretch
+                stretch = []
+            stretch.append(plan)
+        yield stretch
 
     def plan(self, step: int) -> StepPlan:
         channel = self._config.channel(step)

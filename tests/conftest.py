@@ -94,7 +94,7 @@ def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool
 
     names = [f"actor-{i}" for i in range(3)]
     actors = {name: create_actor(name, engine_settings(demo_checkpoint), i) for i, name in enumerate(names)}
-    pool = ActorPool(list(actors.values()), names, TIMEOUTS, round_capacity=24)
+    pool = ActorPool(list(actors.values()), names, TIMEOUTS, decode_batch_size=8)
     pool.start()
     yield EnginePool(actors, pool)
     pool.close()

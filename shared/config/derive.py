@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
-from shared.chunking import chunk_size, rank_share, split_contiguous, split_rounds
+from shared.chunking import chunk_size, rank_rounds, rank_share, split_over
 from shared.config.custom import TrainerVariant
 from shared.config.run import RunConfig
 
@@ -41,16 +43,18 @@ class BatchAlgebra:
     """Rollouts per channel-B update over all ranks; 0 where the variant uses none."""
     share_per_rank: tuple[int, ...]
     """Rollouts per channel-B update of each rank; they sum to `raw_rollouts_per_step`."""
-    num_actors: int
-    devices_per_actor: int
+    engines: str
+    """What a rollout engine is called: actor, server, or engine where it lives in a learner rank."""
+    engine_devices: tuple[int, ...]
+    """Rollout devices of each engine."""
     decode_batch_size: int
     """Most sequences a rollout device decodes at a time."""
-    round_capacity: int
-    """Most rollouts that all actors together generate at a time."""
-    round_sizes: tuple[int, ...]
-    """Rollouts of each round of a channel-B step, in order."""
+    chunk: int
+    """Most rollouts of one learner rank in a round."""
+    rank_rounds: tuple[tuple[int, ...], ...]
+    """Rollouts of each learner rank in each round of a channel-B step, `rank_rounds[round][rank]`."""
     shares: tuple[tuple[int, ...], ...]
-    """Rollouts of each actor in each round, `shares[round][actor]`."""
+    """Rollouts of each engine in each round, `shares[round][engine]`."""
     packing_length: int
     """Capacity of a row in tokens."""
     row_rule: RowRule
@@ -62,6 +66,16 @@ class BatchAlgebra:
     """Channel-A steps before the schedule's ratio applies."""
     a_steps: int
     b_steps: int
+
+    @property
+    def round_capacity(self) -> int:
+        """Most rollouts that all engines together generate at a time."""
+        return self.chunk * self.learner_world_size
+
+    @property
+    def round_sizes(self) -> tuple[int, ...]:
+        """Rollouts of each round of a channel-B step, in order."""
+        return tuple(map(sum, self.rank_rounds))
 
     def describe(self) -> tuple[str, ...]:
         """The algebra in lines to print before the start."""
@@ -77,11 +91,11 @@ class BatchAlgebra:
 
     def _describe_rounds(self, micro_steps: str = "") -> tuple[str, str]:
         rounds = f"{_counted(len(self.round_sizes), 'round')} ({' + '.join(map(str, self.round_sizes))})"
-        devices = f"{_counted(self.num_actors, 'actor')} of {_counted(self.devices_per_actor, 'device')}"
+        devices = f"{_counted(len(self.engine_devices), self.engines)} of {_devices(self.engine_devices)}"
         bounds = f"at most {_counted(self.round_capacity, 'rollout')} over {devices}, at most {self.decode_batch_size} per device at a time"
         return (
             f"channel-B step  {_counted(self.raw_rollouts_per_step, 'raw rollout')}{micro_steps} in {rounds}; per learner rank {_joined(self.share_per_rank)}",
-            f"round           {bounds}; shares per actor {' | '.join(map(_joined, self.shares))}",
+            f"round           {bounds}; shares per {self.engines} {' | '.join(map(_joined, self.shares))}",
         )
 
     def _describe_rows(self) -> str:
@@ -94,14 +108,20 @@ class BatchAlgebra:
                 return f"one per micro-step of at most {self.packing_length} tokens, leftovers carried"
 
 
-def batch_algebra(run: RunConfig) -> BatchAlgebra:
-    """The sizes of a run. ValueError where not every learner rank could have a rollout of each round (names `decode_batch_size`)."""
+def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> BatchAlgebra:
+    """The sizes of a run. `devices` are those of each rollout engine, where servers had to be asked for them.
+
+    ValueError where not every learner rank could have a rollout of each round (names `decode_batch_size`).
+    """
     world_size, variant, rows = run.learner.world_size, run.custom.trainer_variant, row_rule(run)
-    actors, decode_batch_size = run.rollout_matching.vllm.actors, run.rollout_matching.decode_batch_size
+    decode_batch_size = run.rollout_matching.decode_batch_size
+    devices = engine_devices(run) if devices is None else devices
+    assert devices is not None, "servers are asked for their devices first"
     rollouts = raw_rollouts_per_step(run)
-    capacity = world_size * chunk_size(decode_batch_size, [actors.tensor_parallel_size] * actors.num_actors, world_size)
-    rounds = tuple(map(len, split_rounds(rollouts, capacity)))
-    is_two_channel, is_aligned = variant is TrainerVariant.STAGE2_TWO_CHANNEL, variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED
+    share_per_rank = tuple(len(rank_share(rollouts, world_size, rank)) for rank in range(world_size))
+    chunk = chunk_size(decode_batch_size, devices, world_size)
+    rounds = tuple(tuple(map(len, round_)) for round_ in rank_rounds(share_per_rank, chunk))
+    is_aligned = variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED
     b_steps = num_b_steps(run)
     return BatchAlgebra(
         is_rollout_aligned=is_aligned,
@@ -110,21 +130,53 @@ def batch_algebra(run: RunConfig) -> BatchAlgebra:
         gradient_accumulation_steps=accumulation_steps(run),
         effective_batch_size=effective_batch_size(run),
         raw_rollouts_per_step=rollouts,
-        share_per_rank=tuple(len(rank_share(rollouts, world_size, rank)) for rank in range(world_size)),
-        num_actors=actors.num_actors,
-        devices_per_actor=actors.tensor_parallel_size,
+        share_per_rank=share_per_rank,
+        engines=engine_noun(run),
+        engine_devices=tuple(devices),
         decode_batch_size=decode_batch_size,
-        round_capacity=capacity,
-        round_sizes=rounds,
-        shares=tuple(tuple(map(len, split_contiguous(size, actors.num_actors))) for size in rounds),
+        chunk=chunk,
+        rank_rounds=rounds,
+        # An engine in a learner rank generates what that rank learns; engines of their own share out the whole round.
+        shares=tuple(sizes if generates_in_ranks(run) else tuple(map(len, split_over(sum(sizes), devices))) for sizes in rounds),
         packing_length=run.global_max_length,
         row_rule=rows,
         packing_window=run.training.packing_window if rows is RowRule.STEP else None,
         updates=run.training.max_steps,
-        warmup_steps=min(run.stage2_ab.schedule.warmup_steps, run.training.max_steps) if is_two_channel else 0,
+        warmup_steps=warmup_steps(run),
         a_steps=run.training.max_steps - b_steps,
         b_steps=b_steps,
     )
+
+
+def generates_in_ranks(run: RunConfig) -> bool:
+    """Whether each learner rank generates its own rollouts, in its own process: rollouts and learning then alternate."""
+    return run.rollout_matching.rollout_backend == "hf" or run.rollout_matching.vllm.mode == "colocate"
+
+
+def engine_noun(run: RunConfig) -> str:
+    return "engine" if generates_in_ranks(run) else "actor" if run.rollout_matching.vllm.mode == "actors" else "server"
+
+
+def engine_devices(run: RunConfig) -> tuple[int, ...] | None:
+    """Rollout devices of each engine, in the order in which rounds are split; None where servers have to be asked."""
+    matching = run.rollout_matching
+    if matching.rollout_backend == "hf":
+        return (1,) * run.learner.world_size
+    match matching.vllm.mode:
+        case "colocate":
+            return (matching.vllm.tensor_parallel_size or 1,) * run.learner.world_size
+        case "actors":
+            return (matching.vllm.actors.tensor_parallel_size,) * matching.vllm.actors.num_actors
+        case "server":
+            return None
+
+
+def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
+    """What a sync sends (spec: weight sync modes): `auto` is `adapter` where the engines serve the learner's adapters and can (LoRA, one rank)."""
+    adapter, vllm = run.model.adapter, run.rollout_matching.vllm
+    if vllm.sync.mode != "auto":
+        return vllm.sync.mode
+    return "adapter" if vllm.enable_lora and adapter is not None and adapter.kind == "lora" else "full"
 
 
 def row_rule(run: RunConfig) -> RowRule:
@@ -139,6 +191,12 @@ def num_b_steps(run: RunConfig) -> int:
     if run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL:
         return run.stage2_ab.schedule.num_b_steps(run.training.max_steps)
     return run.training.max_steps if run.custom.trainer_variant.uses_rollouts else 0
+
+
+def warmup_steps(run: RunConfig) -> int:
+    """Channel-A steps before the schedule's ratio applies."""
+    is_two_channel = run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL
+    return min(run.stage2_ab.schedule.warmup_steps, run.training.max_steps) if is_two_channel else 0
 
 
 def effective_batch_size(run: RunConfig) -> int:
@@ -168,6 +226,10 @@ def needed_accumulation_steps(run: RunConfig, num_samples: int) -> int:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _devices(devices: tuple[int, ...]) -> str:
+    return _counted(devices[0], "device") if len(set(devices)) == 1 else f"{_joined(devices)} devices"
 
 
 def _joined(counts: tuple[int, ...]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import NonNegativeFloat, PositiveInt
 
 from shared.config.base import Section, WholeGPUs
@@ -10,6 +12,9 @@ from shared.config.base import Section, WholeGPUs
 class LearnerSection(Section):
     world_size: PositiveInt = 1
     """Learner ranks."""
+
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How the ranks share the model: each holds all of it (ddp), or a part (fsdp: FSDP2, for models that do not fit one device). No effect with one rank."""
 
     gpus: WholeGPUs | None = None
     """Whole GPUs that Ray reserves for each rank; null: 1 where the cluster has GPUs, else 0."""

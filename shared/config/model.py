@@ -4,9 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from shared.config.base import Section
+
+
+class AdapterSection(Section):
+    """Low-rank adaptation (peft) of the language model's linear layers; everything else is frozen."""
+
+    kind: Literal["lora", "dora"]
+    """LoRA, or LoRA with learned magnitudes (DoRA), which vLLM cannot serve unmerged."""
+
+    rank: PositiveInt = 16
+    """Of every pair of matrices."""
+
+    alpha: PositiveFloat = 32.0
+    """The product of a pair is scaled by alpha / rank."""
+
+    target_modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Names of the linear layers that are adapted."""
 
 
 class ModelSection(Section):
@@ -14,10 +38,13 @@ class ModelSection(Section):
     """Local directory of an ordinary checkpoint (configuration, tokenizer, processor, safetensors)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number type of the weights, in the learner and in every engine. bfloat16 is not in this version."""
+    """Number type of the weights in every forward, of the learner and of the engines. Under bfloat16 the optimizer keeps float32 master weights."""
 
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention of the learner's forward. flash_attention_2 needs bfloat16, so it is not in this version."""
+    """Attention of the learner's forward. flash_attention_2 needs bfloat16 and its package."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory for about a third more time."""
+
+    adapter: AdapterSection | None = None
+    """Train low-rank adapters in place of the weights; null: the weights."""

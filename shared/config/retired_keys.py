@@ -42,8 +42,7 @@ def _aliases(module: str, names: dict[str, str]) -> tuple[Retired, ...]:
     )
 
 
-_NO_SERVER = "remove it and set rollout_matching.vllm.mode: actors"
-_SERVERS = "servers are listed in rollout_matching.vllm.server.servers[], which is not in this version: set rollout_matching.vllm.mode: actors"
+_SERVERS = "list servers as rollout_matching.vllm.server.servers[], each with base_url and group_port"
 
 RETIRED: tuple[Retired, ...] = (
     _moved("custom.extra.rollout_matching", "rollout_matching"),
@@ -78,14 +77,6 @@ RETIRED: tuple[Retired, ...] = (
             "soft_ce_truncate": "target_truncate",
         },
     ),
-    _later("rollout_matching.vllm.server.servers[].base_url", _NO_SERVER),
-    _later("rollout_matching.vllm.server.servers[].group_port", _NO_SERVER),
-    _unknown("rollout_matching.vllm.server.servers[].*", "remove it; a server has base_url and group_port, and none is in this version"),
-    _later("rollout_matching.vllm.server", _NO_SERVER),
-    _later("rollout_matching.vllm.tensor_parallel_size", "remove it; actors have rollout_matching.vllm.actors.tensor_parallel_size"),
-    _later("rollout_matching.vllm.enable_lora", "remove it: weights are synced in full"),
-    _later("rollout_matching.offload", "remove it: rollout actors have devices of their own"),
-    _later("rollout_matching.repeat_terminate", "remove it; max_new_tokens bounds a response"),
     _later("environment", "remove the section: this version has no environments"),
 )
 """Of two patterns that name a key, the first has the say."""

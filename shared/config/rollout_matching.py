@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from shared.config.base import Fraction01, Section, WholeGPUs, refusal
 from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
+from shared.config.repeat_terminate import RepeatTerminateSection
+from shared.config.server import ServerSection
 from shared.records import GeometryKind
 from shared.rollouts import DecodeMode, DecodeSettings
 
@@ -69,7 +71,10 @@ class SyncSection(Section):
     """What a weight sync sends: all merged weights, the LoRA tensors alone, or the second where it can."""
 
     fallback_to_full: bool = True
-    """After a failed adapter sync: go on with full syncs (true) or stop (false). No effect in this version, whose syncs are full ones."""
+    """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
+
+    transport: Literal["auto", "nccl", "ipc", "rollmatch_gloo", "inproc"] = "auto"
+    """How weights travel: between GPUs, to an engine on the same GPU, between processes on CPU, within one process. auto: by the placement."""
 
     bucket_bytes: PositiveInt = 64 * 2**20
     """Bytes of one packed bucket on the wire."""
@@ -82,14 +87,26 @@ class VllmSection(Section):
     mode: Literal["colocate", "server", "actors"] = "colocate"
     """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run (DESIGN 5, decision 4)."""
 
+    tensor_parallel_size: PositiveInt | None = None
+    """Devices of one engine in mode `colocate`; null: 4, or the largest of 2 and 1 that the rank's devices allow. Actors have a key of their own."""
+
+    enable_lora: bool = False
+    """Let the engines serve the adapter beside the base weights, which `sync.mode: adapter` needs."""
+
+    sleep: bool = True
+    """Mode `colocate`: give the engine's memory back while the learner learns, where the platform can (GPUs)."""
+
     max_model_len: PositiveInt | None = None
     """Longest prompt + response an engine takes, in tokens; null: `global_max_length`."""
 
     kv_cache_memory_bytes: PositiveInt | None = None
     """Bytes of each engine's key-value cache; null: what `gpu_memory_utilization` leaves."""
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
-    """Fraction of the device's memory an engine may use. Ignored where `kv_cache_memory_bytes` is given."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Fraction of the device's memory an engine may use; null: 0.45 in mode `colocate`, which shares the device with the learner, else 0.85.
+
+    Ignored where `kv_cache_memory_bytes` is given.
+    """
 
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
@@ -97,8 +114,24 @@ class VllmSection(Section):
     actors: ActorsSection = ActorsSection()
     """Mode `actors`: how many, and where."""
 
+    server: ServerSection | None = None
+    """Mode `server`: which, and how long to wait for them."""
+
     sync: SyncSection = SyncSection()
     """How weights reach the engines, and how it is checked."""
+
+
+class OffloadSection(Section):
+    """What leaves the learner's device while rollouts are generated. Only mode `colocate` has it: elsewhere it is ignored."""
+
+    enabled: bool = False
+    """Move away what the other two keys name."""
+
+    offload_model: bool = False
+    """The learner's weights."""
+
+    offload_optimizer: bool = False
+    """The optimizer's state."""
 
 
 class RolloutMatchingSection(Section):
@@ -156,11 +189,17 @@ class RolloutMatchingSection(Section):
     ot_iters: PositiveInt = 30
     """Sinkhorn iterations of that transport."""
 
-    max_staleness: NonNegativeInt = 0
-    """Steps by which a rollout's weights may be older than the step that learns from it."""
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """Updates by which a rollout's weights may be older than the learner's. 1: the next step's first round is generated while this step's last is learned."""
 
     logprob_tolerance: PositiveFloat = 1e-4
     """Largest absolute difference, in nats, between the learner's and the engine's log-probability of a sampled token."""
+
+    repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
+    """When a response that repeats itself is ended early, in every backend alike."""
+
+    offload: OffloadSection = OffloadSection()
+    """Mode `colocate`: what makes room for the engine."""
 
     vllm: VllmSection = VllmSection()
     """The engines."""

@@ -14,6 +14,9 @@ class TelemetrySection(Section):
     run_dir: ConfigPath = Path("outputs/run")
     """The run's folder: resolved configuration, metrics, plans, timeline, checkpoints."""
 
+    ray_metrics: bool = True
+    """Publish tokens/s, phase times, loss, weight version and queue wait through `ray.util.metrics`, for Ray's dashboard and Prometheus."""
+
     timeline: bool = True
     """Record spans of every process, as a file that Perfetto opens."""
 

@@ -9,6 +9,25 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from shared.config.base import Fraction01, Section
 
 
+class PartSection(Section):
+    frozen: bool = False
+    """Keep the part as the checkpoint has it."""
+
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate of the part; null: `training.learning_rate`. The schedule is the same for all."""
+
+
+class PartsSection(Section):
+    vision_tower: PartSection = PartSection()
+    """The vision encoder up to its mergers."""
+
+    aligner: PartSection = PartSection()
+    """The mergers, which turn patches into the language model's embeddings."""
+
+    language_model: PartSection = PartSection()
+    """The language model, with its embeddings and head."""
+
+
 class TrainingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, examples=[17])]
     """The run's seed: data order, initial state and, through `request_seed`, every rollout."""
@@ -67,6 +86,12 @@ class TrainingSection(Section):
 
     max_grad_norm: PositiveFloat | None = 1.0
     """Largest L2 norm of the gradient of one update; null: no clipping."""
+
+    max_nonfinite_updates: NonNegativeInt = 0
+    """Updates in a row that may be skipped, and are counted, for a gradient that is not finite; one more stops the run. 0: the first one does."""
+
+    parts: PartsSection = PartsSection()
+    """What is trained, and how fast."""
 
     packing: bool = True
     """Put several segments into one forward; false: one segment per row."""

@@ -8,7 +8,6 @@ from config_support import configuration
 from local_learner import Job, run_job
 
 from launch.pipeline import one_ahead
-from shared.config.derive import batch_algebra
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout
 
@@ -36,7 +35,7 @@ def job(engine_pool, warm_checkpoint, demo_data, tmp_path_factory):
         config = configuration(
             warm_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **STEPS | changes, rollout_matching__vllm__actors={"num_actors": num_actors}
         )
-        pool = engine_pool.over(*list(engine_pool.actors)[:num_actors], round_capacity=batch_algebra(config).round_capacity)
+        pool = engine_pool.over(*list(engine_pool.actors)[:num_actors], decode_batch_size=config.rollout_matching.decode_batch_size)
         return run_job(config, pool, num_actors, one_ahead)
 
     return run
@@ -63,7 +62,7 @@ def test_the_aligned_variant_learns_polygons_and_carries_segments_alike_on_1_and
         changes = STEPS | ALIGNED | {"rollout_matching__vllm__actors": {"num_actors": num_actors}}
         del changes["stage2_ab__schedule__warmup_steps"], changes["stage2_ab__channel_b__rollouts_per_step"]
         config = configuration(warm_checkpoint, polygon_data, tmp_path_factory.mktemp("run"), **changes)
-        pool = engine_pool.over(*list(engine_pool.actors)[:num_actors], round_capacity=batch_algebra(config).round_capacity)
+        pool = engine_pool.over(*list(engine_pool.actors)[:num_actors], decode_batch_size=config.rollout_matching.decode_batch_size)
         jobs.append(run_job(config, pool, num_actors, one_ahead))
     assert_same(jobs)
     first, second = jobs[0].reports.steps

@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from learner.actor import RemoteLearner
+from learner.place import LearnerPlace, ReceiverGroup
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, LearnerError, WeightSyncError
 from shared.schedule import StepPlan
@@ -39,7 +40,7 @@ def learner(ray_cluster):
 
 def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_behind_it(learner):
     with pytest.raises(ConfigError, match=r"model\.path: no") as caught:
-        learner().start(None, receiver_ranks=1, transport="rollmatch_gloo", device="cpu")
+        learner().start(None, LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),)))
     assert type(caught.value) is ConfigError
     assert "in start" in str(caught.value.__cause__)
 

@@ -12,9 +12,10 @@ from learner.loading import load_model
 from learner.logits import LOGIT_CHUNK
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
+from learner.optimizer import learning_rate_at
 from learner.rules import target_rules, text_weights
 from learner.segments import PromptEncoder, Segment
-from learner.step import backward_row, learning_rate_at
+from learner.step import backward_row
 from learner.targets import TextWeights, TokenRole, ground_truth_target, rollout_target
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
+from learner.weight_source import FullWeights
 from shared.canary import CanaryProbe
 from shared.checksum import BLOCK, bucket_checksum, tensor_checksum
 from shared.errors import WeightSyncError
@@ -27,7 +29,7 @@ class TiedModel(nn.Module):
 
 
 def make_sender(model: nn.Module, timeout_s: float = 0.5) -> WeightSender:
-    return WeightSender(model, transport="rollmatch_gloo", receiver_ranks=1, timeout_s=timeout_s, bucket_bytes=10)
+    return WeightSender(FullWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=timeout_s, bucket_bytes=10)
 
 
 def test_an_offer_names_every_parameter_once_with_its_size() -> None:
@@ -82,4 +84,4 @@ def sender_warm_up() -> None:
 
 def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no weight transport 'carrier_pigeon'; there are rollmatch_gloo, nccl"):
-        WeightSender(TiedModel(), transport="carrier_pigeon", receiver_ranks=1, timeout_s=1.0)
+        WeightSender(FullWeights(TiedModel()), transport="carrier_pigeon", receivers=(ReceiverGroup(1),), timeout_s=1.0)

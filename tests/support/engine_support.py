@@ -17,10 +17,12 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
+from learner.weight_source import FullWeights
+from rollout_actors.engine_actor import EngineActor, LocalEngine
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
-from rollout_actors.vllm_actor import VllmActor
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
@@ -45,7 +47,7 @@ def engine_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
     return replace(settings, **changes)
 
 
-class SpoilableActor(VllmActor):
+class SpoilableActor(EngineActor):
     """An ordinary actor whose worker can be told to spoil its next sync, and which tells its processes."""
 
     async def arm(self, spoil: str = "", fail: str = "") -> None:
@@ -57,7 +59,7 @@ class SpoilableActor(VllmActor):
 
 def create_actor(name: str, settings: EngineSettings, index: int) -> Any:
     environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
-    return ray.remote(SpoilableActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(name, settings, index)
+    return ray.remote(SpoilableActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(LocalEngine(name, settings, index))
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,10 @@ class EnginePool:
     actors: dict[str, Any]
     pool: ActorPool
 
-    def over(self, *names: str, round_capacity: int = 32) -> ActorPool:
-        """Another pool over some of the same actors. Not to be closed."""
-        return ActorPool([self.actors[name] for name in names], names, TIMEOUTS, round_capacity=round_capacity)
+    def over(self, *names: str, decode_batch_size: int = 8, learner_ranks: int = 1) -> ActorPool:
+        """Another pool over some of the same actors, which have started. Not to be closed."""
+        actors = [self.actors[name] for name in names]
+        return ActorPool(actors, names, TIMEOUTS, decode_batch_size=decode_batch_size, learner_ranks=learner_ranks, devices=(1,) * len(names))
 
     def spoil(self, name: str, tensor: str) -> None:
         """Permute this tensor in this actor's engine in its next sync, after the checksum."""
@@ -77,7 +80,7 @@ class EnginePool:
 
     def generate(self, requests: Sequence[RolloutRequest], *names: str) -> list[Rollout]:
         pool = self.over(*names) if names else self.pool
-        shares = pool.generate([ray.put(request) for request in requests]).result()
+        (shares,) = pool.generate([[ray.put(request) for request in requests]]).result()
         return [rollout for share in ray.get(shares) for rollout in share]
 
 
@@ -99,7 +102,13 @@ class SmallLearner:
         self._image_pad = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self.stop = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.banned = tuple(self._tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]))
-        self.sender = WeightSender(self._model, transport="rollmatch_gloo", receiver_ranks=num_receivers, timeout_s=TIMEOUTS.sync_phase_s, bucket_bytes=1 << 20)
+        self.sender = WeightSender(
+            FullWeights(self._model),
+            transport="rollmatch_gloo",
+            receivers=(ReceiverGroup(num_receivers),),
+            timeout_s=TIMEOUTS.sync_phase_s,
+            bucket_bytes=1 << 20,
+        )
         self._threads = ThreadPoolExecutor(1)
         self.version = 0
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from learner.learner import Learner
+from learner.place import LearnerPlace, ReceiverGroup
 from learner.segments import EncodedPrompt
 from learner.targets import ground_truth_target
 from shared.config import RunConfig
@@ -15,7 +14,7 @@ from shared.schedule import StepPlan
 
 
 def make_learner(config: RunConfig) -> Learner:
-    return Learner(config, receiver_ranks=1, transport="rollmatch_gloo", host="127.0.0.1", device=torch.device("cpu"))
+    return Learner(config, LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),)))
 
 
 def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:

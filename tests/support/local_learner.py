@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch
 
 from launch.driver import Queue, train
 from launch.telemetry import StepRecord
 from learner.learner import Learner
+from learner.place import LearnerPlace, ReceiverGroup
 from rollout_actors.pool import ActorPool
 from shared.config import RunConfig
 from shared.evaluation import Evaluation
@@ -30,7 +30,7 @@ class LocalLearner:
     """What `learner.actor.RemoteLearner` is, without a process of its own. Remembers every rollout."""
 
     def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
-        self.learner = Learner(config, receiver_ranks=receiver_ranks, transport="rollmatch_gloo", host="127.0.0.1", device=torch.device("cpu"))
+        self.learner = Learner(config, LearnerPlace("rollmatch_gloo", (ReceiverGroup(receiver_ranks),)))
         self.rollouts: list[Rollout] = []
         self.sent_s: list[float] = []
         """When each sync's weights were out, Unix time."""

@@ -1,0 +1,66 @@
+"""The Ray shell of one rollout engine: `ray.remote(EngineActor).options(...).remote(LocalEngine(name, settings, index))`.
+
+Where the engine is one of this machine's, the actor's `runtime_env` must carry `engine_environment(settings)`: the variables have to be there before
+vllm is imported, and reach its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import ray
+
+from rollout_actors.engine_settings import EngineSettings
+from shared.protocols import RolloutEngine
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import SyncPhase
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngine:
+    """Makes a vLLM engine in the process that calls it."""
+
+    name: str
+    settings: EngineSettings
+    index: int
+    """The engine's place among the engines of the run."""
+
+    def __call__(self) -> RolloutEngine:
+        # Here and not above: whoever places the actors imports this module, and need not pay for vllm.
+        from rollout_actors.vllm_engine import VllmEngine
+
+        return VllmEngine(self.name, self.settings, index=self.index)
+
+
+class EngineActor:
+    """Gives an engine a process and an event loop. Ends its own process when the engine's has died, or Ray would go on sending it work."""
+
+    def __init__(self, make_engine: Callable[[], RolloutEngine]) -> None:
+        self._engine = make_engine()
+
+    async def start(self) -> int:
+        """The engine's rollout devices, once it is ready."""
+        return await self._or_exit(self._engine.start())
+
+    async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Rollout], int]:
+        """Called with references, which Ray resolves here. The rollouts are one object, which the driver passes on unread, their number another.
+
+        `attempt` counts the engines that failed to answer these requests before.
+        """
+        rollouts = await self._or_exit(self._engine.generate(requests))
+        return [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts] if attempt else rollouts, len(rollouts)
+
+    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        return await self._or_exit(self._engine.run_sync_phase(phase, offer))
+
+    async def _or_exit(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except Exception:
+            if self._engine.is_dead:
+                ray.actor.exit_actor()
+            raise

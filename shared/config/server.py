@@ -1,0 +1,56 @@
+"""`rollout_matching.vllm.server`: rollout servers launched elsewhere (spec: server mode)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, PositiveFloat
+
+from shared.config.base import Section, refusal
+
+
+def _http_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise refusal(f"must be an http(s) URL without query, got {url!r}", "write it as http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+class ServerEntry(Section):
+    base_url: Annotated[str, AfterValidator(_http_url), Field(examples=["http://127.0.0.1:8000"])]
+    """Prefix of the server's routes."""
+
+    group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
+    """Port on the first learner rank's node where this server's engines join the weight transfer; 0: any free one."""
+
+
+def _each_once(servers: tuple[ServerEntry, ...]) -> tuple[ServerEntry, ...]:
+    if not servers:
+        raise refusal("must list at least one server, got an empty list", "write [{base_url: http://127.0.0.1:8000, group_port: 0}]")
+    for index, server in enumerate(servers):
+        for earlier in servers[:index]:
+            if server.base_url == earlier.base_url:
+                raise refusal(f"{server.base_url} is listed twice", "list every server once")
+            if server.group_port and server.group_port == earlier.group_port:
+                raise refusal(f"group_port {server.group_port} is listed twice", "give every server its own, or 0 for any free one")
+    return servers
+
+
+class ServerSection(Section):
+    servers: Annotated[
+        tuple[ServerEntry, ...], Field(strict=False, examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 0}]]), AfterValidator(_each_once)
+    ]
+    """In the order in which a round is split over them."""
+
+    kind: Literal["rollmatch", "vllm"] = "rollmatch"
+    """`python -m launch.serve`, or a stock `vllm serve` with this package installed."""
+
+    timeout_s: PositiveFloat = 240.0
+    """Until every server answers `/health/` at the start, and until the weight transfer is set up."""
+
+    infer_timeout_s: float | None = None
+    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead."""
+
+    token_env: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the environment variable that holds the servers' bearer token; null: they ask for none."""
