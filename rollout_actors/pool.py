@@ -141,7 +141,7 @@ class ActorPool:
         The future holds, for each learner rank, references to its rollouts in position order, each to a `list[Rollout]`: the payload stays where it
         was made. It fails with RolloutError naming the actor.
         """
-        self._round = self._threads.submit(self._collect, [(piece, self._send(piece)) for piece in self._pieces(round_)], len(round_))
+        self._round = self._threads.submit(self._collect, [self._send(piece) for piece in self._pieces(round_)], len(round_))
         return self._round
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
