@@ -1,0 +1,153 @@
+"""What every vLLM engine is asked and answers, in a process of its own or in the learner's: prompts, sampling parameters, rollouts.
+
+No engine here, so that `AsyncLLM` (actors, servers) and `LLM` (colocate) give the same rollouts for the same requests.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+from vllm import SamplingParams, TokensPrompt
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from rollout_actors.engine_settings import EngineSettings
+from shared.canary import CanaryProbe
+from shared.errors import RolloutError
+from shared.records import ImageRef
+from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
+BAN = -100.0
+"""The lowest logit bias that vLLM accepts; `exp(-100)` is nothing in fp32."""
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`, and so of `LLM` and of `AsyncEngineArgs`."""
+    return {
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        # Stated, because inside a Ray placement group vLLM would choose "ray".
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enforce_eager": settings.enforce_eager,
+        "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
+        "generation_config": "vllm",  # a checkpoint's sampling defaults do not leak into the requests
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": settings.transport},
+        "worker_extension_cls": settings.worker_extension,
+        "disable_log_stats": True,
+    }
+
+
+def request_prompt(request: RolloutRequest, actor: str) -> TokensPrompt:
+    """The prompt as vLLM takes it. Raises RolloutError naming the sample whose image cannot be decoded."""
+    return _prompt(request.prompt_token_ids, request.images, request.sample_id, actor)
+
+
+def probe_prompt(probe: CanaryProbe, actor: str) -> TokensPrompt:
+    return _prompt(probe.token_ids, probe.images, "canary", actor)
+
+
+def _prompt(token_ids: Sequence[int], refs: Sequence[ImageRef], sample_id: str, actor: str) -> TokensPrompt:
+    prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+    images = []
+    for i, ref in enumerate(refs):
+        assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"
+        try:
+            images.append(Image.open(io.BytesIO(ref.data)).convert("RGB"))
+        except (UnidentifiedImageError, OSError) as error:
+            raise RolloutError(f"image {i} of sample {sample_id} ({ref.path}) cannot be decoded: {error}", actor=actor, phase="generate") from error
+    if images:
+        prompt["multi_modal_data"] = {"image": images}
+    return prompt
+
+
+def sampling_params(decode: DecodeSettings, seed: int) -> SamplingParams:
+    assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM, and the configuration refuses them where there is none"
+    return SamplingParams(
+        temperature=decode.temperature,
+        top_p=decode.top_p,
+        top_k=decode.top_k,
+        repetition_penalty=decode.repetition_penalty,
+        max_tokens=decode.max_new_tokens,
+        seed=seed,
+        stop_token_ids=list(decode.stop_token_ids),
+        ignore_eos=True,  # the request names its stop tokens; the tokenizer's do not add to them
+        logit_bias=dict.fromkeys(decode.banned_token_ids, BAN) or None,
+        logprobs=0 if decode.return_logprobs else None,  # 0: of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def probe_params() -> SamplingParams:
+    """Scores a prompt; what is sampled after it is of no interest."""
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
+    """The canary's expanded tokens, and the log-probability of each but the first."""
+    assert output.prompt_token_ids is not None
+    assert output.prompt_logprobs is not None
+    token_ids = list(output.prompt_token_ids)
+    scores = [(entry, token_id) for entry, token_id in zip(output.prompt_logprobs, token_ids, strict=True) if entry is not None]
+    return token_ids, [entry[token_id].logprob for entry, token_id in scores]
+
+
+def read_rollout(output: RequestOutput, request: RolloutRequest, *, actor: str, version: int, started_s: float, generate_s: float) -> Rollout:
+    """A finished request as a rollout of weights `version`.
+
+    Raises RolloutError where vLLM did not finish it, or sampled any token of it by other weights.
+    """
+    (completion,) = output.outputs
+    if completion.finish_reason == "abort":
+        raise RolloutError(f"sample {request.sample_id} was aborted, and half an answer is none; see the actor's log", actor=actor, phase="generate")
+    if completion.finish_reason not in FINISH_REASONS:
+        ended = f"vLLM ended sample {request.sample_id} with {completion.finish_reason!r}; see the actor's log"
+        raise RolloutError(ended, actor=actor, phase="generate")
+    _check_version(completion, request, actor, version)
+    assert output.prompt_token_ids is not None
+    response, logprobs = list(completion.token_ids), _sampled_logprobs(completion)
+    stopped = completion.finish_reason == "stop"
+    end = len(response) - stopped
+    return Rollout(
+        step=request.step,
+        position=request.position,
+        sample_id=request.sample_id,
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        response_token_ids=tuple(response[:end]),
+        stop_token_id=response[-1] if stopped else None,
+        logprobs=None if logprobs is None else tuple(logprobs[:end]),
+        stop_token_logprob=logprobs[-1] if stopped and logprobs is not None else None,
+        finish_reason=FINISH_REASONS[completion.finish_reason],
+        forced_positions=(),
+        weight_version=version,
+        actor=actor,
+        attempt=0,
+        seed=request.seed,
+        generate_s=generate_s,
+        started_s=started_s,
+    )
+
+
+def _check_version(completion: CompletionOutput, request: RolloutRequest, actor: str, version: int) -> None:
+    """Every token must come from the version that is about to be recorded, by vLLM's own account."""
+    seen = {span.version for span in completion.weight_versions or ()}
+    if seen - {str(version)}:
+        sampled = f"sample {request.sample_id} was sampled by weights {sorted(seen)}, not {version} alone"
+        raise RolloutError(sampled, actor=actor, phase="generate")
+
+
+def _sampled_logprobs(completion: CompletionOutput) -> list[float] | None:
+    if completion.logprobs is None:
+        return None
+    return [entry[token_id].logprob for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)]
