@@ -1,0 +1,209 @@
+"""What every client of a rollout server does alike: wait for it, send its token, watch it while it works, ask it twice (spec: server mode).
+
+No connection outlives its call: a server may close an idle one at any time, and the call that finds it closed would fail for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from shared.config.server import ServerSection
+from shared.errors import ConfigError, RolloutError
+
+T = TypeVar("T")
+
+SECTION = "rollout_matching.vllm.server"
+HEALTH = "/health/"
+POLL_S = 0.5
+"""Between two questions whether a starting server is up."""
+WATCH_S = 10.0
+"""Between two questions whether a working server is still there."""
+CONNECT_S = 10.0
+"""Longest time to open a connection."""
+TRIES = 2
+"""Of one server; whoever has another server asks that one next (DESIGN 5, decision 14)."""
+NOT_YET = (502, 503, 504)
+"""What a server, or the proxy before it, answers while it loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """One entry of `rollout_matching.vllm.server.servers`, with what all of them have in common. Picklable."""
+
+    key: str
+    """Of the entry, for messages."""
+    base_url: str
+    timeout_s: float
+    infer_timeout_s: float | None
+    """None: no limit, and the server is watched instead."""
+    token: str | None = field(default=None, repr=False)
+
+
+def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
+    """In their order. The token is read here, once, from this process's environment. Raises ConfigError where it is not there."""
+    token = None
+    if section.token_env is not None:
+        token = os.environ.get(section.token_env)
+        if not token:
+            raise ConfigError(
+                f"{SECTION}.token_env: the environment variable {section.token_env} is not set; export the servers' token in it, or remove the key"
+            )
+    limit_s = section.infer_timeout_s
+    return tuple(
+        ServerAddress(f"{SECTION}.servers[{index}]", entry.base_url, section.timeout_s, limit_s if limit_s is not None and limit_s > 0 else None, token)
+        for index, entry in enumerate(section.servers)
+    )
+
+
+class UnansweredError(Exception):
+    """No connection, a broken one, no answer in time, or a server that fell silent: the call may be tried again."""
+
+
+class RefusedError(Exception):
+    """An answer that says no. `body` is its JSON, or its text where it is none."""
+
+    def __init__(self, status: int, body: Any) -> None:
+        self.status, self.body = status, body
+        super().__init__(f"HTTP {status}: {_said(body)}")
+
+    @property
+    def may_be_tried_again(self) -> bool:
+        """A 4xx would be a 4xx again."""
+        return self.status >= 500
+
+
+class HttpClient:
+    """The calls to one server. Holds no connection."""
+
+    def __init__(self, name: str, address: ServerAddress, *, command: str) -> None:
+        """`name` is the server's among the rollout actors; `command` is how such a server is started, for messages."""
+        self.name, self.address = name, address
+        self._command = command
+        self._headers = {} if address.token is None else {"Authorization": f"Bearer {address.token}"}
+        local = is_loopback(urlsplit(address.base_url).hostname or "")
+        # A proxy of the environment is no way to this machine's own address.
+        self._trust_env = not local
+        self._tls = httpx.create_ssl_context(trust_env=self._trust_env)
+
+    async def wait_until_up(self) -> None:
+        """Ask `/health/` until it says yes. Raises RolloutError(phase="start") after the address's `timeout_s`, or at once where something else answers."""
+        deadline = time.monotonic() + self.address.timeout_s
+        while True:
+            try:
+                await self.get(HEALTH, timeout_s=max(POLL_S, deadline - time.monotonic()))
+                return
+            except UnansweredError as error:
+                last = str(error)
+            except RefusedError as error:
+                if error.status not in NOT_YET:
+                    raise self.error(f"answers {HEALTH} with {error}, so it is no rollout server; {self._remedy()}", "start") from error
+                last = str(error)
+            if time.monotonic() + POLL_S >= deadline:
+                late = f"did not get ready within {SECTION}.timeout_s = {self.address.timeout_s:g} s (last: {last}); {self._remedy()}"
+                raise self.error(late, "start")
+            await asyncio.sleep(POLL_S)
+
+    async def get(self, route: str, *, timeout_s: float | None) -> bytes:
+        """The answer's body. Raises UnansweredError and RefusedError."""
+        return await self._call("GET", route, None, timeout_s)
+
+    async def post(self, route: str, body: bytes, *, timeout_s: float | None) -> bytes:
+        """The answer's body; `body` is JSON. Cancelling it closes the connection. Raises UnansweredError and RefusedError."""
+        return await self._call("POST", route, body, timeout_s)
+
+    async def watched(self, work: Awaitable[T]) -> T:
+        """`work`, which has no limit of its own, for as long as the server answers `/health/`. Raises UnansweredError when it no longer does."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                watch.result()
+            return await task
+        finally:
+            # `wait` ends its tasks neither when it is cancelled nor when one of them is done.
+            task.cancel()
+            watch.cancel()
+
+    async def asked_twice(self, ask: Callable[[], Awaitable[T]]) -> tuple[T, int]:
+        """What `ask` gives, and how many failures came before it (`Rollout.attempt`). Raises RolloutError(phase="generate") with the server's URL."""
+        for attempt in range(TRIES):
+            try:
+                return await ask(), attempt
+            except RefusedError as error:
+                if not error.may_be_tried_again:
+                    raise self.error(f"refused the call: {error}", "generate") from error
+                last: Exception = error
+            except UnansweredError as error:
+                last = error
+        raise self.error(f"failed {TRIES} times, last with: {last}; check the server's own output", "generate") from last
+
+    def error(self, message: str, phase: str) -> RolloutError:
+        return RolloutError(f"{self.address.base_url} {message}", actor=self.name, phase=phase)
+
+    async def _call(self, method: str, route: str, body: bytes | None, timeout_s: float | None) -> bytes:
+        headers = self._headers | ({} if body is None else {"Content-Type": "application/json"})
+        try:
+            # httpx's own limits are per read and per write; this one is of the whole call.
+            async with asyncio.timeout(timeout_s), self._connect() as client:
+                answer = await client.request(method, self.address.base_url + route, content=body, headers=headers)
+        except TimeoutError as error:
+            raise UnansweredError(f"no answer to {route} after {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise UnansweredError(f"{route}: {type(error).__name__}: {error}".rstrip(": ")) from error
+        if not answer.is_success:
+            raise RefusedError(answer.status_code, _content(answer))
+        return answer.content
+
+    def _connect(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(verify=self._tls, trust_env=self._trust_env, timeout=httpx.Timeout(None, connect=CONNECT_S))
+
+    async def _watch(self) -> None:
+        """Ends, with UnansweredError, when the server does."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await self.get(HEALTH, timeout_s=self.address.timeout_s)
+            except RefusedError as error:
+                raise UnansweredError(f"{HEALTH}: {error}") from error
+
+    def _remedy(self) -> str:
+        return (
+            f"check that it runs (`{self._command}`), that {self.address.key}.base_url is its address and no firewall is between, "
+            "or set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _content(answer: httpx.Response) -> Any:
+    try:
+        return json.loads(answer.content)
+    except ValueError:
+        return answer.text
+
+
+def _said(body: Any) -> str:
+    """The message in an error's body: `{"error": {"message": ...}}` here as in vLLM."""
+    match body:
+        case {"error": {"message": str(message)}} | {"message": str(message)} | {"detail": str(message)}:
+            return message
+        case _:
+            return str(body)[:500]
