@@ -5,16 +5,15 @@ No engine here, so that `AsyncLLM` (actors, servers) and `LLM` (colocate) give t
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
 from vllm import SamplingParams, TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.images import decode_images
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
 from shared.records import ImageRef
@@ -59,13 +58,7 @@ def probe_prompt(probe: CanaryProbe, actor: str) -> TokensPrompt:
 
 def _prompt(token_ids: Sequence[int], refs: Sequence[ImageRef], sample_id: str, actor: str) -> TokensPrompt:
     prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-    images = []
-    for i, ref in enumerate(refs):
-        assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"
-        try:
-            images.append(Image.open(io.BytesIO(ref.data)).convert("RGB"))
-        except (UnidentifiedImageError, OSError) as error:
-            raise RolloutError(f"image {i} of sample {sample_id} ({ref.path}) cannot be decoded: {error}", actor=actor, phase="generate") from error
+    images = decode_images(refs, sample_id, actor=actor)
     if images:
         prompt["multi_modal_data"] = {"image": images}
     return prompt

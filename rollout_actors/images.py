@@ -1,0 +1,23 @@
+"""The images of a request, as pixels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from PIL import Image, UnidentifiedImageError
+
+from shared.errors import RolloutError
+from shared.records import ImageRef
+
+
+def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
+    """RGB pixels of every image. Raises RolloutError naming the sample and the image that cannot be decoded."""
+    images = []
+    for i, ref in enumerate(refs):
+        assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"
+        try:
+            images.append(Image.open(io.BytesIO(ref.data)).convert("RGB"))
+        except (UnidentifiedImageError, OSError) as error:
+            raise RolloutError(f"image {i} of sample {sample_id} ({ref.path}) cannot be decoded: {error}", actor=actor, phase="generate") from error
+    return images
