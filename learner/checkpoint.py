@@ -8,11 +8,16 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from learner.adapters import adapted_layers, save_adapter
+from learner.weight_source import MergedWeights
 from shared.errors import StorageError
+
+ADAPTER_FOLDER = "adapter"
+"""Inside a checkpoint of a learner with an adapter: the adapter alone, in peft's format."""
 
 
 def save_checkpoint(model: Any, processor: Any, folder: Path) -> None:
-    """Weights (safetensors), configuration, tokenizer and processor files in `folder`, complete or not there at all.
+    """Weights (safetensors; adapters merged), configuration, tokenizer and processor files in `folder`, complete or not there at all.
 
     Raises StorageError with the path: no space left, no permission.
     """
@@ -21,7 +26,12 @@ def save_checkpoint(model: Any, processor: Any, folder: Path) -> None:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        model.save_pretrained(partial)
+        if adapted_layers(model):
+            # Merged, so that it loads where nobody knows of adapters.
+            model.save_pretrained(partial, state_dict=dict(MergedWeights(model).tensors()))
+            save_adapter(model, partial / ADAPTER_FOLDER)
+        else:
+            model.save_pretrained(partial)
         processor.save_pretrained(partial)
         if folder.exists():
             shutil.rmtree(folder)

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+from learner.adapters import apply_adapter
 from learner.checkpoint_folder import checkpoint_problems
 from shared.config import RunConfig
 from shared.errors import ConfigError
@@ -73,6 +74,8 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation=config.model.attn_implementation).to(device)
     except (ValueError, OSError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
+    if config.model.adapter is not None:
+        apply_adapter(model, config.model.adapter, base_path=str(path), seed=config.training.seed)
     model.train()
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable()

@@ -1,0 +1,96 @@
+"""Low-rank adapters (peft) inside the learner's model: put in, merged out of place, written down.
+
+The layers are exchanged in place and the model keeps its class and its attribute paths, so nothing else of the learner knows of adapters.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+
+from shared.adapter_terms import AdapterTerms
+from shared.config.model import AdapterSection
+from shared.errors import ConfigError
+
+NAME = "default"
+"""What peft calls the one adapter."""
+TENSORS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+
+def apply_adapter(model: Any, section: AdapterSection, *, base_path: str, seed: int) -> None:
+    """Adapt the linear layers of the language model that `section` names and freeze everything else.
+
+    The first weights follow from `seed` alone, on any device, and leave the model's function as it is. There is no dropout.
+    ConfigError for a name that no linear layer of the language model has.
+    """
+    language_model = model.model.language_model
+    prefix = next(name for name, module in model.named_modules() if module is language_model)
+    existing = {name.rpartition(".")[2] for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
+    if unknown := sorted(set(section.target_modules) - existing):
+        has = f"no linear layer of the language model in {base_path} is called {', '.join(unknown)}"
+        raise ConfigError(f"model.adapter.target_modules: {has}; it has {', '.join(sorted(existing))}")
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # declared int, and only ever divided by the rank
+        lora_dropout=0.0,
+        bias="none",
+        use_dora=section.kind == "dora",
+        # A pattern, because a vision tower may have layers of the same names.
+        target_modules=rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(section.target_modules))})",
+        base_model_name_or_path=base_path,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(config, model, NAME)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """The adapted layers by their path in the model, in its order; none where the model has no adapter."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def merged_weight(layer: LoraLinear) -> torch.Tensor:
+    """The one matrix that does what the layer does, [out, in]: peft's own merge to the bit, without touching the layer."""
+    with torch.no_grad():
+        weight = layer.base_layer.weight
+        delta = layer.get_delta_weight(NAME)
+        if NAME not in layer.lora_magnitude_vector:
+            return weight + delta.to(weight.dtype)
+        magnitude = layer.lora_magnitude_vector[NAME]
+        norm = magnitude.get_weight_norm(weight, delta, scaling=1)  # the delta is scaled already
+        factor = (magnitude.weight / norm).view(-1, 1)
+        merged: torch.Tensor = (factor * (weight + delta)).to(weight.dtype)
+        return merged
+
+
+def adapter_terms(model: Any, *, timeout_s: float) -> AdapterTerms:
+    """The adapter as it is now, under the names by which peft and vLLM load it."""
+    return AdapterTerms.make(safetensors.torch.save(_tensors(model)), _config(model), timeout_s=timeout_s)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """The adapter alone, in `folder`, as `peft.PeftModel.from_pretrained(base model, folder)` takes it."""
+    terms = adapter_terms(model, timeout_s=0.0)
+    folder.mkdir(parents=True)
+    (folder / TENSORS_FILE).write_bytes(terms.tensors)
+    (folder / CONFIG_FILE).write_text(terms.config)
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    # The prefix is that of peft's wrapper, which this model does without.
+    tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    return {f"base_model.model.{name}": tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+
+
+def _config(model: Any) -> dict[str, Any]:
+    config: LoraConfig = model.peft_config[NAME]
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in replace(config, inference_mode=True).to_dict().items()}

@@ -1,0 +1,172 @@
+"""A learner with LoRA or DoRA: what is trained, what it amounts to merged, and what is written down (DESIGN 9)."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from learner.adapters import adapted_layers, adapter_terms, apply_adapter, save_adapter
+from learner.checkpoint import save_checkpoint
+from learner.weight_source import FullWeights, MergedWeights, weight_source
+from shared.adapter_terms import AdapterTerms
+from shared.config.model import AdapterSection
+from shared.errors import ConfigError
+
+KINDS = ("lora", "dora")
+TOKENS_1T = torch.tensor([[5, 17, 230, 41, 7, 99, 512]])
+
+
+def load(checkpoint: Path):
+    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def adapted(checkpoint: Path, kind: str = "lora", *, seed: int = 3, trained: bool = True, **section):
+    """The demo's model with an adapter that has learned something: noise in place of every trained tensor's start."""
+    model = load(checkpoint)
+    apply_adapter(model, AdapterSection(kind=kind, **{"rank": 4, "alpha": 8.0} | section), base_path=str(checkpoint), seed=seed)
+    if trained:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in trainable(model).values():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def trainable(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=TOKENS_1T, use_cache=False).logits
+
+
+def snapshot(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_adapters_of_the_language_models_linear_layers_are_trained(demo_checkpoint, kind):
+    model = adapted(demo_checkpoint, kind)
+    paths = adapted_layers(model)
+    assert len(paths) == 3 * 7
+    assert all(path.startswith("model.language_model.layers.") for path in paths)
+    assert {name.split(".lora_")[0] for name in trainable(model)} == set(paths)
+    assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+
+
+def test_layers_of_the_same_name_outside_the_language_model_stay_as_they_are(demo_checkpoint):
+    model = load(demo_checkpoint)
+    model.model.visual.q_proj = torch.nn.Linear(4, 4)
+    apply_adapter(model, AdapterSection(kind="lora"), base_path="here", seed=0)
+    assert not any("visual" in path for path in adapted_layers(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_adapter_follows_from_the_seed_and_changes_nothing(demo_checkpoint, kind):
+    before = torch.random.get_rng_state()
+    model, again, other = (adapted(demo_checkpoint, kind, seed=seed, trained=False) for seed in (3, 3, 4))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert same(snapshot(model), snapshot(again))
+    assert not same(snapshot(model), snapshot(other))
+    torch.testing.assert_close(logits(model), logits(load(demo_checkpoint)), rtol=0, atol=1e-5)
+
+
+def test_a_name_that_no_layer_has_is_refused_with_those_that_exist(demo_checkpoint):
+    with pytest.raises(
+        ConfigError, match=r"model.adapter.target_modules: .* is called qkv, wq; it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    ):
+        adapted(demo_checkpoint, target_modules=("q_proj", "wq", "qkv"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_equal(demo_checkpoint, kind):
+    model = adapted(demo_checkpoint, kind)
+    before = snapshot(model)
+    merged = dict(MergedWeights(model).tensors())
+    assert same(before, snapshot(model))
+    reference = copy.deepcopy(model)
+    for path, layer in adapted_layers(reference).items():
+        layer.merge()
+        assert torch.equal(merged[f"{path}.weight"], layer.base_layer.weight)
+        assert not torch.equal(merged[f"{path}.weight"], before[f"{path}.base_layer.weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_adapted_model_does(demo_checkpoint, kind):
+    model, ordinary = adapted(demo_checkpoint, kind), load(demo_checkpoint)
+    merged = list(weight_source(model).tensors())
+    assert [name for name, _ in merged] == [name for name, _ in FullWeights(ordinary).tensors()]
+    before = logits(ordinary)
+    ordinary.load_state_dict(dict(merged), strict=False)
+    ordinary.tie_weights()
+    torch.testing.assert_close(logits(ordinary), logits(model), rtol=0, atol=2e-5)
+    assert (logits(model) - before).abs().max() > 1e-2
+
+
+def test_a_model_without_adapters_offers_its_parameters_as_they_are(demo_checkpoint):
+    assert isinstance(weight_source(load(demo_checkpoint)), FullWeights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_adapter_loads_in_peft(demo_checkpoint, tmp_path, kind):
+    model = adapted(demo_checkpoint, kind)
+    save_adapter(model, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_an_offered_adapter_is_two_files_with_a_digest_and_survives_json(demo_checkpoint):
+    model = adapted(demo_checkpoint)
+    terms = adapter_terms(model, timeout_s=5.0)
+    tensors = safetensors.torch.load(terms.tensors)
+    assert len(tensors) == 2 * 3 * 7
+    values = trainable(model)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, values[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")])
+    assert json.loads(terms.config)["r"] == 4
+    assert terms == adapter_terms(model, timeout_s=5.0) == AdapterTerms.from_json(json.loads(json.dumps(terms.to_json())))
+    assert terms.is_intact
+    assert not AdapterTerms(terms.tensors[:-1] + b"?", terms.config, terms.sha256, 5.0).is_intact
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kind):
+    """Embeddings are frozen, so what enters a checkpointed layer needs no gradient, and the layer's adapters do."""
+
+    def gradients(recompute: bool):
+        model = adapted(demo_checkpoint, kind).train()
+        if recompute:
+            model.gradient_checkpointing_enable()
+        model(input_ids=TOKENS_1T, use_cache=False).logits.float().log_softmax(-1)[..., 3].sum().backward()
+        return {name: parameter.grad for name, parameter in trainable(model).items()}
+
+    plain, recomputed = gradients(recompute=False), gradients(recompute=True)
+    assert any(gradient.abs().max() > 0 for gradient in plain.values())
+    assert same(plain, recomputed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(demo_checkpoint, tmp_path, kind):
+    model = adapted(demo_checkpoint, kind)
+    before = snapshot(model)
+    save_checkpoint(model, AutoProcessor.from_pretrained(demo_checkpoint), tmp_path / "saved")
+    assert same(before, snapshot(model))
+    names = {path: set(safetensors.torch.load_file(path / "model.safetensors")) for path in (demo_checkpoint, tmp_path / "saved")}
+    assert names[demo_checkpoint] == names[tmp_path / "saved"]
+    merged, information = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32, output_loading_info=True)
+    assert not any(information.values())
+    torch.testing.assert_close(logits(merged.eval()), logits(model), rtol=0, atol=2e-5)
+    adapter = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "saved" / "adapter").eval()
+    assert torch.equal(logits(adapter), logits(model))
