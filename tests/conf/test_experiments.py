@@ -1,4 +1,4 @@
-"""Every shipped experiment composes and loads."""
+"""Every shipped experiment and backend composes and loads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from shared.config import RunConfig, load_config
-from shared.config.derive import batch_algebra
+from shared.config.derive import batch_algebra, engine_devices
+from shared.config.explain import sections_in
 from shared.errors import ConfigError
+from shared.schedule import RunSchedule
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+CHOICES = {f"rollout_matching.{key}" for key in ("rollout_backend", "vllm.mode", "vllm.server.kind")} | {"stage2_ab.channel_b.enable_pipeline"}
+"""Written out where a file is about them, or where an experiment takes back what the one it builds on has set."""
+BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
+ASKED = (1, 1, 1)
+"""What servers, or a cluster without GPUs, answer when they are asked for their devices."""
 
 
 def composed(*overrides: str) -> dict[str, Any]:
@@ -33,13 +40,14 @@ def loaded(*overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_shipped_experiment_loads(experiment: str) -> None:
-    assert batch_algebra(loaded(f"+experiment={experiment}")).describe()
+    run = loaded(f"+experiment={experiment}")
+    assert batch_algebra(run, engine_devices(run) or ASKED).describe()
 
 
 def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16() -> None:
     run = loaded("+experiment=stage2_3v1")
     algebra = batch_algebra(run)
-    assert (algebra.num_actors, algebra.learner_world_size, algebra.round_sizes) == (3, 1, (16, 16))
+    assert (algebra.engine_devices, algebra.learner_world_size, algebra.round_sizes) == ((1, 1, 1), 1, (16, 16))
     assert run.stage2_ab.channel_b.enable_pipeline and run.training.packing
     assert run.telemetry.run_dir.is_relative_to("outputs")
 
@@ -53,6 +61,24 @@ def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> 
     expected["training"]["max_steps"] = control.training.max_steps
     expected["telemetry"]["run_dir"] = control.telemetry.run_dir
     assert control.model_dump() == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_shipped_backend_takes_the_place_of_the_actors(backend: str) -> None:
+    run = loaded("+experiment=stage2_3v1", f"backend={backend}", "stage2_ab.channel_b.enable_pipeline=false")
+    expected = {"actors": "actors", "colocate": "colocate", "hf": "colocate", "server": "server", "vllm_serve": "server"}
+    assert run.rollout_matching.vllm.mode == expected[backend]
+    assert run.rollout_matching.rollout_backend == ("hf" if backend == "hf" else "vllm")
+
+
+@pytest.mark.parametrize("topology", ["stage2_colocate", "stage2_hf", "stage2_server", "stage2_2learners"])
+def test_a_topology_is_the_main_job_on_other_devices(topology: str) -> None:
+    """What is learned, and in which steps, is the same."""
+    main, other = loaded("+experiment=stage2_3v1"), loaded(f"+experiment={topology}")
+    for section in ("model", "data", "custom", "training", "global_max_length", "evaluation"):
+        assert getattr(other, section) == getattr(main, section)
+    assert other.rollout_matching.pipeline == main.rollout_matching.pipeline
+    assert list(RunSchedule(other).plans()) == list(RunSchedule(main).plans())
 
 
 def test_a_run_is_named_on_the_command_line() -> None:
@@ -94,13 +120,14 @@ def test_without_an_experiment_the_missing_keys_are_named() -> None:
 def test_a_shipped_value_that_repeats_the_schema_s_default_is_left_out(experiment: str) -> None:
     written = composed(f"+experiment={experiment}")
     load_config(written)
-    assert list(repeated(RunConfig.model_fields, written)) == []
+    assert set(repeated(RunConfig.model_fields, written)) <= CHOICES
 
 
 def repeated(fields: Any, values: dict[str, Any], above: str = "") -> Any:
     for key, value in values.items():
         field = fields[key]
         if isinstance(value, dict):
-            yield from repeated(field.annotation.model_fields, value, f"{above}{key}.")
+            (section,) = sections_in(field.annotation)
+            yield from repeated(section.model_fields, value, f"{above}{key}.")
         elif not field.is_required() and field.default == value:
             yield f"{above}{key}"

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from shared.chunking import chunk_size, rank_share, split_contiguous, split_rounds, split_weighted
+from shared.chunking import chunk_size, rank_rounds, rank_share, split_contiguous, split_over, split_weighted
 
 
 def test_vllm_server_mode_fails_fast_when_cap_is_infeasible():
@@ -67,12 +67,21 @@ def test_a_weighted_split_is_proportional_to_one_and_ties_go_to_the_lower_index(
         assert all(abs(len(part) - n * weight / sum(weights)) < 1 for part, weight in zip(parts, weights, strict=True))
 
 
-def test_rounds_are_the_fewest_within_the_capacity():
-    assert [len(part) for part in split_rounds(32, 18)] == [16, 16]
-    for n, capacity in product(range(40), range(1, 12)):
-        rounds = split_rounds(n, capacity)
-        assert [i for part in rounds for i in part] == list(range(n))
-        assert all(0 < len(part) <= capacity for part in rounds) and len(rounds) <= -(-n // capacity)
+def test_engines_of_one_size_share_evenly_and_others_by_their_devices():
+    assert split_over(10, (2, 2, 2)) == split_contiguous(10, 3)
+    assert split_over(10, (1, 2, 2)) == split_weighted(10, (1, 2, 2)) == [range(2), range(2, 6), range(6, 10)]
+
+
+def test_rounds_are_the_fewest_in_which_no_rank_has_more_than_its_chunk():
+    assert rank_rounds([32], 18) == [[range(16)], [range(16, 32)]]
+    assert rank_rounds([5, 4], 2) == [[range(2), range(2)], [range(2, 4), range(2, 4)], [range(4, 5), range(4, 4)]]
+    assert rank_rounds([0, 0], 3) == rank_rounds([], 3) == []
+    for first, second, chunk in product(range(14), range(14), range(1, 6)):
+        rounds = rank_rounds([first, second], chunk)
+        for rank, share in enumerate((first, second)):
+            assert [i for round_ in rounds for i in round_[rank]] == list(range(share))
+        assert all(len(part) <= chunk for round_ in rounds for part in round_)
+        assert len(rounds) == -(-max(first, second) // chunk)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +91,8 @@ def test_rounds_are_the_fewest_within_the_capacity():
         (split_contiguous, (3, 0)),
         (split_weighted, (3, [])),
         (split_weighted, (3, [1, 0])),
-        (split_rounds, (3, 0)),
-        (split_rounds, (-1, 2)),
+        (rank_rounds, ([3], 0)),
+        (rank_rounds, ([-1], 2)),
     ],
 )
 def test_counts_that_cannot_be_split_are_refused(split, arguments):

@@ -48,7 +48,7 @@ WRONG = [
     ("model.path", 3, "must be text, got 3; "),
     ("data.train", 3, "must be a path, got 3; "),
     ("timeouts.learn_s", 0, "must be greater than 0, got 0; change it (Learning one round, or finishing a step; without the key it is 600.0)"),
-    ("telemetry", None, "must be a mapping of keys, got null; write its keys (name, run_dir, timeline, rollouts), or remove it for the defaults"),
+    ("telemetry", None, "must be a mapping of keys, got null; write its keys (name, run_dir, ray_metrics, timeline, rollouts), or remove it for the defaults"),
     ("training", [], "must be a mapping of keys, got a list; write its keys (seed, max_steps, "),
     ("stage2_ab.channel_b.mode", "micro", "must be step, got the text 'micro'; write step"),
     ("stage2_ab.channel_b.rollouts_per_step", 0, "must be greater than 0, got 0; change it (Raw rollouts per update over all learner ranks"),
@@ -143,7 +143,7 @@ def test_all_problems_are_reported_at_once_whatever_their_kind(problems):
             "rollout_matching.rollout_buffer": {"enabled": True},
             "rollout_matching.decode_mode": "sample",
             "global_max_length": 100,
-            "learner.world_size": 2,
+            "rollout_matching.vllm.enable_lora": True,
         }
     )
     assert [line.split(": ")[0] for line in lines] == [
@@ -154,7 +154,7 @@ def test_all_problems_are_reported_at_once_whatever_their_kind(problems):
         f"{OBJECTIVE}[0].config.desc_ce_weight",
         f"{OBJECTIVE}[1].weight",
         f"{OBJECTIVE}[2].name",
-        "learner.world_size",
+        "rollout_matching.vllm.enable_lora",
         "rollout_matching.decode_mode",
         "global_max_length",
     ]

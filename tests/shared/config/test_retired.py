@@ -21,8 +21,6 @@ BBOX_GEO_ENTRY = {"name": "bbox_geo", "enabled": True, "weight": 1.0, "channels"
 
 REMOVED = "was removed; "
 LATER = "is not in this version; "
-SERVERS = f"{VLLM}.server.servers"
-NO_SERVER = "remove it; a server has base_url and group_port, and none is in this version"
 
 # Key, value, and what its one line says after `key: `.
 LEGACY = [
@@ -52,7 +50,7 @@ LEGACY = [
     (f"{OLD}.rollout_buffer", {"enabled": True}, [REMOVED, "remove it"]),
     (f"{OLD}.post_rollout_pack_scope", "window", [REMOVED, "remove it"]),
     (f"{OLD}.vllm.server.base_url", ["http://127.0.0.1:8000"], [REMOVED, f"{VLLM}.server.servers[]"]),
-    (f"{OLD}.repeat_terminate.enabled", True, [LATER, "max_new_tokens"]),
+    (f"{OLD}.repeat_terminate.enabled", True, [REMOVED, f"use {MATCHING}.repeat_terminate.enabled"]),
     (f"{OLD_CHANNELS}.channel_b.decode_batch_size", 2, [REMOVED, f"use {MATCHING}.decode_batch_size"]),
     (f"{OLD_CHANNELS}.pipeline.diagnostics", [], [REMOVED, f"use {MATCHING}.pipeline.diagnostics"]),
     # Batch sizes of decoding.
@@ -95,19 +93,6 @@ LEGACY = [
         }.items()
     ),
     # Later versions.
-    (SERVERS, None, [LATER, f"set {VLLM}.mode: actors"]),
-    (SERVERS, [], [LATER, f"set {VLLM}.mode: actors"]),
-    (SERVERS, [{"base_url": "http://127.0.0.1:8000"}], [LATER, f"set {VLLM}.mode: actors"]),
-    (SERVERS, [{"group_port": 51216}], [LATER, f"set {VLLM}.mode: actors"]),
-    (SERVERS, [{"unknown_flag": True}], ["is not a known key; remove it; ", "base_url and group_port"]),
-    (f"{VLLM}.server.timeout_s", 240.0, [LATER, f"set {VLLM}.mode: actors"]),
-    (f"{VLLM}.server.infer_timeout_s", None, [LATER, f"set {VLLM}.mode: actors"]),
-    (f"{VLLM}.tensor_parallel_size", 4, [LATER, f"{VLLM}.actors.tensor_parallel_size"]),
-    (f"{VLLM}.enable_lora", True, [LATER, "remove it"]),
-    (f"{MATCHING}.offload.enabled", True, [LATER, "remove it"]),
-    (f"{MATCHING}.offload.offload_optimizer", True, [LATER, "remove it"]),
-    (f"{MATCHING}.repeat_terminate.enabled", True, [LATER, "remove it; max_new_tokens bounds a response"]),
-    (f"{MATCHING}.repeat_terminate.ngram_size", 6, [LATER, "remove it; max_new_tokens bounds a response"]),
     ("environment.env_id", "wordle", [LATER, "remove the section"]),
 ]
 
@@ -132,8 +117,7 @@ def test_the_successor_that_is_named_is_a_key_of_the_schema(problems, path, valu
 
 
 def test_the_table_of_this_test_covers_every_retired_key():
-    items = [f"{path}[].{key}" for path, value, _ in LEGACY if path == SERVERS and value for key in value[0]]
-    paths = [re.sub(r"\[\d\]", "[]", path) for path, _, _ in LEGACY] + items
+    paths = [re.sub(r"\[\d\]", "[]", path) for path, _, _ in LEGACY]
     for retired in RETIRED:
         assert any(re.match(re.escape(retired.pattern).replace(r"\*", "[^.]+") + r"(\.|$)", path) for path in paths), retired.pattern
 
@@ -158,29 +142,6 @@ def test_a_key_in_the_old_place_that_is_none_in_the_new_one_is_not_sent_there(pr
     assert line.startswith(f"{OLD}.foo: was removed, and is not a known key of {MATCHING} either; the keys of {MATCHING} are pipeline, rollout_backend, ")
 
 
-def test_what_is_wrong_in_a_list_of_servers_is_named_with_its_index(problems):
-    entry = {"base_url": "http://127.0.0.1:8000", "group_port": 51216}
-    lines = problems({SERVERS: [entry, entry | {"unknown_flag": 1}, {"unknown_flag": {"deep": 1}}], f"{VLLM}.server.timeout_s": 240.0})
-    later = f"is not in this version; remove it and set {VLLM}.mode: actors"
-    assert sorted(lines) == sorted(
-        [
-            f"{SERVERS}[0].base_url: {later}",
-            f"{SERVERS}[0].group_port: {later}",
-            f"{SERVERS}[1].base_url: {later}",
-            f"{SERVERS}[1].group_port: {later}",
-            f"{SERVERS}[1].unknown_flag: is not a known key; {NO_SERVER}",
-            f"{SERVERS}[2].unknown_flag.deep: is not a known key; {NO_SERVER}",
-            f"{VLLM}.server.timeout_s: {later}",
-        ]
-    )
-
-
-@pytest.mark.parametrize("servers", [3, ["http://127.0.0.1:8000"], [{}], {"base_url": "x"}])
-def test_what_is_no_list_of_servers_is_not_in_this_version_either(problems, servers):
-    (line,) = problems({SERVERS: servers})
-    assert line.startswith(SERVERS) and ": is not in this version; " in line
-
-
 def test_an_alias_in_the_place_of_its_successor_is_one_problem(problems):
     """The key under its new name is missing only because it stands under the old one."""
     path = f"{MATCHING}.pipeline.objective[2]"
@@ -191,7 +152,7 @@ def test_an_alias_in_the_place_of_its_successor_is_one_problem(problems):
 
 def test_every_retired_key_is_reported_at_once_with_the_other_problems(problems):
     changes = {path: value for path, value, _ in LEGACY if not path.startswith(BBOX_GEO) and path not in (OLD, "custom.extra", "custom.coord_soft_ce_w1")}
-    changes = {path: value for path, value in changes.items() if path not in (f"{MATCHING}.rollout_buffer", SERVERS)}
+    changes = {path: value for path, value in changes.items() if path != f"{MATCHING}.rollout_buffer"}
     paths = [line.split(": ")[0] for line in problems({**changes, "training.sed": 1})]
     assert sorted(paths) == sorted({*changes, "training.sed", f"{OLD}.rollout_buffer.enabled"} - {f"{OLD}.rollout_buffer"})
 

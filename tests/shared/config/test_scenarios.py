@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +15,6 @@ import pytest
 from launch.preflight import check_data
 from learner.rules import target_rules
 from shared.config.derive import batch_algebra
-from shared.config.learner import LearnerSection
 from shared.config.pipeline import Channel
 from shared.config.retired import take_retired
 from shared.errors import RecordError
@@ -185,21 +185,23 @@ def test_before_the_start_32_raw_rollouts_are_announced_as_one_update_of_rows_of
 
 def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(load):
     """What is known before the start: every rank gathers 8 rollouts over 8 micro-steps, and they are one step with one update."""
-    one_rank = load(
-        {"training.effective_batch_size": ..., "training.gradient_accumulation_steps": 8, "stage2_ab.channel_b.rollouts_per_step": ..., "training.max_steps": 1}
-    )
-    # Four learner ranks are refused in this version; their sizes are known all the same.
-    run = one_rank.model_copy(update={"learner": LearnerSection(world_size=4)})
+    accumulation = {"training.effective_batch_size": ..., "training.gradient_accumulation_steps": 8, "learner.world_size": 4}
+    run = load({**accumulation, "stage2_ab.channel_b.rollouts_per_step": ..., "training.max_steps": 1})
     algebra = batch_algebra(run)
     assert (algebra.per_device_train_batch_size, algebra.learner_world_size, algebra.gradient_accumulation_steps) == (1, 4, 8)
     assert (algebra.raw_rollouts_per_step, algebra.share_per_rank, algebra.updates) == (32, (8, 8, 8, 8), 1)
 
 
-def test_vllm_server_mode_fails_fast_when_cap_is_infeasible(problems):
-    """S = 2 rollout devices are two actors here, whose arithmetic is that of two servers; server mode and four ranks are refused on lines of their own."""
-    lines = problems({f"{MATCHING}.decode_batch_size": 1, f"{MATCHING}.vllm.mode": "server", f"{MATCHING}.vllm.actors.num_actors": 2, "learner.world_size": 4})
-    assert [line.split(": ")[0] for line in lines] == ["learner.world_size", f"{MATCHING}.vllm.mode", f"{MATCHING}.decode_batch_size"]
-    assert lines[-1].endswith("; raise decode_batch_size to at least 2, add rollout devices, or use fewer learner ranks")
+def test_vllm_server_mode_fails_fast_when_cap_is_infeasible(load, problems):
+    """Actors are known before the start; servers are asked for their devices first, and then the same is found (tests/rollout_actors/test_pool.py)."""
+    four_ranks = {f"{MATCHING}.decode_batch_size": 1, "learner.world_size": 4}
+    (line,) = problems({**four_ranks, f"{MATCHING}.vllm.actors.num_actors": 2})
+    remedy = "; raise decode_batch_size to at least 2, add rollout devices, or use fewer learner ranks"
+    assert line.startswith(f"{MATCHING}.decode_batch_size: ") and line.endswith(remedy)
+    servers = {"servers": [{"base_url": "http://127.0.0.1:8000", "group_port": 0}]}
+    run = load({**four_ranks, f"{MATCHING}.vllm.mode": "server", f"{MATCHING}.vllm.server": servers})
+    with pytest.raises(ValueError, match=re.escape(remedy.removeprefix("; "))):
+        batch_algebra(run, devices=(2,))
 
 
 def test_rollout_decode_batch_size_2_with_learner_microbatch_1(load):
