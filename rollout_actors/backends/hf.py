@@ -1,0 +1,208 @@
+"""transformers' `generate` on the learner's own model: no engine, no weights to send, and the slowest backend.
+
+Shape legend: B sequences of one call, P prompt tokens (image placeholders expanded, padded on the left), R image patches, D patch values, I images.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from rollout_actors.backends.hf_decoding import BeamScores, Chooser
+from rollout_actors.images import decode_images
+from rollout_actors.random_state import random_state_kept
+from shared.errors import RolloutError
+from shared.protocols import BackendHost
+from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+
+NO_STOP_TOKEN = -1
+"""Where a request has none: transformers would take the checkpoint's for want of any."""
+
+
+@dataclass(frozen=True, slots=True)
+class HFBackendSpec:
+    """Makes an `HFBackend` in the learner's process."""
+
+    name: str
+    decode_batch_size: int
+
+    def __call__(self, host: BackendHost) -> HFBackend:
+        return HFBackend(host, self.name, decode_batch_size=self.decode_batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """One prompt as the model takes it."""
+
+    token_ids: tuple[int, ...]
+    """[P] without padding."""
+    features: dict[str, torch.Tensor]
+    """`pixel_values` [R, D] and `image_grid_thw` [I, 3]; empty without images."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    token_ids: list[int]
+    """As decoded, stop token included."""
+    logprobs: list[float]
+
+
+class HFBackend:
+    """A `RolloutBackend` over the model of its host, which may carry an adapter, be in training mode and recompute its activations.
+
+    A response depends on its request alone: on its seed, not on its neighbours or on any global random state. In fp32 the log-probabilities of a
+    padded batch differ from those of a prompt alone by the rounding of the sums (under 1e-5).
+    """
+
+    def __init__(self, host: BackendHost, name: str, *, decode_batch_size: int) -> None:
+        """At most `decode_batch_size` sequences are decoded at a time; the beams of one prompt are never separated."""
+        self._host = host
+        self._name = name
+        self._decode_batch_size = decode_batch_size
+        self._version = 0
+        self._closed = False
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        if self._closed and requests:
+            raise RolloutError("the backend was closed", actor=self._name, phase="generate")
+        started_s, started = time.time(), time.perf_counter()
+        rollouts: list[Rollout] = []
+        with random_state_kept(), evaluating(self._host.model), torch.no_grad():
+            for batch in self._batches(requests):
+                encoded = [self._encode(request) for request in batch]
+                responses = self._decode(batch, encoded)
+                generate_s = time.perf_counter() - started
+                for request, prompt, response in zip(batch, encoded, responses, strict=True):
+                    rollouts.append(self._rollout(request, prompt, response, started_s, generate_s))
+        return rollouts
+
+    def receive_weights(self, offer: WeightOffer) -> SyncReport:
+        """Nothing travels and nothing can differ: the weights are the learner's own."""
+        self._version = offer.version
+        return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _batches(self, requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
+        for decode, group in groupby(requests, key=lambda request: request.decode):
+            alike = list(group)
+            size = max(1, self._decode_batch_size // decode.num_beams) if decode.mode is DecodeMode.BEAM else self._decode_batch_size
+            yield from (alike[start : start + size] for start in range(0, len(alike), size))
+
+    def _encode(self, request: RolloutRequest) -> _Encoded:
+        """Placeholders expanded as the processor does: to as many as the image has merged patches."""
+        processor = self._host.processor
+        images = decode_images(request.images, request.sample_id, actor=self._name)
+        num_pads = request.prompt_token_ids.count(processor.image_token_id)
+        if num_pads != len(images):
+            raise RolloutError(f"sample {request.sample_id} has {len(images)} images and {num_pads} places for one", actor=self._name, phase="generate")
+        if not images:
+            return _Encoded(request.prompt_token_ids, {})
+        features = processor.image_processor(images=images, return_tensors="pt")
+        lengths = iter((features["image_grid_thw"].prod(dim=-1) // processor.image_processor.merge_size**2).tolist())
+        token_ids: list[int] = []
+        for token_id in request.prompt_token_ids:
+            token_ids += [token_id] * (next(lengths) if token_id == processor.image_token_id else 1)
+        return _Encoded(tuple(token_ids), {name: features[name] for name in ("pixel_values", "image_grid_thw")})
+
+    def _decode(self, batch: list[RolloutRequest], encoded: list[_Encoded]) -> list[_Response]:
+        decode = batch[0].decode
+        prompts = [prompt.token_ids for prompt in encoded]
+        inputs = self._inputs(encoded)
+        num_prompt_tokens = inputs["input_ids"].shape[1]
+        if decode.mode is DecodeMode.BEAM:
+            beams = BeamScores(decode, prompts)
+            output = self._generate(inputs, decode, [beams])
+            responses = _cut(output.sequences[:, num_prompt_tokens:].tolist(), decode)
+            return [_Response(token_ids, beams.logprobs(rows, token_ids)) for token_ids, rows in zip(responses, output.beam_indices.tolist(), strict=True)]
+        chooser = Chooser(decode, [request.seed for request in batch], prompts)
+        output = self._generate(inputs, decode, [chooser])
+        responses = _cut(output.sequences[:, num_prompt_tokens:].tolist(), decode)
+        return [_Response(token_ids, logprobs[: len(token_ids)]) for token_ids, logprobs in zip(responses, chooser.logprobs(), strict=True)]
+
+    def _inputs(self, encoded: list[_Encoded]) -> dict[str, torch.Tensor]:
+        model, processor = self._host.model, self._host.processor
+        length = max(len(prompt.token_ids) for prompt in encoded)
+        ids_BP = torch.tensor([[processor.tokenizer.pad_token_id] * (length - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in encoded])
+        mask_BP = torch.tensor([[0] * (length - len(prompt.token_ids)) + [1] * len(prompt.token_ids) for prompt in encoded])
+        inputs = {"input_ids": ids_BP, "attention_mask": mask_BP, "mm_token_type_ids": (ids_BP == processor.image_token_id).int()}
+        with_images = [prompt.features for prompt in encoded if prompt.features]
+        if with_images:
+            inputs["pixel_values"] = torch.cat([features["pixel_values"] for features in with_images]).to(model.dtype)
+            inputs["image_grid_thw"] = torch.cat([features["image_grid_thw"] for features in with_images])
+        return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+
+    def _generate(self, inputs: dict[str, torch.Tensor], decode: DecodeSettings, processors: list[LogitsProcessor]) -> Any:
+        # Everything that a checkpoint's generation_config.json may set is stated: what is left out would come from there.
+        config = GenerationConfig(
+            do_sample=False,
+            num_beams=decode.num_beams if decode.mode is DecodeMode.BEAM else 1,
+            num_return_sequences=1,
+            max_new_tokens=decode.max_new_tokens,
+            min_new_tokens=0,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            length_penalty=1.0,
+            early_stopping=False,
+            eos_token_id=list(decode.stop_token_ids) or [NO_STOP_TOKEN],
+            pad_token_id=self._host.processor.tokenizer.pad_token_id,
+            use_cache=True,
+            return_dict_in_generate=True,
+        )
+        try:
+            return self._host.model.generate(**inputs, generation_config=config, logits_processor=LogitsProcessorList(processors))
+        except torch.OutOfMemoryError as error:
+            room = f"{len(inputs['input_ids'])} sequences do not fit beside the learner's training state ({error}); lower rollout_matching.decode_batch_size"
+            raise RolloutError(room, actor=self._name, phase="generate") from error
+
+    def _rollout(self, request: RolloutRequest, prompt: _Encoded, response: _Response, started_s: float, generate_s: float) -> Rollout:
+        token_ids, logprobs = response.token_ids, response.logprobs
+        stopped = bool(token_ids) and token_ids[-1] in request.decode.stop_token_ids
+        end = len(token_ids) - stopped
+        return Rollout(
+            step=request.step,
+            position=request.position,
+            sample_id=request.sample_id,
+            prompt_token_ids=prompt.token_ids,
+            response_token_ids=tuple(token_ids[:end]),
+            stop_token_id=token_ids[-1] if stopped else None,
+            logprobs=tuple(logprobs[:end]) if request.decode.return_logprobs else None,
+            stop_token_logprob=logprobs[-1] if stopped and request.decode.return_logprobs else None,
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            forced_positions=(),
+            weight_version=self._version,
+            actor=self._name,
+            attempt=0,
+            seed=request.seed,
+            generate_s=generate_s,
+            started_s=started_s,
+        )
+
+
+def _cut(rows: list[list[int]], decode: DecodeSettings) -> list[list[int]]:
+    """Each row to its first stop token, which it keeps; what follows is padding."""
+    return [row[: next((i + 1 for i, token_id in enumerate(row) if token_id in decode.stop_token_ids), len(row))] for row in rows]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards every module is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

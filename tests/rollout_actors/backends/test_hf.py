@@ -1,0 +1,155 @@
+"""`generate` of the learner's own model, as a rollout backend. What every backend has in common is in `test_contract.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from backend_support import ModelHost, what_was_said
+from engine_support import SmallLearner
+
+from rollout_actors.backends.hf import HFBackend
+from shared.errors import RolloutError
+from shared.rollouts import DecodeMode, FinishReason, RolloutRequest
+
+
+@pytest.fixture(scope="module")
+def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+    learner.learn(seed=1)
+    yield learner
+    learner.close()
+
+
+@pytest.fixture
+def backend(learner: SmallLearner) -> HFBackend:
+    return HFBackend(ModelHost(learner), "hf", decode_batch_size=4)
+
+
+def of_different_lengths(learner: SmallLearner, **decode: Any) -> list[RolloutRequest]:
+    """So that a batch needs padding; one of them has no image."""
+    requests = [learner.request(position, **decode) for position in range(6)]
+    requests[2] = replace(requests[2], prompt_token_ids=(*requests[2].prompt_token_ids, 5, 6, 7))
+    text = tuple(token_id for token_id in requests[4].prompt_token_ids if token_id not in learner.banned)
+    requests[4] = replace(requests[4], prompt_token_ids=text, images=())
+    return requests
+
+
+def test_greedy_rollouts_are_those_of_one_forward_per_token(learner: SmallLearner, backend: HFBackend) -> None:
+    requests = [request for request in of_different_lengths(learner) if request.images]
+    for request, rollout in zip(requests, backend.generate(requests), strict=True):
+        tokens, logprobs = learner.greedy(request)
+        assert rollout.response_token_ids == tokens
+        assert rollout.logprobs == pytest.approx(logprobs, abs=1e-5)
+        assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_padded_batch_says_what_each_of_its_prompts_alone_says(learner: SmallLearner, backend: HFBackend, temperature: float) -> None:
+    requests = of_different_lengths(learner, temperature=temperature, max_new_tokens=24)
+    alone = HFBackend(ModelHost(learner), "hf", decode_batch_size=1).generate(requests)
+    for one, many in zip(alone, backend.generate(requests), strict=True):
+        assert many.response_token_ids == one.response_token_ids
+        assert many.logprobs == pytest.approx(one.logprobs, abs=1e-5)
+
+
+def test_the_best_beam_alone_is_returned_with_the_models_log_probabilities(learner: SmallLearner, backend: HFBackend) -> None:
+    greedy = [learner.request(position, max_new_tokens=12) for position in range(3)]
+    beams = [replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=4)) for request in greedy]
+    rollouts = backend.generate(beams)
+    for request, rollout, other in zip(beams, rollouts, backend.generate(greedy), strict=True):
+        assert rollout.logprobs is not None and other.logprobs is not None
+        assert sum(rollout.logprobs) >= sum(other.logprobs)
+        expanded, logits_TV = learner.logits((*request.prompt_token_ids, *rollout.response_token_ids), request.images[0])
+        logits_TV[:, list(learner.banned)] -= 100
+        length = len(rollout.response_token_ids)
+        expected = logits_TV[-length - 1 : -1].log_softmax(-1).gather(1, torch.tensor(expanded[-length:])[:, None])[:, 0]
+        assert rollout.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    assert any(rollout.response_token_ids != other.response_token_ids for rollout, other in zip(rollouts, backend.generate(greedy), strict=True))
+
+
+def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(learner: SmallLearner, backend: HFBackend) -> None:
+    request = learner.request(0, max_new_tokens=12)
+    beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=3)
+    unstopped = backend.generate([replace(request, decode=beam)])[0].response_token_ids
+    rollouts = backend.generate([replace(request, decode=replace(beam, stop_token_ids=(stop,))) for stop in unstopped])
+    ended = [(rollout, stop) for rollout, stop in zip(rollouts, unstopped, strict=True) if rollout.finish_reason is FinishReason.STOP]
+    assert ended
+    for rollout, stop in ended:
+        assert rollout.stop_token_id == stop
+        assert stop not in rollout.response_token_ids
+        assert rollout.stop_token_logprob is not None and rollout.logprobs is not None
+        assert len(rollout.logprobs) == len(rollout.response_token_ids)
+
+
+def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner: SmallLearner, backend: HFBackend) -> None:
+    model = learner._model
+    model.train()
+    model.model.visual.eval()
+    model.gradient_checkpointing_enable()
+    request = learner.request(0, temperature=1.0)
+    expected = what_was_said(HFBackend(ModelHost(learner), "hf", decode_batch_size=4).generate([request]))
+    before = [module.training for module in model.modules()]
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    states = torch.get_rng_state().clone(), random.getstate(), np.random.get_state()[1].copy()
+    try:
+        assert what_was_said(backend.generate([request])) == expected
+        assert [module.training for module in model.modules()] == before
+        assert torch.is_grad_enabled()
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert (np.random.get_state()[1] == states[2]).all()
+        with pytest.raises(RolloutError, match="image 0 of sample sample-0"):
+            backend.generate([replace(request, images=(replace(request.images[0], data=b"no image"),))])
+        assert [module.training for module in model.modules()] == before
+    finally:
+        model.gradient_checkpointing_disable()
+        model.eval()
+
+
+def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(learner: SmallLearner, backend: HFBackend) -> None:
+    request = learner.request(0)
+    before = learner.logits(request.prompt_token_ids, request.images[0])[1]
+    backend.generate(of_different_lengths(learner))
+    assert torch.equal(learner.logits(request.prompt_token_ids, request.images[0])[1], before)
+    assert all(parameter.grad is None for parameter in learner._model.parameters())
+
+
+def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner: SmallLearner, backend: HFBackend) -> None:
+    request = learner.request(0)
+    expected = what_was_said(backend.generate([request]))
+    model = learner._model
+    third = backend.generate([request])[0].response_token_ids[2]
+    recommended = {"repetition_penalty": 3.0, "do_sample": True, "temperature": 2.0, "top_k": 3, "num_beams": 2, "eos_token_id": third}
+    kept = model.generation_config.to_dict()
+    model.generation_config.update(**recommended)
+    try:
+        assert what_was_said(backend.generate([request])) == expected
+    finally:
+        model.generation_config.update(**{name: kept[name] for name in recommended})
+
+
+def test_an_image_without_a_place_is_refused_by_sample(learner: SmallLearner, backend: HFBackend) -> None:
+    request = learner.request(0)
+    with pytest.raises(RolloutError, match="generate on hf: sample sample-0 has 2 images and 1 places"):
+        backend.generate([replace(request, images=request.images * 2)])
+
+
+def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(learner: SmallLearner, backend: HFBackend) -> None:
+    widths: list[int] = []
+    hook = learner._model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)
+    requests = [learner.request(position, max_new_tokens=3) for position in range(6)]
+    try:
+        backend.generate(requests)
+        assert (max(widths), widths[0], widths[-1]) == (4, 4, 2)
+        widths.clear()
+        backend.generate([replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=2)) for request in requests])
+        assert max(widths) == 4
+    finally:
+        hook.remove()
