@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-TRANSPORT = "rollmatch_gloo"
+from shared.transports import Transport
 
 
 @cache
 def register() -> None:
-    """Make the weight transport `rollmatch_gloo` known. vLLM may call its plugins again, and refuses a name twice: only the first call acts."""
+    """Make this package's weight transports known. vLLM may call its plugins again, and refuses a name twice: only the first call acts."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(TRANSPORT, "rollout_actors.weight_receiver", "GlooWeightReceiver")
+    for transport, receiver in ((Transport.GLOO, "GlooWeightReceiver"), (Transport.INPROC, "InProcessWeightReceiver")):
+        WeightTransferEngineFactory.register_engine(transport, "rollout_actors.weight_receiver", receiver)

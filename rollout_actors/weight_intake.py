@@ -5,35 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout_actors.vllm_plugin import TRANSPORT
+from rollout_actors.receipt import Receipt, check_receipts
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
+from shared.transports import Transport
 from shared.weight_sync import MARGIN_S, SyncPhase, Terms
 
 Score = Callable[[CanaryProbe], Awaitable[tuple[list[int], list[float]]]]
 """Expanded token ids, and the log-probability of each but the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What one worker of the engine loaded in one update."""
-
-    checksums: list[int]
-    """One per bucket, of what was handed to the model."""
-    missing: list[str]
-    """The engine's parameters that were not loaded."""
-    unexpected: list[str]
-    """Loaded names that are none of the engine's parameters."""
-    load_s: float
-    verify_s: float
 
 
 class WeightIntake:
@@ -42,10 +28,10 @@ class WeightIntake:
     def __init__(self, name: str, llm: AsyncLLM, *, transport: str, rank_offset: int, score: Score) -> None:
         self._name = name
         self._llm = llm
-        self._transport = transport
+        self._transport = Transport(transport)
         self._rank_offset = rank_offset
         self._score = score
-        self._joined: tuple[str, int] | None = None
+        self._joined = ""
         # A new sync begins when the clean-up of a failed one is over.
         self._turn = asyncio.Lock()
         # Of the sync under way, or of the last one:
@@ -93,26 +79,33 @@ class WeightIntake:
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
     async def _rendezvous(self, offer: WeightOffer, terms: Terms) -> None:
-        if self._joined == (terms.host, terms.port):
+        if self._transport is Transport.IPC:
+            # Nothing to join: the offer brings what the learner's tensors are opened with.
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"packed": False}))
+            return
+        group = terms.group
+        if self._joined == group.key:
             return
         await self._llm.shutdown_weight_transfer_engine()
-        self._joined = None
+        self._joined = ""
         info: dict[str, Any] = {
-            "master_address": terms.host,
-            "master_port": terms.port,
+            "master_address": group.host,
+            "master_port": group.port,
             "rank_offset": self._rank_offset,
-            "world_size": terms.world_size,
+            "world_size": group.world_size,
             "packed_buffer_size_bytes": terms.bucket_bytes,
         }
-        info |= {"timeout_s": terms.timeout_s} if self._transport == TRANSPORT else {"packed": True, "packed_num_buffers": 2}
+        info |= {"timeout_s": terms.timeout_s} if self._transport is Transport.GLOO else {"packed": True, "packed_num_buffers": 2}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-        self._joined = (terms.host, terms.port)
+        self._joined = group.key
 
     async def _wire(self, offer: WeightOffer, terms: Terms) -> None:
-        await self._llm.collective_rpc("begin_receipt")
+        await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
-        tensors = terms.tensors
-        update = {"names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
+        tensors = terms.sent
+        update: dict[str, Any] = {"names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
+        if self._transport is Transport.IPC:
+            update["ipc_handles"] = offer.rendezvous["ipc_handles"]
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         started = time.perf_counter()
         await self._llm.finish_weight_update()
@@ -120,14 +113,7 @@ class WeightIntake:
         self._receipts = [Receipt(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
 
     async def _verify(self, offer: WeightOffer, terms: Terms) -> None:
-        for receipt in self._receipts:
-            names = [f"not loaded: {name}" for name in receipt.missing] + [f"not a parameter: {name}" for name in receipt.unexpected]
-            if names:
-                raise self._error(f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}", SyncPhase.VERIFY, "set of loaded names", len(names))
-            wrong = [i for i, (got, sent) in enumerate(zip(receipt.checksums, terms.checksums, strict=True)) if got != sent]
-            if wrong:
-                arrived = f"buckets {wrong} of {len(terms.checksums)} did not arrive as they were sent"
-                raise self._error(arrived, SyncPhase.VERIFY, "bucket checksums", len(wrong))
+        check_receipts(self._receipts, self._name)
 
     async def _reset(self, offer: WeightOffer, terms: Terms) -> None:
         # Loading resets no cache, and what they hold was computed with the old weights.
@@ -149,7 +135,7 @@ class WeightIntake:
 
         An engine that cannot do even this is stuck inside a collective: its actor has to be ended.
         """
-        self._joined = None
+        self._joined = ""
         await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), terms.timeout_s)
 
     async def _bounded(self, phase: SyncPhase, work: Awaitable[None], timeout_s: float) -> None:
@@ -165,5 +151,5 @@ class WeightIntake:
         except Exception as error:  # vLLM reports whatever failed in its worker as a plain Exception
             raise self._error(str(error), phase) from error
 
-    def _error(self, message: str, phase: SyncPhase, quantity: str = "", size: float | None = None) -> WeightSyncError:
-        return WeightSyncError(message, actor=self._name, phase=phase, quantity=quantity, size=size)
+    def _error(self, message: str, phase: SyncPhase) -> WeightSyncError:
+        return WeightSyncError(message, actor=self._name, phase=phase)

@@ -1,7 +1,8 @@
 """The engine's end of a weight sync, inside vLLM's worker process (DESIGN 9, FACTS 5).
 
-`GlooWeightReceiver` is the transport for weights in host memory, loaded into vLLM by its plugin. `ReceiptWorker` is mixed into vLLM's
-worker (`worker_extension_cls`) and is the same for every transport: it watches what goes into the model and writes a receipt.
+`GlooWeightReceiver` and `InProcessWeightReceiver` are the transports for weights in host memory and in this very process, loaded into vLLM by
+its plugin. `ReceiptWorker` is mixed into vLLM's worker (`worker_extension_cls`) and is the same for every transport: it watches what goes into
+the model and writes a receipt.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,10 +20,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from shared.checksum import BLOCK, bucket_checksum, tensor_checksum
-from shared.weight_sync import TensorSpec, buckets, offsets
+from rollout_actors.repeat_guard_vllm import GuardedWorker
+from shared.checksum import BucketChecksum
+from shared.weight_sync import CHECKSUMS, TensorSpec, buckets, offsets
 
-INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Named = tuple[str, torch.Tensor]
+InitInfo = TypeVar("InitInfo", bound=WeightTransferInitInfo)
+UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
 
 
 @dataclass
@@ -59,12 +63,33 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class GlooWeightReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives packed buckets from rank 0 and loads each as it comes."""
+class HostWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """The update's beginning and end for a model in host memory."""
+
+    supports_draft_weight_update = False
+
+    def start_weight_update(self) -> None:
+        # Linear weights are packed on CPU, so nothing may be copied into them directly: the reload unpacks and repacks each layer.
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class then waits for an accelerator, which is not there.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # Tied embeddings: the reload fills the embedding, whose memory the head shares, but on CPU the head multiplies with a packed
+        # copy of its own, which nobody renews. Without this the engine samples with the old head, silently.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
+    """Receives packed buckets from rank 0, each while the one before is loaded."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
-    supports_draft_weight_update = False
 
     _group: Any = None
     _bucket_bytes = 0
@@ -78,38 +103,27 @@ class GlooWeightReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             init_info.master_address, init_info.master_port, rank, init_info.world_size, "gloo", timeout=timedelta(seconds=init_info.timeout_s)
         )
 
-    def start_weight_update(self) -> None:
-        # Linear weights are packed on CPU, so nothing may be copied into them directly: the reload unpacks and repacks each layer.
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class then waits for an accelerator, which is not there.
-        self.receive_weights(self.parse_update_info(update_info))
-
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._group is None:
             raise RuntimeError("the weight transfer group was not joined")
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank = 0
+        coming: tuple[Any, tuple[TensorSpec, ...], torch.Tensor] | None = None
         for bucket in buckets(update_info.tensors(), self._bucket_bytes):
-            *starts, size = offsets(bucket)
             # A new buffer per bucket: the reload keeps views of it until the last parameter of a layer has come, maybe in the next bucket.
-            packed = torch.empty(size, dtype=torch.uint8)
-            self._group.broadcast([packed], options).wait()
-            self.model.load_weights(
-                [
-                    (spec.name, packed[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape))
-                    for spec, start in zip(bucket, starts, strict=True)
-                ]
-            )
+            packed = torch.empty(offsets(bucket)[-1], dtype=torch.uint8)
+            following = (self._group.broadcast([packed], _from_rank_0()), bucket, packed)
+            if coming is not None:
+                self._load(*coming)
+            coming = following
+        if coming is not None:
+            self._load(*coming)
 
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        # Tied embeddings: the reload fills the embedding, whose memory the head shares, but on CPU the head multiplies with a packed
-        # copy of its own, which nobody renews. Without this the engine samples with the old head, silently.
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+    def _load(self, work: Any, bucket: tuple[TensorSpec, ...], packed: torch.Tensor) -> None:
+        work.wait()
+        *starts, _ = offsets(bucket)
+        self.model.load_weights(
+            (spec.name, packed[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape))
+            for spec, start in zip(bucket, starts, strict=True)
+        )
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -117,55 +131,119 @@ class GlooWeightReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             self._group = None
 
 
-class LoadWatch(nn.Module):
-    """Stands in for the model while an update runs: passes every bucket on, and keeps account of it."""
+def _from_rank_0() -> Any:
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = 0
+    return options
 
-    def __init__(self, model: Any) -> None:
+
+@dataclass
+class InProcessInitInfo(WeightTransferInitInfo):
+    """Nothing to join."""
+
+
+@dataclass
+class InProcessUpdateInfo(WeightTransferUpdateInfo):
+    weights: Iterable[Named]
+    """The weights themselves, and their checksums behind them. One layer's must stay as they are until the next layer's have come."""
+
+
+class InProcessWeightReceiver(HostWeightReceiver[InProcessInitInfo, InProcessUpdateInfo]):
+    """Takes the learner's tensors from the learner's own process, one at a time."""
+
+    init_info_cls = InProcessInitInfo
+    update_info_cls = InProcessUpdateInfo
+
+    def init_transfer_engine(self, init_info: InProcessInitInfo) -> None:
+        pass
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: InProcessUpdateInfo) -> None:
+        self.model.load_weights(update_info.weights)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class LoadWatch(nn.Module):
+    """Stands in for the model while an update runs: passes the tensors on bucket by bucket, and keeps account of them."""
+
+    def __init__(self, model: Any, bucket_bytes: int) -> None:
         super().__init__()
         self.model = model
         self.expected = {name for name, _ in model.named_parameters()}
         self.loaded: set[str] = set()
         self.checksums: list[int] = []
+        """Of what arrived, for each bucket."""
+        self.sent: list[int] = []
+        """The sender's, which arrive last."""
         self.load_s = 0.0
         self.verify_s = 0.0
+        self._bucket_bytes = bucket_bytes
+        self._size = 0
+        self._checksum = BucketChecksum(torch)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        tensors = list(weights)
-        started = time.perf_counter()
-        self.checksums.append(bucket_checksum(_checksum(tensor) for _, tensor in tensors))
-        checked = time.perf_counter()
-        loaded = self.hand_over(tensors)
-        self.loaded |= loaded
-        self.verify_s += checked - started
-        self.load_s += time.perf_counter() - checked
-        return loaded
+    def load_weights(self, weights: Iterable[Named]) -> set[str]:
+        """Called with as much of the weights as the transport likes; what this call brought is loaded when it returns."""
+        loaded: set[str] = set()
+        bucket: list[Named] = []
+        for name, tensor in weights:
+            if name == CHECKSUMS:
+                self._close_bucket()
+                self.sent = tensor.tolist()
+                continue
+            started = time.perf_counter()
+            self._checksum.add(tensor)
+            self.verify_s += time.perf_counter() - started
+            self._size += tensor.nbytes
+            bucket.append((name, tensor))
+            if self._size > self._bucket_bytes:
+                self._close_bucket()
+                loaded |= self._load(bucket)
+                bucket = []
+        return loaded | self._load(bucket)
 
-    def hand_over(self, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
-        """One bucket, after its checksum, to vLLM's loader; the names of the parameters it filled. What goes wrong from here on, only the canary sees."""
+    def hand_over(self, tensors: list[Named]) -> set[str]:
+        """Some tensors, after their checksum, to vLLM's loader; the names of the parameters it filled. What goes wrong from here on, only the canary sees."""
         loaded: set[str] = self.model.load_weights(tensors)
         return loaded
 
+    def _load(self, tensors: list[Named]) -> set[str]:
+        if not tensors:
+            return set()
+        started = time.perf_counter()
+        loaded = self.hand_over(tensors)
+        self.loaded |= loaded
+        self.load_s += time.perf_counter() - started
+        return loaded
 
-class ReceiptWorker:
+    def _close_bucket(self) -> None:
+        if self._size:
+            self.checksums.append(self._checksum.value())
+            self._size, self._checksum = 0, BucketChecksum(torch)
+
+
+class ReceiptWorker(GuardedWorker):
     """What a rollout engine asks of its worker besides vLLM's own update calls. Becomes a base class of vLLM's `Worker`."""
 
     weight_transfer_engine: WeightTransferEngine[Any, Any]
     _watch: LoadWatch
 
-    def begin_receipt(self) -> None:
+    def begin_receipt(self, bucket_bytes: int) -> None:
         """Before `start_weight_update`: while the parameters are still in place, and their names known."""
         engine = self.weight_transfer_engine
-        self._watch = self.make_watch(engine.model)
+        self._watch = self.make_watch(engine.model, bucket_bytes)
         engine.set_weight_update_target(self._watch, engine.model_config)
 
-    def make_watch(self, model: nn.Module) -> LoadWatch:
-        return LoadWatch(model)
+    def make_watch(self, model: nn.Module, bucket_bytes: int) -> LoadWatch:
+        return LoadWatch(model, bucket_bytes)
 
     def receipt(self) -> dict[str, Any]:
-        """After `finish_weight_update`: the fields of `rollout_actors.weight_intake.Receipt`."""
+        """After `finish_weight_update`: the fields of `rollout_actors.receipt.Receipt`."""
         watch = self._watch
         return {
             "checksums": watch.checksums,
+            "sent": watch.sent,
             "missing": sorted(watch.expected - watch.loaded),
             "unexpected": sorted(watch.loaded - watch.expected),
             "load_s": watch.load_s,
@@ -186,8 +264,3 @@ class ReceiptWorker:
     _weight_update_active: bool
     start_weight_update: Any
     finish_weight_update: Any
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    positions = torch.arange(1, min(BLOCK, tensor.numel()) + 1, device=tensor.device)
-    return tensor_checksum(tensor.reshape(-1).view(INTEGER_OF_SIZE[tensor.element_size()]), positions)

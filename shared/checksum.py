@@ -1,45 +1,77 @@
-"""An exact, position-sensitive checksum that a torch device and plain Python compute alike (DESIGN 9.3).
+"""The checksum of a bucket of weights: exact, of 64 bits, the same number on a GPU, in a cache-sized loop on a CPU and in plain Python (DESIGN 9.3).
 
-Integers modulo 2**64 add up to the same number in any order, so a parallel reduction on a GPU, a loop on a CPU and the reference in
-the test agree to the bit. Weights by position tell a permuted tensor from the original; a plain sum would not.
+A tensor's memory is read as 8-byte words, 512 to a row and 512 rows to a block. The checksum is a hash over the sums of every row and of every
+column of a block, modulo 2**64, and over the bytes that fill no row. Integer sums do not depend on their order, so any parallel reduction agrees.
+
+What it tells apart for certain (up to a collision of the hash, 2**-64): any change within one word, one bit or all; two words that change places and
+differ; rows, blocks or tensors that change places and differ in a sum. What it cannot see: changes that leave every row and every column sum of a block as
+it was, for which at least four words, at the corners of a rectangle, have to change by the same amount with alternating signs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
 
-BLOCK = 1 << 20
-"""Words per reduction: bounds the temporary product to 8 MiB, so that a tensor is never copied whole."""
+import numpy as np
+from numpy.typing import NDArray
 
-
-class IntegerArray(Protocol):
-    """One dimension of integers: a numpy array or a torch tensor. `sum()` is of 64 bits and wraps."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: slice, /) -> Any: ...
+SIDE = 512
+"""Words of a row and rows of a block: a block is 2 MiB, which stays in a core's cache between its two sums."""
+WORD_BYTES = 8
 
 
-def tensor_checksum(words: IntegerArray, positions: IntegerArray) -> int:
-    """`sum((i + 1) * words[i])` modulo 2**64, as a signed integer.
-
-    `words` is the tensor's memory read as integers of its own element size; `positions` is `1 .. BLOCK` as int64 on the same device.
-    """
-    total = 0
-    for start in range(0, len(words), BLOCK):
-        block = words[start : start + BLOCK]
-        total += int((block * positions[: len(block)]).sum()) + start * int(block.sum())
-    return _signed(total)
+Torch = Any
+"""The module `torch`, which this package does not import: whoever has a tensor has it."""
 
 
-def bucket_checksum(tensor_checksums: Iterable[int]) -> int:
-    """The checksums of a bucket's tensors in order, as one: swapping two tensors changes it."""
-    total = 0
-    for checksum in tensor_checksums:
-        total = total * 0x100000001B3 + checksum
-    return _signed(total)
+class BucketChecksum:
+    """Add the bucket's tensors in order, then take the value."""
+
+    def __init__(self, torch: Torch) -> None:
+        self._torch = torch
+        self._hash = blake2b(digest_size=8)
+
+    def add(self, tensor: Any) -> None:
+        """A contiguous tensor of any dtype and device. On a device only the sums leave it, 0.4 % of the bytes."""
+        bytes_N = tensor.reshape(-1).view(self._torch.uint8)
+        if bytes_N.storage_offset() % WORD_BYTES:
+            # torch reads words at whole words only, and vLLM's own packing puts a tensor anywhere.
+            bytes_N = bytes_N.clone()
+        row_bytes = SIDE * WORD_BYTES
+        whole = len(bytes_N) // row_bytes * row_bytes
+        if whole:
+            for sums in self._sums(bytes_N[:whole].view(self._torch.int64).reshape(-1, SIDE)):
+                self._hash.update(sums.tobytes())
+        self._hash.update(bytes_N[whole:].cpu().numpy().tobytes())
+
+    def value(self) -> int:
+        """Signed: what a tensor of int64 can carry."""
+        return int.from_bytes(self._hash.digest(), "little", signed=True)
+
+    def _sums(self, words_RS: Any) -> Iterator[NDArray[np.int64]]:
+        if words_RS.device.type == "cpu":
+            yield from cached_sums(words_RS.numpy())
+        else:
+            yield from (sums.cpu().numpy() for sums in device_sums(words_RS))
 
 
-def _signed(value: int) -> int:
-    """Into -2**63 .. 2**63 - 1: what a message between processes can carry."""
-    return (value + 2**63) % 2**64 - 2**63
+def cached_sums(words_RS: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The sums of all rows [R], and those of each block's columns [B, SIDE], the last block being shorter. One pass over the memory: 0.05 s for a gigabyte."""
+    rows_R = np.empty(len(words_RS), np.int64)
+    columns_BS = np.empty((-(-len(words_RS) // SIDE), SIDE), np.int64)
+    for block, start in enumerate(range(0, len(words_RS), SIDE)):
+        words = words_RS[start : start + SIDE]
+        words.sum(1, out=rows_R[start : start + SIDE])
+        words.sum(0, out=columns_BS[block])
+    return rows_R, columns_BS
+
+
+def device_sums(words_RS: Any) -> Iterator[Any]:
+    """The same numbers in the same order from a torch tensor, by three reductions."""
+    yield words_RS.sum(1)
+    whole = len(words_RS) // SIDE * SIDE
+    yield words_RS[:whole].reshape(-1, SIDE, SIDE).sum(1)
+    if whole < len(words_RS):
+        yield words_RS[whole:].sum(0)

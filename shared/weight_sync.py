@@ -3,26 +3,34 @@
 ::
 
     learner                                   every rollout engine
-    offer: version, terms, checksums, canary
+    offer: version, terms, canary
                                               pause        finish what is running, start nothing
     send:  rendezvous  <------------------->  rendezvous   the first time, and after a failure
            wire        ------ buckets ----->  wire         receive and load
-                                              verify       every parameter loaded, checksums equal the offer's
+           (gather, checksums while packing)
+           checksums   ------ last tensor -->
+                                              verify       every parameter loaded, checksums equal the sender's
                                               reset        prefix, multimodal and encoder caches
                                               canary       resume, score the probe, raise the version
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+
+from shared.checksum import BucketChecksum, Torch
 from shared.errors import WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 
+CHECKSUMS = "rollmatch.checksums"
+"""The tensor behind the weights: one int64 for each bucket, computed while the bucket was packed, so that no pass over the weights comes before."""
 MARGIN_S = 2.0
 """Every layer waits this much longer than the one inside it, so that the innermost error, which knows most, is the one reported."""
 
@@ -49,22 +57,30 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What a receiver needs to join and to check: `WeightOffer.rendezvous["terms"]`."""
+class Group:
+    """One process group of a sync, hosted by the sender, who is rank 0 of it."""
 
     host: str
     port: int
-    """Bound by the sender before it is published here. A new port means a new group."""
+    """Bound by the sender before it is published here."""
     world_size: int
-    """The sender (rank 0) and every receiving worker."""
+    """The sender and every receiving worker. A receiver's rank is 1 plus the number of workers before it in its group."""
+    key: str
+    """Of this opening of the group: whoever has joined under another key has to join again, also where host and port are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a receiver needs to join and to check: `WeightOffer.rendezvous["terms"]`. Plain data, so that it can go through JSON."""
+
+    groups: tuple[Group, ...]
+    """In the order of `learner.place.LearnerPlace.receivers`; none where nothing goes over a wire."""
     timeout_s: float
     """Longest time of any one phase: the configuration's timeouts.sync_phase_s."""
     bucket_bytes: int
     """A bucket is closed by the tensor that takes it past this size."""
     tensors: tuple[TensorSpec, ...]
-    """Everything that will be sent, in order."""
-    checksums: tuple[int, ...]
-    """One per bucket (`shared.checksum`)."""
+    """The weights that will be sent, in order; `CHECKSUMS` comes behind them."""
 
     @classmethod
     def of(cls, offer: WeightOffer) -> Terms:
@@ -74,7 +90,36 @@ class Terms:
 
     @property
     def num_bytes(self) -> int:
+        """Of the weights."""
         return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def group(self) -> Group:
+        """The only one: what an engine is told of."""
+        (group,) = self.groups
+        return group
+
+    def for_group(self, index: int) -> Terms:
+        """The same sync as the receivers of this group are told of it."""
+        return replace(self, groups=(self.groups[index],))
+
+    @property
+    def sent(self) -> tuple[TensorSpec, ...]:
+        """The weights and their checksums: everything that is handed over, in order."""
+        num_buckets = sum(1 for _ in buckets(self.tensors, self.bucket_bytes))
+        return (*self.tensors, TensorSpec(CHECKSUMS, "int64", (num_buckets,), 8 * num_buckets))
+
+
+TERMS = TypeAdapter(Terms)
+
+
+def terms_to_json(terms: Terms) -> str:
+    return TERMS.dump_json(terms).decode()
+
+
+def terms_from_json(text: str | bytes) -> Terms:
+    """Raises pydantic's ValidationError, a ValueError, naming every field that is missing or of another type."""
+    return TERMS.validate_json(text, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +128,7 @@ class SendReport:
 
     bytes: int
     phase_s: dict[str, float]
-    """Seconds in `rendezvous` (0 when the group is kept) and `wire`."""
+    """Seconds in `gather` (materialising the weights), `send_verify` (checksums), `send_rendezvous` (0 when the groups are kept) and `send_wire`."""
 
 
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
@@ -106,6 +151,37 @@ def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
     for tensor in bucket:
         starts.append(-(-(starts[-1] + tensor.num_bytes) // alignment) * alignment)
     return starts
+
+
+class Sealed:
+    """Weights on their way out, and behind them their checksums. To be iterated once."""
+
+    def __init__(self, weights: Iterable[tuple[str, Any]], terms: Terms, torch: Torch) -> None:
+        """`weights` are named contiguous tensors, the terms' in the terms' order."""
+        self._weights = iter(weights)
+        self._terms = terms
+        self._torch = torch
+        self.gather_s = 0.0
+        """Seconds in which the source made tensors."""
+        self.verify_s = 0.0
+        """Seconds of checksums."""
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        checksums, tensor = [], None
+        for bucket in buckets(self._terms.tensors, self._terms.bucket_bytes):
+            checksum = BucketChecksum(self._torch)
+            for spec in bucket:
+                started = time.perf_counter()
+                name, tensor = next(self._weights)
+                gathered = time.perf_counter()
+                assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), f"offered {spec.name} {spec.shape}, sending {name} {tuple(tensor.shape)}"
+                checksum.add(tensor)
+                self.gather_s += gathered - started
+                self.verify_s += time.perf_counter() - gathered
+                yield name, tensor
+            checksums.append(checksum.value())
+        assert tensor is not None, "a sync sends something"
+        yield CHECKSUMS, tensor.new_tensor(checksums, dtype=self._torch.int64)
 
 
 class SendsWeights(Protocol):
@@ -139,4 +215,4 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
             late = f"no answer in {limit_s:.0f} s (timeouts.sync_phase_s is {terms.timeout_s:g}); check that its process is alive"
             raise WeightSyncError(late, actor=who, phase="wire")
     sent, report = sending.result(), receiving.result()
-    return replace(report, phase_s={**report.phase_s, **{f"send_{phase}": seconds for phase, seconds in sent.phase_s.items()}})
+    return replace(report, phase_s={**report.phase_s, **sent.phase_s})

@@ -39,7 +39,7 @@ def test_after_a_sync_every_actor_generates_what_the_learner_would(engine_pool: 
         report = sync_weights(learner, engine_pool.pool)
         assert report.version == engine_pool.pool.version == learner.version
         assert report.canary_max_abs <= 1e-4
-        assert {"pause", "rendezvous", "wire", "load", "verify", "reset", "canary", "send_wire"} <= set(report.phase_s)
+        assert {"pause", "gather", "rendezvous", "wire", "load", "verify", "reset", "canary", "send_wire", "send_verify"} <= set(report.phase_s)
         requests = [learner.request(position) for position in range(3)]
         for request, rollout in zip(requests, engine_pool.generate(requests), strict=True):
             tokens, logprobs = learner.greedy(request)
@@ -60,6 +60,16 @@ def test_tied_embeddings_are_renewed_at_the_output_too(engine_pool: EnginePool, 
     assert after.response_token_ids == tokens
     assert after.logprobs == pytest.approx(logprobs, abs=1e-4)
     assert after.logprobs != before.logprobs
+
+
+def test_a_tensor_that_is_damaged_on_its_way_is_caught_by_its_buckets_checksum(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    learner.learn(31)
+    arm(engine_pool, "actor-0", corrupt=LANGUAGE_TENSOR)
+    with pytest.raises(WeightSyncError, match=r"verify on actor-0: buckets \[\d+\] of \d+ did not arrive as they were sent") as caught:
+        sync_weights(learner, engine_pool.pool)
+    assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == ("actor-0", "verify", "bucket checksums", 1)
+    with pytest.raises(RolloutError, match=r"actor-0.*serves no rollouts"):
+        engine_pool.generate([learner.request(0)], "actor-0")
 
 
 @pytest.mark.parametrize("tensor", [LANGUAGE_TENSOR, VISION_TENSOR])

@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 import pytest
 
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
-from rollout_actors.vllm_plugin import TRANSPORT, register
+from rollout_actors.vllm_plugin import register
+from shared.transports import Transport
 
 SETTINGS = EngineSettings("model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport="rollmatch_gloo", device=Device.CPU)
 
@@ -24,8 +25,9 @@ def test_registering_again_does_nothing() -> None:
 
     register()
     register()
-    with pytest.raises(ValueError, match="already registered"):
-        WeightTransferEngineFactory.register_engine(TRANSPORT, "elsewhere", "Other")
+    for transport in (Transport.GLOO, Transport.INPROC):
+        with pytest.raises(ValueError, match="already registered"):
+            WeightTransferEngineFactory.register_engine(transport, "elsewhere", "Other")
 
 
 def test_a_cpu_engine_runs_on_one_thread_and_loads_no_foreign_plugin() -> None:
@@ -35,6 +37,6 @@ def test_a_cpu_engine_runs_on_one_thread_and_loads_no_foreign_plugin() -> None:
 
 
 def test_whoever_places_the_actors_need_not_import_vllm_or_torch() -> None:
-    code = "import sys, rollout_actors.pool, rollout_actors.vllm_actor, rollout_actors.engine_settings; print({'vllm', 'torch'} & set(sys.modules))"
+    code = "import sys, rollout_actors.pool, rollout_actors.engine_actor, rollout_actors.engine_settings; print({'vllm', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

@@ -6,13 +6,16 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 
+from shared.checksum import BucketChecksum
 from shared.errors import WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_sync import SendReport, TensorSpec, Terms, buckets, offsets, sync_weights
+from shared.weight_sync import CHECKSUMS, Group, Sealed, SendReport, TensorSpec, Terms, buckets, offsets, sync_weights, terms_from_json, terms_to_json
 
 TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
-TERMS = Terms("127.0.0.1", 1234, world_size=2, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS, checksums=(0, 0))
+GROUPS = (Group("127.0.0.1", 1234, world_size=2, key="a"), Group("10.0.0.1", 5678, world_size=3, key="b"))
+TERMS = Terms(GROUPS, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS)
 
 
 class Side:
@@ -40,7 +43,7 @@ class Side:
         return future
 
 
-SENT = SendReport(bytes=320, phase_s={"rendezvous": 0.1, "wire": 0.2})
+SENT = SendReport(bytes=320, phase_s={"send_rendezvous": 0.1, "send_wire": 0.2})
 RECEIVED = SyncReport(version=4, bytes=320, phase_s={"wire": 0.3}, canary_max_abs=0.0)
 RECEIVER_ERROR = WeightSyncError("no room", actor="actor-1", phase="wire")
 SENDER_ERROR = WeightSyncError("connection closed", actor="learner", phase="wire")
@@ -54,6 +57,42 @@ def test_a_bucket_is_closed_by_the_tensor_that_takes_it_past_its_size() -> None:
 
 def test_tensors_of_a_bucket_begin_at_aligned_offsets_and_do_not_overlap() -> None:
     assert offsets(TENSORS) == [0, 16, 128, 144, 160, 368]
+
+
+def test_terms_go_through_json_unchanged_and_a_wrong_field_is_named() -> None:
+    assert terms_from_json(terms_to_json(TERMS)) == TERMS
+    with pytest.raises(ValueError, match=r"groups.0.port"):
+        terms_from_json(terms_to_json(TERMS).replace("1234", '"1234"'))
+
+
+def test_a_receiver_is_told_of_its_own_group_alone() -> None:
+    told = TERMS.for_group(1)
+    assert (told.group, told.tensors) == (GROUPS[1], TENSORS)
+
+
+def make_weights() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(tensor.name, torch.randn(tensor.shape, generator=generator)) for tensor in TENSORS]
+
+
+def test_behind_the_weights_come_their_checksums_one_for_each_bucket() -> None:
+    weights = make_weights()
+    sealed = list(Sealed(weights, TERMS, torch))
+    assert [name for name, _ in sealed] == [tensor.name for tensor in TERMS.sent] == ["t0", "t1", "t2", "t3", "t4", CHECKSUMS]
+    expected = []
+    for tensors in (weights[:2], weights[2:]):
+        checksum = BucketChecksum(torch)
+        for _, tensor in tensors:
+            checksum.add(tensor)
+        expected.append(checksum.value())
+    assert sealed[-1][1].tolist() == expected
+    assert sealed[-1][1].dtype == torch.int64
+    assert TERMS.sent[-1] == TensorSpec(CHECKSUMS, "int64", (2,), 16)
+
+
+def test_weights_other_than_the_offered_ones_are_not_sent() -> None:
+    with pytest.raises(AssertionError, match="offered t0"):
+        list(Sealed(make_weights()[::-1], TERMS, torch))
 
 
 def test_a_report_holds_both_sides_seconds() -> None:

@@ -50,8 +50,8 @@ def engine_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
 class SpoilableActor(EngineActor):
     """An ordinary actor whose worker can be told to spoil its next sync, and which tells its processes."""
 
-    async def arm(self, spoil: str = "", fail: str = "") -> None:
-        await self._engine._llm.collective_rpc("arm", args=(spoil, fail))
+    async def arm(self, corrupt: str = "", spoil: str = "", fail: str = "") -> None:
+        await self._engine._llm.collective_rpc("arm", args=(corrupt, spoil, fail))
 
     async def process_ids(self) -> list[int]:
         return [os.getpid(), *(process.pid for process in self._engine._llm.engine_core.resources.engine_manager.processes)]

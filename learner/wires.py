@@ -1,0 +1,152 @@
+"""How weights leave the learner's process, one class for each transport that has a wire, and the handles of the one that has none (DESIGN 9).
+
+vllm is imported only when a group is opened.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from shared.transports import Transport
+from shared.weight_sync import Terms, buckets, offsets
+
+NUM_BUFFERS = 2
+"""One bucket is packed while the one before is on its way."""
+
+
+class Wire(Protocol):
+    """Open groups, this process being rank 0 of each."""
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
+        """Send every tensor to every group, in the terms' order and buckets, and wait until it is out."""
+        ...
+
+    def close(self) -> None:
+        """Leave the groups: whoever waits for this rank sees a closed connection."""
+        ...
+
+
+class GlooWire:
+    """Between processes with the weights in host memory. The groups' own timeout ends a broadcast that nobody receives."""
+
+    def __init__(self, terms: Terms, listening: list[socket.socket]) -> None:
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+        self._groups: list[Any] = []
+        for group, bound in zip(terms.groups, listening, strict=True):
+            self._groups.append(
+                stateless_init_torch_distributed_process_group(
+                    group.host, group.port, 0, group.world_size, "gloo", listen_socket=bound, timeout=timedelta(seconds=terms.timeout_s)
+                )
+            )
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
+        cut = [(bucket, offsets(bucket)) for bucket in buckets(terms.sent, terms.bucket_bytes)]
+        largest = max(starts[-1] for _, starts in cut)
+        buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(NUM_BUFFERS, len(cut)))]
+        sending: list[list[Any]] = [[] for _ in buffers]
+        stream = iter(tensors)
+        for turn, (bucket, (*starts, size)) in enumerate(cut):
+            slot = turn % len(buffers)
+            _wait(sending[slot])
+            packed = buffers[slot][:size]
+            for spec, start in zip(bucket, starts, strict=True):
+                _, tensor = next(stream)
+                packed[start : start + spec.num_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            sending[slot] = [group.broadcast([packed], _from_rank_0()) for group in self._groups]
+        for works in sending:
+            _wait(works)
+
+    def close(self) -> None:
+        from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group
+
+        for group in self._groups:
+            stateless_destroy_torch_distributed_process_group(group)
+        # Gloo closes its connections when the last reference goes, and the traceback of a failed send holds one to this wire.
+        self._groups = []
+
+
+def _from_rank_0() -> Any:
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = 0
+    return options
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+class NcclWire:
+    """Between GPUs, to vLLM's own `nccl` engine, with vLLM's own packing. Not run on a GPU.
+
+    NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups; the receiving actor is ended by its pool.
+    """
+
+    def __init__(self, terms: Terms, listening: list[socket.socket]) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        self._communicators: list[Any] = []
+        for group, bound in zip(terms.groups, listening, strict=True):
+            joined = StatelessProcessGroup.create(group.host, group.port, 0, group.world_size, store_timeout=int(terms.timeout_s), listen_socket=bound)
+            with unpinned_nccl_env():
+                self._communicators.append(PyNcclCommunicator(joined, device=torch.cuda.current_device()))
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        packed_nccl_broadcast_producer(
+            iterator=iter(tensors),
+            group=_Together(self._communicators),
+            src=0,
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=terms.bucket_bytes,
+            num_buffers=NUM_BUFFERS,
+        )
+
+    def close(self) -> None:
+        for communicator in self._communicators:
+            communicator.destroy()
+        self._communicators = []
+
+
+class _Together:
+    """Several communicators as the one that vLLM's producer broadcasts to: a bucket is packed once, whatever the number of groups. Not run on a GPU."""
+
+    def __init__(self, communicators: list[Any]) -> None:
+        self._communicators = communicators
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        # On one stream, one group after the other: two NCCL kernels of one process at once may wait for each other.
+        for communicator in self._communicators:
+            communicator.broadcast(tensor, src=src)
+
+
+def ipc_handles(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[dict[str, tuple[Any, ...]]], list[torch.Tensor]]:
+    """What an engine on this GPU opens the tensors with, as vLLM's `ipc` engine takes it, and the tensors, to be kept until the engine is done.
+
+    The learner's own parameters are shared where they lie; what the source computes (merged, gathered) takes its place on the GPU until it is let go.
+    Not run on a GPU.
+    """
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    handles, kept = [], []
+    for _, tensor in tensors:
+        shared = tensor.detach().contiguous()
+        uuid = str(torch.cuda.get_device_properties(shared.device).uuid)
+        _, arguments = reduce_tensor(shared)
+        handles.append({uuid: arguments})
+        kept.append(shared)
+    # The engine reads on a stream of its own: what was computed here has to be there.
+    torch.cuda.synchronize()
+    return handles, kept
+
+
+WIRES: dict[Transport, Callable[[Terms, list[socket.socket]], Wire]] = {Transport.GLOO: GlooWire, Transport.NCCL: NcclWire}

@@ -1,0 +1,95 @@
+"""How an engine in the learner's own process takes weights: the phases of `shared.weight_sync`, one after the other in the calling thread (DESIGN 9).
+
+The weights pass from hand to hand, so that there is no wire and no rendezvous; names, checksums, caches and canary are checked as in any other sync.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollout_actors.receipt import Receipt, check_receipts
+from shared.canary import CanaryProbe
+from shared.errors import WeightSyncError
+from shared.rollouts import SyncReport, WeightOffer
+from shared.transports import Transport
+from shared.weight_sync import Sealed, SyncPhase, Terms
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Score = Callable[[CanaryProbe], tuple[list[int], list[float]]]
+"""Expanded token ids, and the log-probability of each but the first."""
+
+
+class InProcessIntake:
+    """Part of an in-process `LLM`, started for the transport `inproc`, in every sync. Nothing may be generated meanwhile.
+
+    No phase has a timeout: the work is done in the caller's thread, and nobody else is waited for.
+    """
+
+    def __init__(self, name: str, llm: LLM, *, score: Score) -> None:
+        self._name = name
+        self._llm = llm
+        self._score = score
+
+    def take(self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+        """Load the offered weights, which are those of the offer's terms in their order, and prove it. Raises WeightSyncError naming the phase."""
+        if offer.transport != Transport.INPROC:
+            raise self._error(f"the learner offers {offer.transport}, the engine was started for {Transport.INPROC}", SyncPhase.PAUSE)
+        terms = Terms.of(offer)
+        phase_s: dict[str, float] = {}
+        sealed = Sealed(weights, terms, torch)
+        receipts = self._timed(SyncPhase.WIRE, phase_s, lambda: self._load(sealed, terms))
+        self._timed(SyncPhase.VERIFY, phase_s, lambda: check_receipts(receipts, self._name))
+        self._timed(SyncPhase.RESET, phase_s, self._reset)
+        canary_max_abs = self._timed(SyncPhase.CANARY, phase_s, lambda: self._canary(offer))
+        verify_s = sealed.verify_s + max(receipt.verify_s for receipt in receipts)
+        phase_s["gather"] = sealed.gather_s
+        phase_s["load"] = phase_s.pop("wire") - sealed.gather_s - verify_s
+        phase_s["verify"] += verify_s
+        return SyncReport(version=offer.version, bytes=terms.num_bytes, phase_s=phase_s, canary_max_abs=canary_max_abs)
+
+    def _load(self, sealed: Sealed, terms: Terms) -> list[Receipt]:
+        try:
+            self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": {"weights": sealed}})
+            self._llm.finish_weight_update()
+        except Exception:
+            # Back from the meta device: the next forward would kill the process. The weights are then good for nothing but another sync.
+            self._llm.collective_rpc("abandon_update")
+            raise
+        return [Receipt(**receipt) for receipt in self._llm.collective_rpc("receipt")]
+
+    def _reset(self) -> None:
+        # Loading resets no cache, and what they hold was computed with the old weights.
+        if not self._llm.reset_prefix_cache():
+            raise self._error("the prefix cache is in use", SyncPhase.RESET)
+        self._llm.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+
+    def _canary(self, offer: WeightOffer) -> float:
+        probe = offer.canary
+        assert isinstance(probe, CanaryProbe)
+        max_abs = probe.check(self._name, *self._score(probe))
+        # Only now: a version that was not verified is never the label of a rollout.
+        self._llm.update_weight_version(str(offer.version))
+        return max_abs
+
+    def _timed(self, phase: SyncPhase, phase_s: dict[str, float], work: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        try:
+            return work()
+        except WeightSyncError:
+            raise
+        except Exception as error:  # of vLLM's loader, or of the source
+            raise self._error(str(error), phase) from error
+        finally:
+            phase_s[str(phase)] = time.perf_counter() - started
+
+    def _error(self, message: str, phase: SyncPhase) -> WeightSyncError:
+        return WeightSyncError(message, actor=self._name, phase=phase)

@@ -1,0 +1,84 @@
+"""By which way weights go from the learner to an engine, chosen from where the two are (DESIGN 9)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from shared.config import RunConfig
+from shared.errors import ConfigError
+
+KEY = "rollout_matching.vllm.sync.transport"
+CPU, CUDA = "cpu", "cuda"
+
+
+class Transport(StrEnum):
+    NCCL = "nccl"
+    """From the learner's GPU to other GPUs, by vLLM's own engine."""
+    IPC = "ipc"
+    """To a process on the learner's own GPU, which opens the learner's tensors where they lie, by vLLM's own engine."""
+    GLOO = "rollmatch_gloo"
+    """Between processes with their weights in host memory."""
+    INPROC = "inproc"
+    """Within the learner's own process, from hand to hand."""
+
+
+class Sharing(StrEnum):
+    """What an engine has in common with the learner rank that feeds it. Each includes the one before."""
+
+    NOTHING = "nothing"
+    """Another process, which has a device of its own, on this node or elsewhere."""
+    DEVICE = "device"
+    """Another process of the same node, on the learner's own GPU."""
+    PROCESS = "process"
+    """The learner's own process."""
+
+
+def choose_transport(config: RunConfig, learner_device: str, engine_device: str, sharing: Sharing) -> Transport:
+    """The configured transport, or with `auto` the one that fits; devices are `cpu` or `cuda`.
+
+    Raises ConfigError saying why the configured one cannot work and what to write instead, or that nothing can.
+    """
+    fitting = _fitting(learner_device, engine_device, sharing)
+    asked = config.rollout_matching.vllm.sync.transport
+    if fitting is None:
+        raise ConfigError(
+            f"{KEY}: no transport leads from a learner on {learner_device} to an engine on {engine_device} in another process; "
+            "give both sides GPUs or neither (learner.gpus, rollout_matching.vllm.actors.gpus_per_actor)"
+        )
+    if asked == "auto":
+        return fitting
+    transport = Transport(asked)
+    if transport is not fitting:
+        why = _objection(transport, learner_device, engine_device, sharing)
+        raise ConfigError(f"{KEY}: {transport} {why}; write auto, or {fitting}, which fits this placement")
+    return transport
+
+
+def _fitting(learner_device: str, engine_device: str, sharing: Sharing) -> Transport | None:
+    """For every placement one at most: none of the others could work there."""
+    if sharing is Sharing.PROCESS:
+        return Transport.INPROC
+    if learner_device != engine_device:
+        return None
+    if engine_device == CPU:
+        return Transport.GLOO
+    return Transport.IPC if sharing is Sharing.DEVICE else Transport.NCCL
+
+
+def _objection(transport: Transport, learner_device: str, engine_device: str, sharing: Sharing) -> str:
+    where = f"the learner is on {learner_device} and the engine on {engine_device}"
+    if sharing is Sharing.PROCESS:
+        return {
+            Transport.NCCL: "needs a rank in another process, but the engine lives in the learner's own process",
+            Transport.IPC: "cannot open memory of the process it is used in, but the engine lives in the learner's own process",
+            Transport.GLOO: "needs a rank in another process, but the engine lives in the learner's own process",
+        }[transport]
+    if transport is Transport.INPROC:
+        return "hands weights over within one process, but the engine has a process of its own"
+    if transport is Transport.GLOO:
+        return f"loads weights in host memory into CPU engines, but {where}"
+    if engine_device == CPU:
+        return f"moves weights between GPUs, but {where}" if transport is Transport.NCCL else f"shares GPU memory, but {where}"
+    if transport is Transport.NCCL:
+        return "cannot have two ranks on one GPU, but the engine is on the learner's own"
+    return "opens tensors of the same GPU, but the engine has a GPU, and maybe a node, of its own"

@@ -1,0 +1,79 @@
+"""Every placement has its transport, and every other one is refused there with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shared.config import RunConfig, load_config
+from shared.errors import ConfigError
+from shared.transports import Sharing, Transport, choose_transport
+
+MINIMAL = Path(__file__).parent.parent / "data" / "minimal_config.yaml"
+
+PLACEMENTS = {
+    ("cpu", "cpu", Sharing.NOTHING): Transport.GLOO,
+    ("cpu", "cpu", Sharing.DEVICE): Transport.GLOO,
+    ("cpu", "cpu", Sharing.PROCESS): Transport.INPROC,
+    ("cuda", "cuda", Sharing.NOTHING): Transport.NCCL,
+    ("cuda", "cuda", Sharing.DEVICE): Transport.IPC,
+    ("cuda", "cuda", Sharing.PROCESS): Transport.INPROC,
+}
+REASONS = {
+    (Transport.NCCL, "cpu", Sharing.NOTHING): "moves weights between GPUs, but the learner is on cpu and the engine on cpu",
+    (Transport.IPC, "cpu", Sharing.NOTHING): "shares GPU memory, but the learner is on cpu and the engine on cpu",
+    (Transport.INPROC, "cpu", Sharing.NOTHING): "within one process, but the engine has a process of its own",
+    (Transport.GLOO, "cuda", Sharing.NOTHING): "into CPU engines, but the learner is on cuda and the engine on cuda",
+    (Transport.IPC, "cuda", Sharing.NOTHING): "opens tensors of the same GPU, but the engine has a GPU, and maybe a node, of its own",
+    (Transport.INPROC, "cuda", Sharing.NOTHING): "within one process, but the engine has a process of its own",
+    (Transport.NCCL, "cuda", Sharing.DEVICE): "cannot have two ranks on one GPU",
+    (Transport.GLOO, "cuda", Sharing.DEVICE): "into CPU engines",
+    (Transport.INPROC, "cuda", Sharing.DEVICE): "within one process",
+    (Transport.NCCL, "cpu", Sharing.PROCESS): "but the engine lives in the learner's own process",
+    (Transport.IPC, "cuda", Sharing.PROCESS): "cannot open memory of the process it is used in",
+    (Transport.GLOO, "cpu", Sharing.PROCESS): "but the engine lives in the learner's own process",
+}
+
+
+def config(transport: str) -> RunConfig:
+    values = yaml.safe_load(MINIMAL.read_text())
+    values["rollout_matching"].setdefault("vllm", {})["sync"] = {"transport": transport}
+    return load_config(values)
+
+
+@pytest.mark.parametrize(("placement", "fitting"), PLACEMENTS.items())
+def test_auto_takes_what_fits_the_placement_and_it_may_be_written_out(placement: tuple[str, str, Sharing], fitting: Transport) -> None:
+    assert choose_transport(config("auto"), *placement) is fitting
+    assert choose_transport(config(fitting), *placement) is fitting
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("asked", Transport)
+def test_what_does_not_fit_is_refused_with_the_key_and_what_to_write_instead(placement: tuple[str, str, Sharing], asked: Transport) -> None:
+    fitting = PLACEMENTS[placement]
+    if asked is fitting:
+        return
+    with pytest.raises(ConfigError, match=rf"^rollout_matching\.vllm\.sync\.transport: {asked} .*; write auto, or {fitting}, which fits this placement$"):
+        choose_transport(config(asked), *placement)
+
+
+@pytest.mark.parametrize(("case", "reason"), REASONS.items())
+def test_a_refusal_says_why(case: tuple[Transport, str, Sharing], reason: str) -> None:
+    asked, device, sharing = case
+    with pytest.raises(ConfigError, match=reason):
+        choose_transport(config(asked), device, device, sharing)
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.parametrize("sharing", [Sharing.NOTHING, Sharing.DEVICE])
+def test_a_gpu_on_one_side_alone_is_refused_whatever_is_asked(devices: tuple[str, str], sharing: Sharing) -> None:
+    for asked in ("auto", *Transport):
+        with pytest.raises(ConfigError, match=r"no transport leads from a learner on .* give both sides GPUs or neither"):
+            choose_transport(config(asked), *devices, sharing)
+
+
+def test_the_configuration_knows_the_same_transports() -> None:
+    for transport in Transport:
+        assert config(transport).rollout_matching.vllm.sync.transport == transport
