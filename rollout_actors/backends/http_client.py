@@ -149,7 +149,11 @@ class HttpClient:
         raise self.error(f"failed {TRIES} times, last with: {last}; check the server's own output", "generate") from last
 
     def error(self, message: str, phase: str) -> RolloutError:
-        return RolloutError(f"{self.address.base_url} {message}", actor=self.name, phase=phase)
+        return RolloutError(self.named(message), actor=self.name, phase=phase)
+
+    def named(self, message: str) -> str:
+        """With the server's URL, where its name is another."""
+        return message if self.name == self.address.base_url else f"{self.address.base_url} {message}"
 
     async def _call(self, method: str, route: str, body: bytes | None, timeout_s: float | None) -> bytes:
         headers = self._headers | ({} if body is None else {"Content-Type": "application/json"})

@@ -1,0 +1,151 @@
+"""`python -m launch.serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP, for `rollout_matching.vllm.mode: server` (spec: server mode).
+
+Prints a line with its URL when rollouts can be asked for. Ctrl-C and SIGTERM end it within seconds, and the engine's processes with it; it ends by
+itself, with a message, when its engine has died. Several on one machine need a port each, and on CPU `kv_cache_memory_bytes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from launch.arguments import read_arguments
+from launch.command import explained
+from launch.serve_options import ServeOptions, settings_of
+from rollout_actors.backends.http_client import is_loopback
+from rollout_actors.engine_settings import EngineSettings, engine_environment
+from shared.errors import ConfigError, RolloutError
+from shared.protocols import RolloutEngine
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from rollout_actors.server.service import RolloutService
+
+WATCH_S = 0.5
+"""How often the server looks whether its engine is alive."""
+GRACE_S = 2
+"""For answers under way when the server is told to end."""
+END_S = 3.0
+"""For an engine's processes to end when they are told to."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with explained(Console(stderr=True, soft_wrap=True)):
+        options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
+        settings = settings_of(options)
+        # Bound before the engine loads: a port that is taken is known at once. Taken out of the environment, which the engine's processes inherit.
+        listening, token = _listen(options), None if options.token_env is None else os.environ.pop(options.token_env)
+        # Before anything imports torch or vllm.
+        os.environ.update(engine_environment(settings))
+        _serve(options, settings, token, listening)
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    try:
+        return socket.create_server((options.host, options.port), family=socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(f"port: cannot listen on {options.host}:{options.port} ({error.strerror}); choose another port, 0 for any free one") from error
+
+
+def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, listening: socket.socket) -> None:
+    from rollout_actors.server.app import make_app
+    from rollout_actors.server.engine_thread import EngineThread
+    from rollout_actors.server.service import Limits, RolloutService
+
+    host, port = listening.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def make_engine() -> RolloutEngine:
+        from rollout_actors.vllm_engine import VllmEngine
+
+        return VllmEngine(url, settings)
+
+    engine = EngineThread(make_engine)
+    limits = Limits(options.max_request_bytes, options.max_requests, options.image_root and options.image_root.resolve())
+    service = RolloutService(engine, name=url, model_type=_model_type(options), settings=settings, limits=limits)
+    # By another name only a page in a browser of this machine would call it.
+    only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)
+    print(f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True)
+    interrupted = False
+    try:
+        interrupted = asyncio.run(_run(service, make_app(service, token=token, only_from=only_from), listening, url))
+    finally:
+        if not service.is_up:
+            # Its thread waits for these.
+            _end_children()
+        engine.close()
+        _end_children()
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+async def _run(service: RolloutService, app: FastAPI, listening: socket.socket, url: str) -> bool:
+    """Serves until a signal: then True. Raises RolloutError when the engine does not start or has died."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def capture_signals(self) -> AbstractContextManager[None]:
+            """uvicorn would raise them again when it has ended, in the midst of the ending of everything else."""
+            return nullcontext()
+
+    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S, server_header=False)
+    server = Server(config)
+    interrupted = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    starting = asyncio.create_task(_start(service, url))
+    try:
+        while not interrupted.is_set() and not serving.done():
+            if starting.done():
+                starting.result()
+            if service.is_dead:
+                raise RolloutError("the engine's process has ended; see above for its last words, and check the machine's memory", actor=url, phase="serve")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(interrupted.wait(), WATCH_S)
+    finally:
+        server.should_exit = True
+        starting.cancel()
+        await asyncio.wait((serving, starting))
+    return interrupted.is_set()
+
+
+async def _start(service: RolloutService, url: str) -> None:
+    try:
+        await service.start()
+    except (RolloutError, ConfigError, OSError):
+        raise
+    except Exception as error:  # vLLM reports whatever it does not like about a model or a machine as some exception or other
+        raise RolloutError(f"the engine did not start: {type(error).__name__}: {error}", actor=url, phase="start") from error
+    print(f"ready     {url}, {service.world_size} rollout device{'s' * (service.world_size > 1)}", flush=True)
+
+
+def _model_type(options: ServeOptions) -> str:
+    return str(json.loads((options.model / "config.json").read_text(encoding="utf-8"))["model_type"])
+
+
+def _end_children() -> None:
+    """What is left of the engine: it may have been told to end while it was starting."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(END_S)
+        if child.is_alive():
+            child.kill()
+            child.join(END_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The command line of `launch.serve`, and the engine that it asks for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, PositiveInt, ValidationError
+
+from rollout_actors.backends.http_client import is_loopback
+from rollout_actors.engine_settings import Device, EngineSettings
+from shared.config.base import ConfigPath, Section
+from shared.config.explain import explain
+from shared.config.repeat_terminate import RepeatTerminateSection
+from shared.errors import ConfigError
+from shared.repeat_guard import RepeatGuardSettings
+
+
+class ServeOptions(Section):
+    model: Annotated[ConfigPath, Field(examples=["outputs/demo/model"])]
+    """Checkpoint folder: the run's model.path, or a copy of it."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port of the routes; 0: any free one, which is printed."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address to listen on. Others than this machine's own need token_env."""
+
+    token_env: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the environment variable that holds the bearer token callers must send; null: none."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes; auto: on GPUs where there are some."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Devices of the engine."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the weights: the run's model.dtype."""
+
+    max_model_len: PositiveInt = 4096
+    """Longest prompt + response in tokens: at least the run's global_max_length."""
+
+    max_num_seqs: PositiveInt = 32
+    """Sequences decoded at a time: at least the run's decode_batch_size times tensor_parallel_size."""
+
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """Bytes of the key-value cache; null: what gpu_memory_utilization leaves."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    """Fraction of the device's memory the engine may use; ignored where kv_cache_memory_bytes is given."""
+
+    enforce_eager: bool = False
+    """No compilation and no graph capture: a quicker start, a slower decode."""
+
+    transport: Literal["auto", "nccl", "rollmatch_gloo"] = "auto"
+    """How weights arrive; auto: nccl on GPUs, rollmatch_gloo on CPU."""
+
+    repeat_terminate: str | None = None
+    """The run's rollout_matching.repeat_terminate, as JSON, or the path of a JSON or YAML file of it; null: no repeat guard."""
+
+    max_images_per_prompt: PositiveInt = 1
+    """Most images of one request."""
+
+    image_root: ConfigPath | None = None
+    """Folder of images that requests may name by path; null: images come as data alone."""
+
+    max_requests: PositiveInt = 1024
+    """Most requests of one call."""
+
+    max_request_bytes: PositiveInt = 256 * 2**20
+    """Largest body of one call, and largest image file."""
+
+    seed: int = 0
+    """Of the engine; every request brings its own."""
+
+
+def settings_of(options: ServeOptions) -> EngineSettings:
+    """Raises ConfigError with every problem."""
+    problems: list[str] = []
+    guard = None
+    try:
+        guard = _guard(options.repeat_terminate)
+    except ConfigError as error:
+        problems += error.problems
+    if not (options.model / "config.json").is_file():
+        problems.append(f"model: {options.model} holds no config.json; give a checkpoint folder of transformers")
+    if options.image_root is not None and not options.image_root.is_dir():
+        problems.append(f"image_root: {options.image_root} is not a folder; give one, or leave it out")
+    if options.token_env is None and not is_loopback(options.host):
+        problems.append(
+            f"host: {options.host} lets other machines ask for rollouts and send weights; keep 127.0.0.1, or set token_env=NAME, the environment variable with "
+            "the token they must send"
+        )
+    if options.token_env is not None and not os.environ.get(options.token_env):
+        problems.append(f"token_env: the environment variable {options.token_env} is not set; export a token in it")
+    device = _device(options.device)
+    if device is Device.CPU and options.transport == "nccl":
+        problems.append("transport: nccl is between GPUs, the engine is on CPU; write rollmatch_gloo, or auto")
+    if problems:
+        raise ConfigError(problems)
+    return EngineSettings(
+        model_path=str(options.model.resolve()),
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        seed=options.seed,
+        transport={Device.CUDA: "nccl", Device.CPU: "rollmatch_gloo"}[device] if options.transport == "auto" else options.transport,
+        device=device,
+        tensor_parallel_size=options.tensor_parallel_size,
+        max_images_per_prompt=options.max_images_per_prompt,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
+        repeat_guard=guard,
+    )
+
+
+def _guard(text: str | None) -> RepeatGuardSettings | None:
+    """The whole subtree, under the schema of the run's own."""
+    if text is None:
+        return None
+    try:
+        section = yaml.safe_load(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        return RepeatTerminateSection.model_validate(section).settings()
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON in braces, or the path of a file of it"
+        ) from error
+    except ValidationError as error:
+        problems = (explain(RepeatTerminateSection, one) for one in error.errors(include_url=False))
+        raise ConfigError([f"repeat_terminate.{problem}" for problem in problems]) from error
+
+
+def _device(wanted: str) -> Device:
+    """Asks the driver's files and not torch, which has to be imported under the engine's environment."""
+    if wanted == "auto":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+        return Device.CUDA if visible and any(Path("/dev").glob("nvidia[0-9]*")) else Device.CPU
+    return Device(wanted)

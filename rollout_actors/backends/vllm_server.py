@@ -1,0 +1,177 @@
+"""The client of `python -m launch.serve`: a rollout engine on the other side of HTTP (spec: server mode)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rollout_actors.backends.http_client import HttpClient, RefusedError, ServerAddress, UnansweredError
+from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.server import wire
+from shared.errors import WeightSyncError
+from shared.protocols import RolloutEngine
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import MARGIN_S, SyncPhase, Terms
+
+LOG = logging.getLogger(__name__)
+
+COMMAND = "python -m launch.serve model=FOLDER port=PORT"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEngine:
+    """Makes the client of one server: `EngineActor(ServerEngine(...))`."""
+
+    name: str
+    address: ServerAddress
+    index: int
+    """The server's place among the servers of the run, and so its group's in a weight sync."""
+    expected: EngineSettings
+    """What the run would start an engine of its own with: the server must agree."""
+
+    def __call__(self) -> RolloutEngine:
+        return ServerClient(self.name, self.address, index=self.index, expected=self.expected)
+
+
+class ServerClient:
+    """A `RolloutEngine`. Holds no connection; the engine's state is the server's."""
+
+    def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings) -> None:
+        self._http = HttpClient(name, address, command=COMMAND)
+        self._index, self._expected = index, expected
+        self._version = 0
+        # By which the server tells this run's weights and requests from another's.
+        self._run = uuid.uuid4().hex
+
+    async def start(self) -> int:
+        """Waits for the server, then for nothing. Returns its rollout devices. Raises RolloutError also where the server does not suit the run."""
+        await self._http.wait_until_up()
+        info = await self._ask(wire.ServerInfo, "/info/")
+        problems = list(disagreements(info, self._expected))
+        if problems:
+            raise self._http.error("does not suit the run: " + "; ".join(problems), "start")
+        world_size = (await self._ask(wire.WorldSize, "/get_world_size/")).world_size
+        self._version = info.version
+        return world_size
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """One `/infer/`; where it fails or takes too long, one more with the same seeds."""
+        if not requests:
+            return []
+        call = wire.InferCall(requests=tuple(requests), seed=requests[0].seed, run=self._run)
+        LOG.info("%s/infer/ step %d, %d requests, seed %d", self._http.address.base_url, requests[0].step, len(requests), call.seed)
+        body = call.body()
+        answer, attempt = await self._http.asked_twice(lambda: self._infer(body))
+        rollouts = self._read(wire.InferAnswer, answer, "generate").rollouts
+        if [(rollout.step, rollout.position) for rollout in rollouts] != [(request.step, request.position) for request in requests]:
+            raise self._http.error(f"answered {len(rollouts)} rollouts that are not those of the {len(requests)} requests, in their order", "generate")
+        return [replace(rollout, actor=self._http.name, attempt=attempt) for rollout in rollouts]
+
+    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        """One HTTP call, never repeated: a phase is not what it was once it has been tried. The weights themselves travel by the process group."""
+        terms = Terms.of(offer).for_group(self._index)
+        mine = replace(offer, rendezvous={"terms": terms})
+        is_rendezvous = phase is SyncPhase.RENDEZVOUS
+        # The server keeps the phase's limit itself and can say more.
+        limit_s = terms.timeout_s + 1.5 * MARGIN_S
+        try:
+            answer = await self._http.post(
+                "/init_communicator/" if is_rendezvous else f"/sync/{phase}/",
+                wire.SyncCall.of(mine, self._run).body(),
+                timeout_s=min(limit_s, self._http.address.timeout_s) if is_rendezvous else limit_s,
+            )
+        except UnansweredError as error:
+            unanswered = f"{error}; check that the server is alive, and that it reaches the learner at {', '.join(g.host for g in terms.groups)}"
+            raise self._sync_error(unanswered, phase) from error
+        except RefusedError as error:
+            raise self._refused(error, phase) from error
+        try:
+            report = wire.read(wire.SyncAnswer, answer).report
+        except ValueError as error:
+            raise self._sync_error(f"answered something else: {error}", phase) from error
+        if phase is SyncPhase.CANARY:
+            assert report is not None
+            self._version = report.version
+        return report
+
+    @property
+    def version(self) -> int:
+        """The server's, as far as this client has seen."""
+        return self._version
+
+    @property
+    def is_dead(self) -> bool:
+        """Never: a server that has ended may be started again."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is held, and the server was launched by somebody else."""
+
+    async def _infer(self, body: bytes) -> bytes:
+        limit_s = self._http.address.infer_timeout_s
+        call = self._http.post("/infer/", body, timeout_s=limit_s)
+        return await (call if limit_s is not None else self._http.watched(call))
+
+    async def _ask(self, form: type[wire.M], route: str) -> wire.M:
+        try:
+            return self._read(form, await self._http.get(route, timeout_s=self._http.address.timeout_s), "start")
+        except (UnansweredError, RefusedError) as error:
+            raise self._http.error(f"does not tell {route}: {error}; is it `{COMMAND}` of this version?", "start") from error
+
+    def _read(self, form: type[wire.M], body: bytes, phase: str) -> wire.M:
+        try:
+            return wire.read(form, body)
+        except ValueError as error:
+            raise self._http.error(f"answered something else: {error}; is it `{COMMAND}` of this version, and server.kind right?", phase) from error
+
+    def _refused(self, error: RefusedError, phase: SyncPhase) -> WeightSyncError:
+        try:
+            detail = wire.read(wire.ErrorAnswer, json.dumps(error.body).encode()).error
+        except ValueError:
+            return self._sync_error(str(error), phase)
+        if detail.kind != WeightSyncError.__name__:
+            return self._sync_error(detail.message, phase)
+        return WeightSyncError(self._http.named(detail.message), actor=self._http.name, phase=detail.phase, quantity=detail.quantity, size=detail.size)
+
+    def _sync_error(self, message: str, phase: SyncPhase) -> WeightSyncError:
+        return WeightSyncError(self._http.named(message), actor=self._http.name, phase=phase)
+
+
+def disagreements(info: wire.ServerInfo, expected: EngineSettings) -> Iterator[str]:
+    """What the server was started with that the run cannot use, each with the remedy."""
+    model_type = _model_type(expected.model_path)
+    if info.model_type != model_type:
+        yield f"model_type is {info.model_type} ({info.model}), the run's is {model_type}: start it with model={expected.model_path}"
+    if info.dtype != expected.dtype:
+        yield f"dtype is {info.dtype}, the run's model.dtype is {expected.dtype}: start it with dtype={expected.dtype}"
+    if info.max_model_len < expected.max_model_len:
+        yield f"max_model_len is {info.max_model_len}, the run needs {expected.max_model_len}: start it with max_model_len={expected.max_model_len}"
+    per_device = expected.max_num_seqs // expected.tensor_parallel_size
+    least = per_device * info.world_size
+    if info.max_num_seqs < least:
+        yield (
+            f"max_num_seqs is {info.max_num_seqs}, the run decodes {per_device} on each of its {info.world_size} devices "
+            f"(rollout_matching.decode_batch_size): start it with max_num_seqs={least}"
+        )
+    if info.max_images_per_prompt < expected.max_images_per_prompt:
+        yield f"max_images_per_prompt is {info.max_images_per_prompt}: start it with max_images_per_prompt={expected.max_images_per_prompt}"
+    if info.transport != expected.transport:
+        yield f"its weights come over {info.transport}, the learner sends over {expected.transport}: start it with transport={expected.transport}"
+    if info.repeat_guard != expected.repeat_guard:
+        yield (
+            f"its repeat guard is {_told(info.repeat_guard)}, rollout_matching.repeat_terminate is {_told(expected.repeat_guard)}: "
+            "start it with repeat_terminate=JSON, the run's subtree"
+        )
+
+
+def _told(guard: Any) -> str:
+    return "off (repeat_terminate was not given at its start)" if guard is None else str(guard)
+
+
+def _model_type(folder: str) -> str:
+    return str(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["model_type"])

@@ -1,0 +1,67 @@
+"""An engine on an event loop of its own, so that a server's loop answers `/health/` while the engine loads or decodes images."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from shared.protocols import RolloutEngine
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import SyncPhase
+
+T = TypeVar("T")
+
+CLOSE_S = 5.0
+"""Longest wait for an engine's end."""
+
+
+class EngineThread:
+    """A `RolloutEngine` whose work happens in a thread. Its own methods belong to the loop that calls them; cancelling one cancels the work."""
+
+    def __init__(self, make_engine: Callable[[], RolloutEngine]) -> None:
+        """`make_engine` is called in the thread, by `start`: it may import vllm, which takes seconds."""
+        self._make_engine = make_engine
+        self._engine: RolloutEngine | None = None
+        self._loop = asyncio.new_event_loop()
+        # A daemon: an engine that is stuck does not hold the process.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._thread.start()
+
+    async def start(self) -> int:
+        return await self._there(self._start())
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        return await self._there(self._made.generate(requests))
+
+    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        return await self._there(self._made.run_sync_phase(phase, offer))
+
+    @property
+    def version(self) -> int:
+        return 0 if self._engine is None else self._engine.version
+
+    @property
+    def is_dead(self) -> bool:
+        return self._engine is not None and self._engine.is_dead
+
+    def close(self) -> None:
+        """End the engine and the thread. Twice is harmless."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._loop.call_soon_threadsafe(engine.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+
+    @property
+    def _made(self) -> RolloutEngine:
+        assert self._engine is not None, "start comes first"
+        return self._engine
+
+    async def _start(self) -> int:
+        self._engine = self._make_engine()
+        return await self._engine.start()
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

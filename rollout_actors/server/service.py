@@ -1,0 +1,175 @@
+"""What a rollout server does, apart from HTTP: whom it answers, and in which order it is given weights."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.server import wire
+from shared.errors import RolloutError
+from shared.protocols import RolloutEngine
+from shared.records import ImageRef
+from shared.rollouts import Rollout, RolloutRequest, SyncReport
+from shared.weight_sync import SyncPhase
+
+PHASES = tuple(SyncPhase)
+FOLLOWING = dict(pairwise(PHASES))
+MAX_PROBLEMS = 20
+"""Of one call, in its answer."""
+
+
+class RefusalError(Exception):
+    """The caller's to mend: an HTTP status and what to do."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status, self.message = status, message
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of what one call may ask."""
+
+    max_request_bytes: int
+    max_requests: int
+    image_root: Path | None
+    """Folder of the images that may be named by path, resolved; None: images come as data alone."""
+
+
+class RolloutService:
+    """One engine behind a door: open between its start, and the end of each sync, and the beginning of the next."""
+
+    def __init__(self, engine: RolloutEngine, *, name: str, model_type: str, settings: EngineSettings, limits: Limits) -> None:
+        self.limits = limits
+        self._engine = engine
+        self._name, self._model_type, self._settings = name, model_type, settings
+        self._world_size: int | None = None
+        self._shut = ""
+        # Of the sync under way: what makes it this one, and the phase it waits for.
+        self._sync: object = None
+        self._version, self._due = 0, SyncPhase.PAUSE
+        self._run: str | None = None
+
+    async def start(self) -> None:
+        """Raises what the engine raises."""
+        self._world_size = await self._engine.start()
+
+    @property
+    def world_size(self) -> int:
+        """Raises RefusalError while the engine loads, and when it has died."""
+        if self._engine.is_dead:
+            raise RefusalError(503, f"the engine of {self._name} has died; see the server's output, and start it again")
+        if self._world_size is None:
+            raise RefusalError(503, f"{self._name} is starting; ask /health/ until it answers 200")
+        return self._world_size
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the start has ended well."""
+        return self._world_size is not None
+
+    @property
+    def is_dead(self) -> bool:
+        return self._engine.is_dead
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    def info(self) -> wire.ServerInfo:
+        settings = self._settings
+        return wire.ServerInfo(
+            name=self._name,
+            model=settings.model_path,
+            model_type=self._model_type,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            transport=settings.transport,
+            world_size=self.world_size,
+            max_images_per_prompt=settings.max_images_per_prompt,
+            repeat_guard=settings.repeat_guard,
+            version=self.version,
+        )
+
+    async def infer(self, call: wire.InferCall) -> list[Rollout]:
+        """Raises RefusalError, and what the engine raises. Cancelling it aborts its requests."""
+        self._check_open(call)
+        wrong = list(wire.problems(call.requests, self._settings))
+        if len(call.requests) > self.limits.max_requests:
+            wrong.append(f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests}; split it, or start the server with max_requests=N")
+        if wrong:
+            raise RefusalError(400, "\n".join(wrong[:MAX_PROBLEMS]))
+        requests = await asyncio.to_thread(self._with_image_data, call.requests)
+        try:
+            return await self._engine.generate(requests)
+        except RolloutError as error:
+            # A sync may have begun while the images were read.
+            self._check_open(call)
+            raise error
+
+    async def run_sync_phase(self, phase: SyncPhase, call: wire.SyncCall) -> SyncReport | None:
+        """Raises RefusalError for a phase out of turn, and what the engine raises: then the sync begins anew. `pause` is always in turn."""
+        num_workers = self.world_size
+        if phase is SyncPhase.PAUSE:
+            self._sync, self._version = object(), call.version
+            self._shut = f"a sync to version {call.version} is under way, or was not completed"
+        elif (phase, call.version) != (self._due, self._version):
+            raise RefusalError(
+                409,
+                f"phase {phase} of version {call.version} is out of turn, the server waits for {self._due} of version {self._version}; "
+                f"begin with {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}",
+            )
+        elif phase is SyncPhase.RENDEZVOUS and [group.world_size for group in call.terms.groups] != [1 + num_workers]:
+            raise RefusalError(
+                400,
+                f"terms.groups: this server's group is the sender and its {num_workers} worker{'s' * (num_workers > 1)}, got "
+                f"{[group.world_size for group in call.terms.groups]} ranks; open a group of its own for every server",
+            )
+        # While a phase runs, and after one that failed, only the beginning is in turn.
+        sync, self._due = self._sync, SyncPhase.PAUSE
+        report = await self._engine.run_sync_phase(phase, call.offer())
+        if sync is not self._sync:
+            raise RefusalError(409, f"the sync to version {call.version} was given up: another one has begun")
+        if phase in FOLLOWING:
+            self._due = FOLLOWING[phase]
+        else:
+            self._shut, self._run = "", call.run
+        return report
+
+    def _check_open(self, call: wire.InferCall) -> None:
+        assert self.world_size
+        if self._shut:
+            raise RefusalError(409, f"{self._name} serves no rollouts: {self._shut}; complete a sync")
+        if None not in (self._run, call.run) and self._run != call.run:
+            raise RefusalError(409, f"{self._name} holds version {self.version} of another run's weights; sync first, and give every run servers of its own")
+
+    def _with_image_data(self, requests: tuple[RolloutRequest, ...]) -> list[RolloutRequest]:
+        return [
+            replace(request, images=tuple(self._loaded(image, f"requests[{i}].images[{j}]") for j, image in enumerate(request.images)))
+            for i, request in enumerate(requests)
+        ]
+
+    def _loaded(self, image: ImageRef, path: str) -> ImageRef:
+        if image.data is not None:
+            return image
+        root = self.limits.image_root
+        if image.path is None:
+            raise RefusalError(400, f"{path}: has neither data nor path; send data (base64), or a path under the server's image_root")
+        if root is None:
+            raise RefusalError(403, f"{path}.path: this server reads no files; send data (base64), or start it with image_root=FOLDER")
+        # Resolved first: neither `..` nor a link leads out of the root.
+        resolved = (root / image.path).resolve()
+        if not resolved.is_relative_to(root):
+            raise RefusalError(403, f"{path}.path: is outside the server's image_root; name a file inside, or send data (base64)")
+        if not resolved.is_file():
+            raise RefusalError(400, f"{path}.path: {image.path} is no file under the server's image_root; correct it, or send data (base64)")
+        if resolved.stat().st_size > self.limits.max_request_bytes:
+            raise RefusalError(413, f"{path}.path: {image.path} is larger than max_request_bytes = {self.limits.max_request_bytes}; send a smaller image")
+        try:
+            return replace(image, path=resolved).with_data()
+        except ValueError as error:
+            raise RefusalError(400, f"{path}: {error}") from error

@@ -1,0 +1,162 @@
+"""What a rollout server and its client say to each other, as JSON: the dataclasses of `shared`, closed and strictly typed. No pickle.
+
+Bytes are base64, and numbers keep every bit, NaN and infinities included: a canary that met one has to arrive to be refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollout_actors.engine_settings import EngineSettings
+from shared.canary import CanaryProbe
+from shared.config.base import dotted
+from shared.errors import RolloutError, WeightSyncError
+from shared.repeat_guard import RepeatGuardSettings
+from shared.rollouts import DecodeMode, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import Terms
+
+
+class Message(BaseModel):
+    """A closed mapping: nothing unknown is accepted, nothing is converted. The settings hold for the dataclasses in it too."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+
+    def body(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+M = TypeVar("M", bound=Message)
+
+
+class InferCall(Message):
+    requests: tuple[RolloutRequest, ...]
+    seed: int
+    """Of the call: its first request's. Every request brings its own; this one is for the logs (spec: determinism in server mode)."""
+    run: str | None = None
+    """Who asks; null: nobody in particular. See `SyncCall.run`."""
+
+
+class InferAnswer(Message):
+    rollouts: tuple[Rollout, ...]
+
+
+class SyncCall(Message):
+    """One phase of a sync: the offer in full, the weights themselves travel by the process group."""
+
+    version: int
+    transport: str
+    terms: Terms
+    canary: CanaryProbe | None
+    run: str | None = None
+    """Whose weights these are: afterwards the server answers this run's requests, and another's only when that has sent its own."""
+
+    @classmethod
+    def of(cls, offer: WeightOffer, run: str | None) -> SyncCall:
+        return cls(version=offer.version, transport=offer.transport, terms=Terms.of(offer), canary=offer.canary, run=run)
+
+    def offer(self) -> WeightOffer:
+        return WeightOffer(version=self.version, transport=self.transport, rendezvous={"terms": self.terms}, canary=self.canary)
+
+
+class SyncAnswer(Message):
+    report: SyncReport | None
+    """Of the last phase."""
+
+
+class WorldSize(Message):
+    world_size: int
+    """Rollout devices of the server."""
+
+
+class Version(Message):
+    version: int
+    """Of the weights being served; 0: the checkpoint's."""
+
+
+class ServerInfo(Message):
+    """What a server was started with, as far as a run has to agree with it."""
+
+    name: str
+    model: str
+    """As it was named on the server's command line."""
+    model_type: str
+    """Of the checkpoint's config.json."""
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    transport: str
+    world_size: int
+    max_images_per_prompt: int
+    repeat_guard: RepeatGuardSettings | None
+    version: int
+
+
+class ErrorDetail(Message):
+    kind: str
+    """RolloutError or WeightSyncError where it is one, with their fields; else `refused`."""
+    message: str
+    actor: str = ""
+    phase: str = ""
+    quantity: str = ""
+    size: float | None = None
+
+
+class ErrorAnswer(Message):
+    error: ErrorDetail
+
+    @classmethod
+    def of(cls, error: RolloutError | WeightSyncError) -> ErrorAnswer:
+        detail = ErrorDetail(kind=type(error).__name__, message=error.message, actor=error.actor, phase=error.phase)
+        if isinstance(error, WeightSyncError):
+            detail = detail.model_copy(update={"quantity": error.quantity, "size": error.size})
+        return cls(error=detail)
+
+
+def read(form: type[M], body: bytes) -> M:
+    """ValueError with one line per problem, each `path: what is wrong; what to do`."""
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explained(one["loc"], one["type"], one["msg"]) for one in error.errors(include_url=False, include_input=False))) from None
+
+
+def problems(requests: Sequence[RolloutRequest], settings: EngineSettings) -> Iterator[str]:
+    """What the types allow and the engine cannot do: one line each, `path: what is wrong; what to do`."""
+    for index, request in enumerate(requests):
+        path, decode = f"requests[{index}]", request.decode
+        if not request.prompt_token_ids:
+            yield f"{path}.prompt_token_ids: is empty; send at least one token"
+        if len(request.prompt_token_ids) >= settings.max_model_len:
+            yield (
+                f"{path}.prompt_token_ids: has {len(request.prompt_token_ids)} tokens, and the server's max_model_len is {settings.max_model_len} with "
+                "the response; send a shorter prompt, or start the server with a larger max_model_len"
+            )
+        if len(request.images) > settings.max_images_per_prompt:
+            yield (
+                f"{path}.images: has {len(request.images)} images, the server takes {settings.max_images_per_prompt}; "
+                f"start it with max_images_per_prompt={len(request.images)}"
+            )
+        if decode.mode is DecodeMode.BEAM:
+            yield f"{path}.decode.mode: 'beam' is not served; send greedy or sample, or decode beams with rollout_backend: hf or vllm.mode: colocate"
+        bounds = {
+            "temperature": (decode.temperature >= 0, decode.temperature, "at least 0"),
+            "top_p": (0 < decode.top_p <= 1, decode.top_p, "within (0, 1]"),
+            "top_k": (decode.top_k == -1 or decode.top_k >= 1, decode.top_k, "-1 (no limit) or at least 1"),
+            "repetition_penalty": (decode.repetition_penalty > 0, decode.repetition_penalty, "above 0"),
+            "max_new_tokens": (decode.max_new_tokens >= 1, decode.max_new_tokens, "at least 1"),
+        }
+        yield from (f"{path}.decode.{key}: is {value}; send a value {wanted}" for key, (sound, value, wanted) in bounds.items() if not sound)
+
+
+_REMEDIES = defaultdict(
+    lambda: "send a value of that kind",
+    {"missing": "add it", "unexpected_keyword_argument": "remove it", "extra_forbidden": "remove it", "json_invalid": "send JSON"},
+)
+
+
+def _explained(loc: tuple[str | int, ...], kind: str, message: str) -> str:
+    return f"{dotted(loc) or 'body'}: {message[0].lower()}{message[1:]}; {_REMEDIES[kind]}"
