@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from learner.adapters import adapted_layers, save_adapter
@@ -16,9 +17,10 @@ ADAPTER_FOLDER = "adapter"
 """Inside a checkpoint of a learner with an adapter: the adapter alone, in peft's format."""
 
 
-def save_checkpoint(model: Any, processor: Any, folder: Path) -> None:
+def save_checkpoint(model: Any, processor: Any, folder: Path, *, state_dict: dict[str, torch.Tensor] | None = None) -> None:
     """Weights (safetensors; adapters merged), configuration, tokenizer and processor files in `folder`, complete or not there at all.
 
+    `state_dict` are the weights where the model holds only a part of them.
     Raises StorageError with the path: no space left, no permission.
     """
     partial = folder.with_name(f"{folder.name}.partial")
@@ -31,7 +33,7 @@ def save_checkpoint(model: Any, processor: Any, folder: Path) -> None:
             model.save_pretrained(partial, state_dict=dict(MergedWeights(model).tensors()))
             save_adapter(model, partial / ADAPTER_FOLDER)
         else:
-            model.save_pretrained(partial)
+            model.save_pretrained(partial, state_dict=state_dict)
         processor.save_pretrained(partial)
         if folder.exists():
             shutil.rmtree(folder)

@@ -30,14 +30,28 @@ def _around(token_ids: Sequence[int], index: int) -> str:
     return f"...{list(token_ids[max(0, index - 2) : index + 3])}..."
 
 
-def check_weight_version(rollout: Rollout, version: int) -> None:
-    """RolloutError when a rollout is not of the weights the learner holds (DESIGN 5, decision 13)."""
-    if rollout.weight_version != version:
-        raise RolloutError(
-            f"sample {rollout.sample_id}: generated with weight version {rollout.weight_version}, the learner holds {version}; a sync was skipped or lost",
-            actor=rollout.actor,
-            phase="check",
-        )
+def check_weight_versions(rollouts: Sequence[Rollout], version: int, *, max_staleness: int) -> None:
+    """RolloutError when a round is not of the weights the learner holds, `version`, or of weights at most `max_staleness` older (DESIGN 5, decision 13).
+
+    A round is of one version: nothing is generated while weights change.
+    """
+    for rollout in rollouts:
+        if not version - max_staleness <= rollout.weight_version <= version:
+            allowed = f", and rollout_matching.max_staleness is {max_staleness}" if max_staleness else ""
+            raise RolloutError(
+                f"sample {rollout.sample_id}: generated with weight version {rollout.weight_version}, the learner holds {version}{allowed}; "
+                "a sync was skipped or lost",
+                actor=rollout.actor,
+                phase="check",
+            )
+        if rollout.weight_version != rollouts[0].weight_version:
+            first = rollouts[0]
+            raise RolloutError(
+                f"sample {rollout.sample_id}: generated with weight version {rollout.weight_version}, and sample {first.sample_id} of the same round "
+                f"with {first.weight_version} (on {first.actor}); an engine missed a sync",
+                actor=rollout.actor,
+                phase="check",
+            )
 
 
 def compares_logprobs(decode: DecodeSettings) -> bool:

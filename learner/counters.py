@@ -25,12 +25,15 @@ class StepTally:
         self._min_fill_ratio = min_fill_ratio
         self._losses: dict[str, float] = {}
 
-    def add_rollout(self, rollout: Rollout, reading: Reading, num_ground_truth: int) -> None:
-        """A rollout and how it was read; `num_ground_truth` objects were to be found."""
+    def add_rollout(self, rollout: Rollout, reading: Reading, num_ground_truth: int, *, staleness: int) -> None:
+        """A rollout and how it was read; `num_ground_truth` objects were to be found. `staleness`: updates since the weights that generated it."""
         parsed, add = reading.parsed, self.totals.add
         add("rollout/num", 1)
+        self.totals.add_to_mean("rollout/staleness", staleness, 1)
+        self.totals.raise_to("rollout/staleness_max", staleness)
         add("rollout/num_tokens", len(rollout.response_token_ids))
         add("rollout/num_length_limited", float(rollout.finish_reason is FinishReason.LENGTH))
+        add("rollout/num_repeat_terminated", float(rollout.finish_reason is FinishReason.REPETITION))
         add("rollout/num_truncated", float(parsed.truncated))
         add("rollout/num_fallback", float(parsed.fallback))
         add("rollout/num_valid_objects", len(parsed.objects))

@@ -56,8 +56,8 @@ class HeldOut:
             score_by,
         )
 
-    def requests(self, step: int) -> list[RolloutRequest]:
-        """One per sample, in order. RecordError when an image file is gone or changed."""
+    def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
+        """One per sample, in order: of all, or of those at `positions`. RecordError when an image file is gone or changed."""
         return [
             RolloutRequest(
                 step=step,
@@ -68,7 +68,8 @@ class HeldOut:
                 decode=self.decode,
                 seed=request_seed(self.run_seed, step, position),
             )
-            for position, sample in enumerate(self.samples)
+            for position in (range(len(self.samples)) if positions is None else positions)
+            for sample in (self.samples[position],)
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:

@@ -3,50 +3,55 @@
     next_requests -> accumulate (per round) -> finish_step
 
 A channel-A step is a step without requests: its targets need no rollouts, so `finish_step` makes and learns them.
+
+With several ranks every rank is such a learner, and every method of it is called on all of them, in the same order: each draws the same samples and keeps its
+`rank_share`, whose positions in the step are contiguous. What a rank has nothing of (requests, rollouts of a round) is an empty list.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from learner.canary import canary_probe
 from learner.checkpoint import save_checkpoint
-from learner.checks import check_logprobs, check_prompt, check_weight_version, compares_logprobs
-from learner.collate import collate
+from learner.checks import check_logprobs, check_prompt, check_weight_versions, compares_logprobs
+from learner.collate import PackedRow, collate
 from learner.counters import StepTally
 from learner.heldout import HeldOut
 from learner.lengths import require_lengths
-from learner.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.optimizer import Updater, UpdateResult
+from learner.optimizer import Updater
+from learner.parallel import load_parallel
 from learner.place import LearnerPlace
-from learner.ranks import OneRank, Ranks
+from learner.progress import StepInProgress
+from learner.ranks import Rendezvous, join_ranks
 from learner.rollout_log import RolloutLog
-from learner.rows import row_policy
+from learner.rows import Row, row_policy
 from learner.rules import target_rules, text_weights
 from learner.samples import load_samples
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
-from learner.step import backward_row
+from learner.step import RowResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from learner.weight_sender import WeightSender
-from learner.weight_source import FullWeights
+from shared.canary import CanaryProbe
+from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
+from shared.errors import ConfigError
 from shared.evaluation import Scene
-from shared.records import Sample
-from shared.reports import StepReport
+from shared.reports import RankReport
 from shared.rollouts import Rollout, RolloutRequest, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
-from shared.timeline import Span
 from shared.weight_sync import SendReport
 
 TRACK = "learner"
@@ -54,27 +59,22 @@ TRACK = "learner"
 _CANARY_TOKENS = 32
 
 
-@dataclass(slots=True)
-class _StepInProgress:
-    """What a step gathers between `next_requests` and `finish_step`. Lists are in position order."""
-
-    plan: StepPlan
-    samples: list[Sample]
-    """Their images with data: read once, sent to the engines, encoded here."""
-    tally: StepTally
-    num_targets: int = 0
-    generate_s: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-
-
 class Learner:
-    """One rank. Not thread-safe: its methods are called in the order of the module's first lines."""
+    """One rank. Not thread-safe: its methods are called in the order of the module's first lines.
 
-    def __init__(self, config: RunConfig, place: LearnerPlace) -> None:
-        """Raises ConfigError and RecordError for what is wrong with model and data."""
+    With `rollout_matching.max_staleness` the next step may begin before the one in progress has ended: `next_requests` begins the youngest step, `accumulate`
+    and `finish_step` belong to the oldest.
+    """
+
+    def __init__(self, config: RunConfig, place: LearnerPlace, rendezvous: Rendezvous | None = None) -> None:
+        """With several ranks it returns when all have come this far; rank 0 brings the rendezvous that `place` names.
+
+        Raises ConfigError and RecordError for what is wrong with model and data, also where the ranks do not have the same.
+        """
         self._config = config
-        self._ranks: Ranks = OneRank()
-        self._loaded = load_model(config, torch.device(place.device))
+        self._ranks = join_ranks(place, rendezvous, timeout_s=config.timeouts.learn_s, sums_in_backward=config.learner.parallel == "fsdp")
+        self._track = TRACK if place.rank == 0 else f"{TRACK}-{place.rank}"
+        self._loaded, self._parallel = load_parallel(config, torch.device(place.device), self._ranks)
         self._rules = target_rules(config)
         self._encoder = PromptEncoder(self._loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
         self._decode = config.rollout_matching.decode_settings(
@@ -96,96 +96,114 @@ class Learner:
         # Greedy engines (temperature 0) report the log-probability at temperature 1.
         self._sampled_under = Normalizer(self._decode.temperature or 1.0, self._loaded.banned_token_ids)
         self._rows = row_policy(config)
-        self._log = RolloutLog(config.telemetry.run_dir / "rollouts", self._loaded.codec) if config.telemetry.rollouts else None
+        self._log = RolloutLog(config.telemetry.run_dir / "rollouts", self._loaded.codec, rank=place.rank) if config.telemetry.rollouts else None
         self._updater = Updater(self._loaded.model, config.training, self._ranks)
-        self._sender = WeightSender(
-            FullWeights(self._loaded.model),
-            transport=place.transport,
-            receivers=place.receivers,
-            host=place.host,
-            timeout_s=config.timeouts.sync_phase_s,
-            bucket_bytes=config.rollout_matching.vllm.sync.bucket_bytes,
-        )
-        self._canary_prompt = self._encoder.encode(self._train[0])
+        self._sender = self._make_sender(place) if place.rank == 0 else None
+        # The learner's fixed sequence: it proves a sync, and a rank without a row of its own computes it beside the others' rows.
+        self._fixed = Segment(0, self._encoder.encode(self._train[0]), ground_truth_target(self._train[0], self._loaded.codec, self._rules), 0, None)
         self._version = 0
-        self._step: _StepInProgress | None = None
+        self._steps: deque[StepInProgress] = deque()
+        with self._ranks.of_phase("start"):
+            self._require_same_start()
 
     # One step
 
     def next_requests(self, plan: StepPlan) -> list[RolloutRequest]:
-        """Draw the step's samples and ask for their rollouts, in position order; channel A asks for nothing."""
-        assert self._step is None, "finish_step ends a step before the next begins"
+        """Draw the step's samples and ask for the rollouts of this rank's share, in position order; channel A asks for nothing."""
+        assert len(self._steps) <= self._config.rollout_matching.max_staleness, "finish_step ends a step before the next begins"
         started_s = time.time()
-        samples = [self._train[index].with_image_data() for index in self._stream.take(plan.num_samples)]
+        share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
+        indexes = self._stream.take(plan.num_samples)
+        samples = [self._train[indexes[position]].with_image_data() for position in share]
         # A row of one segment is not underfilled where nothing is packed.
         min_fill_ratio = self._config.training.packing_min_fill_ratio if self._config.training.packing else 0.0
-        self._step = _StepInProgress(plan, samples, StepTally(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio))
-        if self._log is not None:
-            self._log.begin(plan.step, plan.channel)
-        requests = [] if plan.channel is Channel.A else [self._request(position) for position in range(plan.num_samples)]
-        self._mark("draw samples", started_s)
+        tally = StepTally(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio)
+        step = StepInProgress(plan, share, samples, tally, self._track)
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._begin_log()
+        requests = [] if plan.channel is Channel.A else [self._request(step, position) for position in share]
+        step.mark("draw samples", started_s)
         return requests
 
     def accumulate(self, rollouts: Sequence[Rollout]) -> None:
-        """Check, parse, match and learn from a round's rollouts, in position order. Raises RolloutError when engine and learner disagree."""
-        step, started_s = self._current, time.time()
-        generation = _generation_spans(rollouts)
-        step.spans += generation
-        step.generate_s += max(span.end_s for span in generation) - min(span.start_s for span in generation)
-        for rollout in rollouts:
-            assert rollout.position == step.num_targets, f"expected position {step.num_targets}, got {rollout.position}: rounds arrive in order"
-            sample = step.samples[rollout.position]
-            prompt = self._encoder.encode(sample)
-            check_weight_version(rollout, self._version)
-            check_prompt(rollout, prompt)
-            target = rollout_target(rollout, sample, self._loaded.codec, self._rules)
-            assert target.reading is not None
-            step.tally.add_rollout(rollout, target.reading, len(sample.objects))
-            self._take(prompt, target, rollout)
-        self._mark("learn round", started_s, rollouts=len(rollouts))
+        """Check, parse, match and learn from this rank's rollouts of a round, in position order. Raises RolloutError when engine and learner disagree."""
+        with self._ranks.of_phase("accumulate"):
+            step, started_s = self._current, time.time()
+            step.add_generation(rollouts)
+            check_weight_versions(rollouts, self._version, max_staleness=self._config.rollout_matching.max_staleness)
+            self._learn_rows(self._rows_of_round(rollouts))
+            step.mark("learn round", started_s, rollouts=len(rollouts))
 
-    def finish_step(self) -> StepReport:
+    def finish_step(self) -> RankReport:
         """Learn what is left and take exactly one optimizer update."""
-        step, started_s = self._current, time.time()
-        if step.plan.channel is Channel.A:
-            for sample in step.samples:
-                self._take(self._encoder.encode(sample), ground_truth_target(sample, self._loaded.codec, self._rules))
-        assert step.num_targets == step.plan.num_samples, f"{step.num_targets} of {step.plan.num_samples} samples came back"
-        for row in self._rows.finish_step():
-            self._learn(row)
-        # Step mode learns every sample it drew; carrying, what was learned is known only now (DESIGN 5, decisions 6 and 7).
-        denominator = step.tally.num_segments if self._rows.carries else step.plan.num_samples
-        update = self._updater.update(step.plan.step, denominator)
-        self._mark("finish step", started_s)
-        self._step = None
-        return StepReport(step.plan.step, step.plan.channel, self._version, self._metrics(step, update, denominator), tuple(step.spans))
+        with self._ranks.of_phase("finish_step"):
+            step, started_s = self._current, time.time()
+            self._learn_rows(self._last_rows())
+            # Step mode learns every sample it drew; carrying, what was learned is known only now (DESIGN 5, decisions 6 and 7).
+            denominator = self._ranks.sum(step.tally.num_segments) if self._rows.carries else step.plan.num_samples
+            update = self._updater.update(step.plan.step, denominator)
+            step.mark("finish step", started_s)
+            self._steps.popleft()
+            if self._steps:
+                self._begin_log()
+            waits = self._ranks.take_times()
+            return step.report(self._version, update.metrics(), waits, denominator=denominator, num_carried=self._rows.num_carried)
 
     # Weights
 
-    def offer_weights(self) -> WeightOffer:
-        """The next version of the weights, with the probe that proves their arrival."""
-        self._version += 1
-        response = ground_truth_target(self._train[0], self._loaded.codec, self._rules).token_ids[:_CANARY_TOKENS]
-        tolerance = self._config.rollout_matching.vllm.sync.canary_tolerance
-        return self._sender.offer(self._version, canary_probe(self._loaded, self._canary_prompt, self._train[0].images, response, tolerance=tolerance))
+    def offer_weights(self) -> WeightOffer | None:
+        """The next version of the weights, with the probe that proves their arrival: rank 0's to make, and None on the other ranks.
+
+        The weights stay as they are until `sync_done`. Raises LearnerError where the ranks do not hold the same.
+        """
+        with self._ranks.of_phase("offer_weights"):
+            self._ranks.barrier()
+            self._parallel.check()
+            self._parallel.gather()
+            # Every rank computes it where none has the model alone.
+            probe = self._parallel(self._canary) if self._sender is not None or self._parallel.holds_parts else None
+            if self._sender is None:
+                return None
+            assert probe is not None
+            return self._sender.offer(self._version + 1, probe)
 
     def send_weights(self, offer: WeightOffer) -> SendReport:
-        """Returns when the weights are out. Raises WeightSyncError."""
+        """On rank 0 alone. Returns when the weights are out. Raises WeightSyncError."""
+        assert self._sender is not None, "rank 0 sends"
         return self._sender.send(offer)
 
+    def sync_done(self) -> None:
+        """The offered weights are served, everywhere: every rank holds the version that was offered."""
+        with self._ranks.of_phase("sync_done"):
+            self._ranks.barrier()
+        self._parallel.drop()
+        if self._sender is not None:
+            self._sender.release()
+        self._version += 1
+
     def save(self, folder: Path) -> None:
-        save_checkpoint(self._loaded.model, self._loaded.processor, folder)
+        """An ordinary checkpoint, which rank 0 writes; returns on every rank when it is there. Raises StorageError."""
+        with self._ranks.of_phase("save"):
+            self._parallel.check()
+            self._parallel.gather()
+            if self._ranks.rank == 0:
+                save_checkpoint(self._loaded.model, self._loaded.processor, folder, state_dict=self._parallel.state_dict())
+            self._parallel.drop()
+            self._ranks.barrier()
 
     def close(self) -> None:
-        self._sender.close()
+        if self._sender is not None:
+            self._sender.close()
         if self._log is not None:
             self._log.close()
 
     # The held-out report
 
     def held_out_requests(self, step: int) -> list[RolloutRequest]:
+        """This rank's share of them, in order."""
         assert self._held_out is not None, "there is a report only with data.val"
-        return self._held_out.requests(step)
+        return self._held_out.requests(step, rank_share(len(self._held_out.samples), self._ranks.world_size, self._ranks.rank))
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
         assert self._held_out is not None
@@ -194,17 +212,37 @@ class Learner:
     # Inside
 
     @property
-    def _current(self) -> _StepInProgress:
-        assert self._step is not None, "next_requests begins a step"
-        return self._step
+    def _current(self) -> StepInProgress:
+        assert self._steps, "next_requests begins a step"
+        return self._steps[0]
 
     def _load_held_out(self) -> HeldOut | None:
         path = self._config.data.val
         return None if path is None else HeldOut.of(self._config, load_samples(self._config, path), self._loaded)
 
-    def _request(self, position: int) -> RolloutRequest:
-        step = self._current
-        sample = step.samples[position]
+    def _make_sender(self, place: LearnerPlace) -> WeightSender:
+        return WeightSender(
+            self._parallel.weights,
+            transport=place.transport,
+            receivers=place.receivers,
+            host=place.host,
+            timeout_s=self._config.timeouts.sync_phase_s,
+            bucket_bytes=self._config.rollout_matching.vllm.sync.bucket_bytes,
+        )
+
+    def _require_same_start(self) -> None:
+        """Each rank loads model and data from its own node's disk."""
+        self._parallel.check()
+        data = zlib.crc32("\n".join(sample.sample_id for sample in self._train).encode())
+        if self._ranks.first_difference([len(self._train), data]) is not None:
+            raise ConfigError(f"data.train: the learner ranks read different samples from {self._config.data.train}; make the file the same on every node")
+
+    def _begin_log(self) -> None:
+        if self._log is not None:
+            self._log.begin(self._current.plan.step, self._current.plan.channel)
+
+    def _request(self, step: StepInProgress, position: int) -> RolloutRequest:
+        sample = step.sample(position)
         return RolloutRequest(
             step=step.plan.step,
             position=position,
@@ -215,54 +253,70 @@ class Learner:
             seed=request_seed(self._config.training.seed, step.plan.step, position),
         )
 
-    def _take(self, prompt: EncodedPrompt, target: Target, rollout: Rollout | None = None) -> None:
-        """Hand over the next position's target, and learn the rows that are due."""
+    def _rows_of_round(self, rollouts: Sequence[Rollout]) -> Iterator[Row]:
+        """The rows that fall due with these rollouts."""
         step = self._current
-        position = step.num_targets
+        for rollout in rollouts:
+            assert rollout.position == step.next_position, f"expected position {step.next_position}, got {rollout.position}: rounds arrive in order"
+            sample = step.next_sample
+            prompt = self._encoder.encode(sample)
+            check_prompt(rollout, prompt)
+            target = rollout_target(rollout, sample, self._loaded.codec, self._rules)
+            assert target.reading is not None
+            staleness = self._version - rollout.weight_version
+            step.tally.add_rollout(rollout, target.reading, len(sample.objects), staleness=staleness)
+            yield from self._take(prompt, _without_logprobs(target) if staleness else target, rollout)
+
+    def _last_rows(self) -> Iterator[Row]:
+        """The rows that fall due at the end of the step in progress."""
+        step = self._current
+        if step.plan.channel is Channel.A:
+            for sample in step.samples:
+                yield from self._take(self._encoder.encode(sample), ground_truth_target(sample, self._loaded.codec, self._rules))
+        assert step.num_targets == len(step.share), f"{step.num_targets} of {len(step.share)} samples came back"
+        yield from self._rows.finish_step()
+
+    def _take(self, prompt: EncodedPrompt, target: Target, rollout: Rollout | None = None) -> list[Row]:
+        """Hand over the next position's target; the rows that are due."""
+        step = self._current
+        position, sample = step.next_position, step.next_sample
         step.num_targets += 1
         if self._log is not None:
-            weights_L = self._text_weights[step.plan.channel].of(target.roles)
-            self._log.write(rollout, step.samples[position], target, weights_L, position)
-        for row in self._rows.add(Segment(position, prompt, target, step.plan.step, None if rollout is None else rollout.actor)):
-            self._learn(row)
+            self._log.write(rollout, sample, target, self._text_weights[step.plan.channel].of(target.roles), position)
+        return self._rows.add(Segment(position, prompt, target, step.plan.step, None if rollout is None else rollout.actor))
 
-    def _learn(self, segments: list[Segment]) -> None:
+    def _learn_rows(self, rows: Iterator[Row]) -> None:
+        for row in self._parallel.padded(rows):
+            if row is None:
+                # Beside a row of another rank, with whose weights it is computed.
+                self._backward(self._collate([self._fixed]), weight=0.0)
+            else:
+                self._learn(row)
+
+    def _learn(self, segments: Row) -> None:
         """Forward and backward of one row, and the comparison of its sampled tokens with the engine's."""
-        step, model, channel = self._current, self._loaded.model, self._current.plan.channel
-        segments = [segment if segment.step == step.plan.step else _without_logprobs(segment) for segment in segments]
-        row = collate(segments, text_weights=self._text_weights[channel], rope_index=model.model.get_rope_index)
-        result = backward_row(model, row.to(self._loaded.device), self._objectives[channel], self._sampled_under)
-        if channel is Channel.B and compares_logprobs(self._decode):
-            tolerance = self._config.rollout_matching.logprob_tolerance
-            difference = check_logprobs(segments, result.sampled_logprobs_K, row.sampled.logprobs, tolerance=tolerance)
+        step = self._current
+        # A carried segment's log-probabilities are those of weights that have changed since.
+        segments = [segment if segment.step == step.plan.step else replace(segment, target=_without_logprobs(segment.target)) for segment in segments]
+        row = self._collate(segments)
+        result = self._backward(row)
+        if step.plan.channel is Channel.B and compares_logprobs(self._decode):
+            difference = check_logprobs(segments, result.sampled_logprobs_K, row.sampled.logprobs, tolerance=self._config.logprob_tolerance)
             step.tally.add_comparison(len(row.sampled.logprobs), difference)
         step.tally.add_row(row, result)
 
-    def _metrics(self, step: _StepInProgress, update: UpdateResult, denominator: int) -> dict[str, float]:
-        totals = step.tally.totals
-        step.tally.divide_losses(denominator)
-        totals.add("packing/num_carried", self._rows.num_carried)
-        totals.raise_to("time/learn_s", sum(span.duration_s for span in step.spans if span.track == TRACK))
-        if step.plan.channel is Channel.B:
-            totals.raise_to("time/generate_s", step.generate_s)
-        return {**totals.as_dict(), "optim/learning_rate": update.learning_rate, "optim/grad_norm": update.grad_norm}
+    def _collate(self, segments: Row) -> PackedRow:
+        return collate(segments, text_weights=self._text_weights[self._current.plan.channel], rope_index=self._loaded.model.model.get_rope_index)
 
-    def _mark(self, name: str, started_s: float, **args: int) -> None:
-        self._current.spans.append(Span(TRACK, name, started_s, time.time(), {"step": self._current.plan.step, **args}))
+    def _backward(self, row: PackedRow, *, weight: float = 1.0) -> RowResult:
+        objectives = self._objectives[self._current.plan.channel]
+        return backward_row(self._loaded.model, row.to(self._loaded.device), objectives, self._sampled_under, run=self._parallel, weight=weight)
 
-
-def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:
-    """One span per actor's share of the round."""
-    spans = []
-    for actor, share in groupby(rollouts, key=lambda rollout: rollout.actor):
-        of_actor = list(share)
-        start_s, end_s = min(r.started_s for r in of_actor), max(r.started_s + r.generate_s for r in of_actor)
-        tokens = sum(len(r.response_token_ids) for r in of_actor)
-        place = {"step": of_actor[0].step, "first_position": of_actor[0].position, "last_position": of_actor[-1].position}
-        spans.append(Span(actor, "generate", start_s, end_s, {**place, "tokens": tokens}))
-    return spans
+    def _canary(self) -> CanaryProbe:
+        response = self._fixed.target.token_ids[:_CANARY_TOKENS]
+        return canary_probe(self._loaded, self._fixed.prompt, self._train[0].images, response, tolerance=self._config.canary_tolerance)
 
 
-def _without_logprobs(segment: Segment) -> Segment:
-    """A carried segment: its log-probabilities are those of weights that have changed since."""
-    return replace(segment, target=replace(segment.target, sampled_logprobs=()))
+def _without_logprobs(target: Target) -> Target:
+    """Of weights that are not those which learn from it: there is nothing to compare."""
+    return replace(target, sampled_logprobs=())

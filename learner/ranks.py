@@ -1,15 +1,40 @@
-"""The learner ranks of a run, as one of them sees the others."""
+"""The learner ranks of a run, as one of them sees the others.
+
+The group of the ranks is an object of its own and not torch's default group, which an engine in the same process may open for itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
+from torch.distributed import AllreduceOptions, DistError, PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, TCPStore
+
+from learner.place import LearnerPlace
+from shared.errors import CollectiveError, LearnerError
+
+GROUP_NAME = "rollmatch.learner"
+BUCKET_ELEMENTS = 2**24
+"""Gradients that are summed at once: 64 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A stretch of time in which this rank had to do with the others. Unix seconds."""
+
+    name: str
+    start_s: float
+    end_s: float
 
 
 class Ranks(Protocol):
-    """Every method but the properties is a collective: all ranks call it, in the same order."""
+    """Every method but `of_phase`, `take_times` and the properties is a collective: all ranks call it, in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -25,11 +50,23 @@ class Ranks(Protocol):
         """Over all ranks."""
         ...
 
-    def sum_gradients(self, gradients: Iterable[torch.Tensor]) -> None:
-        """In place, over all ranks: afterwards every rank holds the same bits."""
+    def first_difference(self, values: Sequence[int]) -> int | None:
+        """Where the ranks' values, equally many, differ first; None where they are the same. Every rank gets the same answer."""
+        ...
+
+    def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        """In place, over all ranks, each of which has as many of the same shapes: afterwards every rank holds the same bits."""
         ...
 
     def barrier(self) -> None: ...
+
+    def of_phase(self, phase: str) -> Any:
+        """A context: errors that leave it say which rank they are of, and a lost or late peer is a CollectiveError."""
+        ...
+
+    def take_times(self) -> list[Waited]:
+        """What `sum_gradients` took since the last call."""
+        ...
 
 
 class OneRank:
@@ -44,8 +81,160 @@ class OneRank:
     def max(self, value: int) -> int:
         return value
 
-    def sum_gradients(self, gradients: Iterable[torch.Tensor]) -> None:
+    def first_difference(self, values: Sequence[int]) -> int | None:
+        return None
+
+    def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         pass
 
     def barrier(self) -> None:
         pass
+
+    @contextmanager
+    def of_phase(self, phase: str) -> Iterator[None]:
+        yield
+
+    def take_times(self) -> list[Waited]:
+        return []
+
+
+class Rendezvous:
+    """Where the other ranks find rank 0: a store on a port that is bound, on `host` alone, before anybody is told of it."""
+
+    def __init__(self, host: str) -> None:
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listening.getsockname()[1]
+        self.address = f"{host}:{port}"
+        self.store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s: float, sums_in_backward: bool) -> Ranks:
+    """The group of the place's ranks; returns when all have come. `rendezvous` is rank 0's, and opened before `place` was made.
+
+    `timeout_s`: of every collective, the configuration's timeouts.learn_s. `sums_in_backward`: the backward of every row sums gradients over the ranks already.
+    """
+    if place.world_size == 1:
+        return OneRank()
+    assert (rendezvous is not None) == (place.rank == 0), "rank 0 hosts the rendezvous, and only rank 0"
+    host, port = place.rendezvous.rsplit(":", 1)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = rendezvous.store if rendezvous is not None else TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        group = _open_group(place, store, timeout)
+    except (DistError, RuntimeError) as error:
+        missing = f"rank {place.rank} of {place.world_size} did not meet the other learner ranks at {place.rendezvous} in {timeout_s:g} s (timeouts.learn_s)"
+        raise CollectiveError(f"{missing}; look for the rank that failed first, and whether nodes reach each other: {error}", phase="start") from error
+    return DistributedRanks(place.rank, place.world_size, group, timeout_s=timeout_s, sums_in_backward=sums_in_backward)
+
+
+def _open_group(place: LearnerPlace, store: Any, timeout: timedelta) -> ProcessGroup:
+    """Gloo for what lies in host memory, NCCL for what lies on a GPU (not run on several GPUs)."""
+    group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
+    gloo = ProcessGroup.BackendType.GLOO
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    # Without it gloo asks the host's name for an address, which may be one that nobody else reaches.
+    options._devices = [ProcessGroupGloo.create_device(hostname=place.host)]
+    on_cpu = ProcessGroupGloo(PrefixStore(f"{GROUP_NAME}.gloo", store), place.rank, place.world_size, options)
+    group._register_backend(torch.device("cpu"), gloo, on_cpu)
+    device = torch.device(place.device)
+    if device.type == "cuda":
+        from torch.distributed import ProcessGroupNCCL
+
+        torch.cuda.set_device(device)
+        nccl_options = ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        on_gpu = ProcessGroupNCCL(PrefixStore(f"{GROUP_NAME}.nccl", store), place.rank, place.world_size, nccl_options)
+        group._set_default_backend(ProcessGroup.BackendType.NCCL)
+        group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, on_gpu)
+    else:
+        group._set_default_backend(gloo)
+    # torch keeps a register of groups by name; another run's in this process has another rendezvous.
+    group._set_group_name(f"{GROUP_NAME}@{place.rendezvous}")  # type: ignore[arg-type]
+    return group
+
+
+class DistributedRanks:
+    """Several ranks over one process group. A collective that a peer does not join ends after `timeout_s` with a CollectiveError."""
+
+    def __init__(self, rank: int, world_size: int, group: ProcessGroup, *, timeout_s: float, sums_in_backward: bool) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.group = group
+        self._timeout_s = timeout_s
+        self._sums_in_backward = sums_in_backward
+        self._times: list[Waited] = []
+
+    def sum(self, value: int) -> int:
+        return self._reduced([value], ReduceOp.SUM)[0]
+
+    def max(self, value: int) -> int:
+        return self._reduced([value], ReduceOp.MAX)[0]
+
+    def first_difference(self, values: Sequence[int]) -> int | None:
+        highest, lowest = self._reduced(values, ReduceOp.MAX), self._reduced(values, ReduceOp.MIN)
+        return next((index for index, (high, low) in enumerate(zip(highest, lowest, strict=True)) if high != low), None)
+
+    def barrier(self) -> None:
+        self._reduced([0], ReduceOp.SUM)
+
+    def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        if self._sums_in_backward:
+            return
+        started_s = time.time()
+        # The first thing all ranks do together after their rows, of which they may have had more or fewer: here the quick ones wait.
+        self.barrier()
+        met_s = time.time()
+        for bucket in _buckets(gradients):
+            # In float32, whatever the gradients are: a sum over ranks must not lose more than the sum over rows.
+            flat = torch.cat([gradient.reshape(-1).float() for gradient in bucket])
+            self._all_reduce(flat, ReduceOp.SUM)
+            for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+        self._times += [Waited("wait for ranks", started_s, met_s), Waited("reduce gradients", met_s, time.time())]
+
+    @contextmanager
+    def of_phase(self, phase: str) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except LearnerError as error:
+            raise LearnerError(f"rank {self.rank} of {self.world_size}: {error.message}", phase=error.phase) from error
+        except RuntimeError as error:
+            if not _is_lost_peer(error):
+                raise
+            waited = f"rank {self.rank} of {self.world_size} waited in vain for the other learner ranks, at most {self._timeout_s:g} s (timeouts.learn_s)"
+            raise CollectiveError(f"{waited}; look for the rank that failed first: {error}", phase=phase) from error
+
+    def take_times(self) -> list[Waited]:
+        times, self._times = self._times, []
+        return times
+
+    def _reduced(self, values: Sequence[int], how: Any) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        self._all_reduce(tensor, how)
+        return tensor.tolist()
+
+    def _all_reduce(self, tensor: torch.Tensor, how: Any) -> None:
+        options = AllreduceOptions()
+        options.reduceOp = how
+        options.timeout = timedelta(seconds=self._timeout_s)
+        self.group.allreduce([tensor], options).wait()
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """In order, closed by the tensor that takes one past `BUCKET_ELEMENTS`."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(member.numel() for member in bucket) > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    """NCCL's errors have a class of their own, gloo's are known by the source file that they name."""
+    return isinstance(error, DistError) or "third_party/gloo" in str(error)

@@ -4,6 +4,9 @@ Lines are in the order of positions, and a line is there as soon as its target i
 engine's answer is under `rollout`, everything the parser and the matching made of it under `reading` (both null in a channel-A step), and what
 the sample trains on under `target`. ASCII only, whatever a model wrote: its text is escaped as JSON escapes it.
 
+Each learner rank writes of its own samples, in a file of its own: rank 0 as above, rank 1 `step_000123.rank1.jsonl`, and so on. The step's positions are
+in rank order. Nodes need not share a disk: then each has the files of its ranks, and `read_step` shows those that lie beside rank 0's.
+
     jq -c 'select(.reading.dropped != []) | [.position, .reading.dropped]' step_000123.jsonl
     pandas.json_normalize([json.loads(line) for line in open("step_000123.jsonl")])
 
@@ -30,9 +33,9 @@ from shared.tokens.vocabulary import TokenCodec
 class RolloutLog:
     """Writes the file of one step after the other. Every line is on its way to the disk when `write` returns: nothing is held back."""
 
-    def __init__(self, folder: Path, codec: TokenCodec) -> None:
+    def __init__(self, folder: Path, codec: TokenCodec, *, rank: int = 0) -> None:
         """Makes `folder` where it is missing. Raises StorageError."""
-        self._folder, self._codec = folder, codec
+        self._folder, self._codec, self._rank = folder, codec, rank
         self._step, self._channel = 0, Channel.A
         self._file: FileIO | None = None
         try:
@@ -44,7 +47,7 @@ class RolloutLog:
         """The lines that follow are of this step. Raises StorageError."""
         self.close()
         self._step, self._channel = step, channel
-        path = step_path(self._folder, step)
+        path = step_path(self._folder, step, self._rank)
         try:
             # Unbuffered: a buffer that could not be emptied would raise once more when it is closed.
             self._file = path.open("wb", buffering=0)
@@ -71,7 +74,7 @@ class RolloutLog:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            raise StorageError(str(step_path(self._folder, self._step)), str(error)) from error
+            raise StorageError(str(step_path(self._folder, self._step, self._rank)), str(error)) from error
 
     def close(self) -> None:
         if self._file is not None:
@@ -79,15 +82,24 @@ class RolloutLog:
             self._file = None
 
 
-def step_path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}.jsonl"
+def step_path(folder: Path, step: int, rank: int = 0) -> Path:
+    return folder / (f"step_{step:06d}.rank{rank}.jsonl" if rank else f"step_{step:06d}.jsonl")
 
 
 def read_step(path: Path) -> list[RolloutLine]:
-    """The whole lines of one file; half a line at its end is what a run that died left, and no line.
+    """The whole lines of a step, in the order of positions. `path` is rank 0's file, and those of other ranks are looked for beside it.
 
-    Raises OSError, and RecordError with file and line for a line that `RolloutLog` of this version did not write.
+    Half a line at a file's end is what a run that died left, and no line. Raises OSError, and RecordError with file and line for a line that `RolloutLog` of
+    this version did not write.
     """
+    lines = _read_file(path)
+    # By number: rank 10 comes after rank 9.
+    for other in sorted(path.parent.glob(f"{path.stem}.rank*.jsonl"), key=lambda other: (len(other.name), other.name)):
+        lines += _read_file(other)
+    return lines
+
+
+def _read_file(path: Path) -> list[RolloutLine]:
     lines: list[RolloutLine] = []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:

@@ -5,8 +5,9 @@ Shape legend: D hidden size, N positions whose logits are needed, S coord slots,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +15,13 @@ from learner.collate import PackedRow
 from learner.logits import LOGIT_CHUNK, LogitsPass
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.interface import ChannelObjectives, RowValues
+
+T = TypeVar("T")
+
+
+def directly(function: Callable[..., T], *arguments: Any) -> T:
+    """How a forward is run where nothing has to happen around it."""
+    return function(*arguments)
 
 
 class SlotMean(NamedTuple):
@@ -35,11 +43,36 @@ class RowResult:
     """The learner's log-probabilities of the row's sampled tokens, on the CPU."""
 
 
-def backward_row(model: Any, row: PackedRow, objectives: ChannelObjectives, sampled_under: Normalizer, *, logit_chunk: int = LOGIT_CHUNK) -> RowResult:
+class _Forward(NamedTuple):
+    """A tuple of tensors on its top level: that is where fsdp looks for what a backward begins with."""
+
+    loss: torch.Tensor
+    terms: torch.Tensor
+    values: RowValues
+
+
+def backward_row(
+    model: Any,
+    row: PackedRow,
+    objectives: ChannelObjectives,
+    sampled_under: Normalizer,
+    *,
+    logit_chunk: int = LOGIT_CHUNK,
+    run: Callable[..., _Forward] = directly,
+    weight: float = 1.0,
+) -> RowResult:
     """Add the row's gradient. Logits exist only at supervised and compared positions, `logit_chunk` of them at a time.
 
-    `sampled_under` is how the engine drew its tokens, for computing the same probabilities here.
+    `sampled_under` is how the engine drew its tokens, for computing the same probabilities here. `run` runs the forward. `weight` multiplies the gradient:
+    with 0 the row is there for the other ranks' sake.
     """
+    loss, terms, values = run(_forward, model, row, objectives, sampled_under, logit_chunk)
+    (weight * loss).backward()
+    names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
+    return RowResult(loss.item(), dict(zip(names, terms.tolist(), strict=True)), _diagnose(objectives, values, row), values.sampled_logprobs_K.detach().cpu())
+
+
+def _forward(model: Any, row: PackedRow, objectives: ChannelObjectives, sampled_under: Normalizer, logit_chunk: int) -> _Forward:
     inputs = row.inputs
     output = model.model(
         input_ids=inputs.input_ids,
@@ -56,10 +89,8 @@ def backward_row(model: Any, row: PackedRow, objectives: ChannelObjectives, samp
     # So that a row without supervised slots or text has a gradient too, of zero.
     nothing = 0.0 * values.coord_logits_SC.sum()
     loss = torch.stack([nothing, *(part.loss for part in losses)]).sum()
-    loss.backward()
-    names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
-    terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)]).tolist()[1:]
-    return RowResult(loss.item(), dict(zip(names, terms, strict=True)), _diagnose(objectives, values, row), values.sampled_logprobs_K.detach().cpu())
+    terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)])[1:]
+    return _Forward(loss, terms, values)
 
 
 @torch.no_grad()

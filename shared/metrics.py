@@ -73,6 +73,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/num_tokens", Reduction.SUM, "Response tokens, without the stop token."),
     Metric("rollout/decode_mode", Reduction.STEP, "greedy, sample or beam."),
     Metric("rollout/num_length_limited", Reduction.SUM, "Rollouts that ended at `max_new_tokens`."),
+    Metric("rollout/num_repeat_terminated", Reduction.SUM, "Rollouts that the repeat guard ended."),
     Metric("rollout/num_truncated", Reduction.SUM, "Rollouts whose container did not close."),
     _ratio("rollout/truncated_rate", "rollout/num_truncated", "rollout/num", "Share of truncated rollouts."),
     Metric("rollout/num_fallback", Reduction.SUM, "Rollouts of which nothing could be kept: the prefix is `{`."),
@@ -89,6 +90,8 @@ METRICS: tuple[Metric, ...] = (
     _ratio("rollout/match_rate", "rollout/num_matched", "rollout/num_ground_truth", "Matched among the ground truth."),
     Metric("rollout/num_appended", Reduction.SUM, "Ground-truth objects appended (false negatives, and those of excluded pairs)."),
     Metric("rollout/num_gating_rejections", Reduction.SUM, "Candidate pairs under `maskiou_gate`."),
+    Metric("rollout/staleness", Reduction.MEAN, "Updates between the weights that generated a rollout and those that learn from it."),
+    Metric("rollout/staleness_max", Reduction.MAX, "The same of the oldest rollout; 0 without `rollout_matching.max_staleness`."),
     Metric("rollout/num_compared_tokens", Reduction.SUM, "Sampled tokens whose log-probability was compared; absent where none was."),
     Metric("rollout/logprob_max_abs", Reduction.MAX, "Largest difference between the learner's and the engine's log-probability of a sampled token, in nats."),
     # Rows.
@@ -102,8 +105,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("packing/learned_age", Reduction.MEAN, "Steps between a segment's rollout and its learning."),
     Metric("packing/learned_age_max", Reduction.MAX, "The same of the oldest segment learned."),
     # The update.
-    Metric("optim/learning_rate", Reduction.STEP, "Of this update."),
-    Metric("optim/grad_norm", Reduction.STEP, "L2 norm of the gradient before clipping."),
+    Metric("optim/learning_rate", Reduction.STEP, "Of this update, for the parts of the model without a rate of their own."),
+    Metric("optim/learning_rate.vision_tower", Reduction.STEP, "Of the vision tower, where it has a rate of its own."),
+    Metric("optim/learning_rate.aligner", Reduction.STEP, "Of the aligner, likewise."),
+    Metric("optim/learning_rate.language_model", Reduction.STEP, "Of the language model, likewise."),
+    Metric("optim/grad_norm", Reduction.STEP, "L2 norm of the gradient before clipping; absent where it was not finite."),
+    Metric("optim/skipped_updates", Reduction.STEP, "1 where the update was skipped, because the gradient was not finite; else 0."),
+    Metric("optim/skipped_in_a_row", Reduction.STEP, "Skipped updates up to this one, since the last that was not."),
     # Weights.
     Metric("sync/version", Reduction.STEP, "Weight version that the sync after this step made current."),
     Metric("sync/bytes", Reduction.STEP, "Bytes of the weights."),
@@ -114,7 +122,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/step_s", Reduction.STEP, "Seconds of the step, sync included."),
     Metric("time/generate_s", Reduction.MAX, "Seconds in which at least one actor generated, rounds added up."),
     Metric("time/learn_s", Reduction.MAX, "Seconds of the learner's own work."),
+    Metric("time/reduce_s", Reduction.MAX, "Seconds in which a learner rank waited for the others at the step's end, and summed gradients; absent with one."),
     Metric("time/sync_s", Reduction.STEP, "Seconds of the sync."),
+    Metric("time/queue_wait_s", Reduction.STEP, "Seconds in which the learner had nothing to do because the next round was not there."),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}

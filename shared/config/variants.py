@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shared.chunking import rank_share
 from shared.config.base import Problem
 from shared.config.custom import TrainerVariant
 from shared.config.derive import RowRule, effective_batch_size, raw_rollouts_per_step, row_rule
@@ -93,8 +94,9 @@ def carry_only(run: RunConfig) -> Iterator[Problem]:
 
 
 def packing_buffer(run: RunConfig) -> Iterator[Problem]:
-    """The buffer must hold what is inserted before a row is taken: a micro-step where leftovers are carried, a whole step elsewhere."""
-    buffer, samples, rollouts = run.training.packing_buffer, effective_batch_size(run), raw_rollouts_per_step(run)
+    """A rank's buffer must hold what is inserted before a row is taken: a micro-step where leftovers are carried, elsewhere the rank's share of a step."""
+    buffer, ranks = run.training.packing_buffer, run.learner.world_size
+    samples, rollouts = (len(rank_share(total, ranks, 0)) for total in (effective_batch_size(run), raw_rollouts_per_step(run)))
     match row_rule(run):
         case RowRule.SEGMENT:
             return
@@ -106,7 +108,8 @@ def packing_buffer(run: RunConfig) -> Iterator[Problem]:
         case RowRule.STEP:
             # A step begins with an empty buffer. How much of it waits for a row depends on lengths that are not known yet: only room for all of it is safe.
             needed = max(samples, rollouts)
-            what = f"a whole step ({samples} samples on channel A, {rollouts} raw rollouts on channel B)"
+            whose = "a whole step" if ranks == 1 else f"a learner rank's share of a step, of {ranks} ranks"
+            what = f"{whose} ({samples} samples on channel A, {rollouts} raw rollouts on channel B)"
             fewer = "step"
     if buffer < needed:
         yield Problem("training.packing_buffer", f"{buffer} segments cannot hold {what}", f"raise it to at least {needed}, or take fewer per {fewer}")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.checks import check_logprobs, check_prompt, check_weight_version, compares_logprobs
+from learner.checks import check_logprobs, check_prompt, check_weight_versions, compares_logprobs
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import Target, TokenRole
 from shared.errors import RolloutError
@@ -42,9 +42,22 @@ def test_the_first_differing_prompt_token_is_shown_with_the_samples_id(engine, l
 
 
 def test_a_rollout_of_other_weights_ends_the_run():
-    check_weight_version(rollout(version=4), 4)
-    with pytest.raises(RolloutError, match="generated with weight version 4, the learner holds 5"):
-        check_weight_version(rollout(version=4), 5)
+    check_weight_versions([], 4, max_staleness=0)
+    check_weight_versions([rollout(version=4), rollout(version=4)], 4, max_staleness=0)
+    with pytest.raises(RolloutError, match="generated with weight version 4, the learner holds 5; a sync was skipped or lost"):
+        check_weight_versions([rollout(version=4)], 5, max_staleness=0)
+
+
+def test_a_rollout_may_be_one_version_old_where_the_configuration_allows_it_and_never_newer():
+    check_weight_versions([rollout(version=4)], 5, max_staleness=1)
+    for version in (3, 6):
+        with pytest.raises(RolloutError, match=f"weight version {version}, the learner holds 5, and rollout_matching.max_staleness is 1"):
+            check_weight_versions([rollout(version=version)], 5, max_staleness=1)
+
+
+def test_a_round_is_of_one_weight_version():
+    with pytest.raises(RolloutError, match=r"sample late: .* version 4, and sample scene of the same round with 5 \(on rollout-actor-1\); an engine missed"):
+        check_weight_versions([rollout(version=5), rollout("late", version=4)], 5, max_staleness=1)
 
 
 def test_the_first_differing_log_probability_is_shown_with_its_sample_and_token():

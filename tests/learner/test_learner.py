@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from config_support import configuration
-from learner_support import half_right, make_learner
+from learner_support import finish_step, half_right, make_learner
 
 from learner.rollout_log import read_step, step_path
 from shared.config.pipeline import Channel
@@ -34,7 +34,7 @@ def channel_b_step(config, rounds):
     rollouts = half_right(learner, RunSchedule(config).plan(1))
     for round_ in rounds:
         learner.accumulate([rollouts[i] for i in round_])
-    report = learner.finish_step()
+    report = finish_step(learner)
     return report, {name: parameter.detach().clone() for name, parameter in learner._loaded.model.named_parameters()}
 
 
@@ -65,7 +65,7 @@ def test_without_packing_every_segment_is_a_row_and_the_loss_is_the_same(config)
 def test_a_channel_a_step_asks_for_nothing_and_learns_the_ground_truth(config):
     learner, schedule = make_learner(config()), RunSchedule(config())
     assert learner.next_requests(schedule.plan(0)) == []
-    report = learner.finish_step()
+    report = finish_step(learner)
     assert report.channel is Channel.A
     assert report.metrics["packing/num_segments"] == 12
     assert not any(name.startswith("rollout/") for name in report.metrics)
@@ -139,7 +139,7 @@ def test_parse_failures_are_visible_without_crashing(config):
     settings = config()
     learner = make_learner(settings)
     learner.accumulate(responses(learner, RunSchedule(settings).plan(1), MALFORMED))
-    metrics = learner.finish_step().metrics
+    metrics = finish_step(learner).metrics
     assert metrics["rollout/num_dropped_objects"] == metrics["rollout/num_dropped.wrong_arity"] > 0
     assert metrics["rollout/num_fallback"] > 0
     assert metrics["rollout/num_truncated"] > 0
@@ -156,7 +156,7 @@ def test_training_uses_one_sequence_and_one_forward_pass(config):
     forwards = []
     learner._loaded.model.model.register_forward_pre_hook(lambda module, args, kwargs: forwards.append(kwargs["input_ids"][0].tolist()), with_kwargs=True)
     learner.accumulate(half_right(learner, RunSchedule(config()).plan(1)))
-    report = learner.finish_step()
+    report = finish_step(learner)
     assert len(forwards) == report.metrics["packing/num_rows"]
     eos = learner._loaded.codec.eos_token_id
     # A prompt holds one <|im_end|> (the user's turn), a target one more.
@@ -174,7 +174,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
     assert len(rollouts) == 12, "unset, rollouts_per_step is the derived global batch"
     learner.accumulate(rollouts)
     assert updates == []
-    learner.finish_step()
+    finish_step(learner)
     assert updates == [1]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from config_support import configuration
-from learner_support import half_right, make_learner
+from learner_support import finish_step, half_right, make_learner
 
 from learner.collate import collate
 from learner.segments import Segment
@@ -35,7 +35,7 @@ def run_steps(config, num_steps, rounds=(range(8),)):
         rollouts = half_right(learner, plan)
         for round_ in rounds:
             learner.accumulate([rollouts[i] for i in round_])
-        reports.append(learner.finish_step())
+        reports.append(finish_step(learner))
     return learner, reports
 
 

@@ -9,6 +9,7 @@ from learner.place import LearnerPlace, ReceiverGroup
 from learner.segments import EncodedPrompt
 from learner.targets import ground_truth_target
 from shared.config import RunConfig
+from shared.reports import StepReport, merge_reports
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.schedule import StepPlan
 
@@ -18,12 +19,17 @@ def make_learner(config: RunConfig) -> Learner:
 
 
 def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:
-    """Begin a channel-B step and answer its requests without an engine: each response is the first half of the ground truth's text."""
+    """Begin a step and answer its requests without an engine: each response is the first half of the ground truth's text."""
     requests = learner.next_requests(plan)
-    step = learner._current
-    responses = [ground_truth_target(sample, learner._loaded.codec, learner._rules).token_ids for sample in step.samples]
-    prompts = map(learner._encoder.encode, step.samples)
+    samples = [learner._steps[-1].sample(request.position) for request in requests]
+    responses = [ground_truth_target(sample, learner._loaded.codec, learner._rules).token_ids for sample in samples]
+    prompts = map(learner._encoder.encode, samples)
     return [answer(request, prompt, response[: len(response) // 2]) for request, prompt, response in zip(requests, prompts, responses, strict=True)]
+
+
+def finish_step(learner: Learner) -> StepReport:
+    """The step as its only rank reports it."""
+    return merge_reports([learner.finish_step()])
 
 
 def answer(request: RolloutRequest, prompt: EncodedPrompt, response: Sequence[int], *, logprobs: Sequence[float] | None = None) -> Rollout:

@@ -19,7 +19,7 @@ from learner.place import LearnerPlace, ReceiverGroup
 from rollout_actors.pool import ActorPool
 from shared.config import RunConfig
 from shared.evaluation import Evaluation
-from shared.reports import StepReport
+from shared.reports import StepReport, merge_reports
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
 from shared.timeline import Span
@@ -45,7 +45,7 @@ class LocalLearner:
         self.learner.accumulate(rollouts)
 
     def finish_step(self) -> StepReport:
-        return self.learner.finish_step()
+        return merge_reports([self.learner.finish_step()])
 
     def held_out_requests(self, step: int) -> list[Any]:
         return _put(self.learner.held_out_requests(step))

@@ -1,0 +1,236 @@
+"""How the learner ranks hold the model: each all of it (`learner.parallel: ddp`), or each a part (`fsdp`: FSDP2).
+
+ddp   a rank's rows are its own affair; gradients are summed once, at the step's end. The ranks must not drift apart: `check` compares them.
+fsdp  every forward gathers block after block and every backward sums their gradients, so each row is a row of all ranks: `padded` makes their numbers equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _register_process_group
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from learner.loading import LoadedModel, load_model
+from learner.ranks import DistributedRanks, Ranks
+from learner.weight_source import WeightSource, weight_source
+from shared.config import RunConfig
+from shared.config.derive import generates_in_ranks
+from shared.errors import LearnerError
+
+T = TypeVar("T")
+
+CHECKED_ELEMENTS = 4096
+"""Of each parameter, at the most, when ranks are compared."""
+INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Parallel(Protocol):
+    """`padded`, `check`, `gather` and the call are collectives under fsdp: all ranks come to them, in the same order."""
+
+    @property
+    def weights(self) -> WeightSource:
+        """What a sync sends and a checkpoint holds; to be read where there is something to send, between `gather` and `drop`."""
+        ...
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether a parameter of the model is no ordinary tensor, but this rank's shard of one."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Between `gather` and `drop`, on rank 0: the whole weights for a checkpoint, in host memory; None where the model itself holds them."""
+        ...
+
+    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+        """`function(*arguments)`, which is one forward of the model, or of parts of it."""
+        ...
+
+    def padded(self, rows: Iterable[T]) -> Iterator[T | None]:
+        """The rows in order and, where other ranks have more of them, None for each that is missing here."""
+        ...
+
+    def check(self) -> None:
+        """LearnerError where the ranks do not hold the same weights."""
+        ...
+
+    def gather(self) -> None:
+        """Make `weights` readable: they do not change until `drop`."""
+        ...
+
+    def drop(self) -> None: ...
+
+
+class WholeModel:
+    """A rank that holds all of the model, alone or among others that do."""
+
+    holds_parts = False
+
+    def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
+        self.weights = weights
+        self._model = model
+        self._ranks = ranks
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        return None
+
+    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+        return function(*arguments)
+
+    def padded(self, rows: Iterable[T]) -> Iterator[T | None]:
+        return iter(rows)
+
+    def check(self) -> None:
+        """By a sample of every parameter's bits: an update that went another way shows in all of them."""
+        if self._ranks.world_size == 1:
+            return
+        names, parameters = zip(*self._model.named_parameters(), strict=True)
+        sums = torch.stack([_checksum(parameter) for parameter in parameters])
+        where = self._ranks.first_difference(sums.tolist())
+        if where is not None:
+            raise LearnerError(
+                f"the learner ranks do not hold the same weights; the first parameter that differs is {names[where]}. Check that model.path is the same "
+                "checkpoint on every node and that the nodes have the same devices and versions, and go on from the last checkpoint",
+                phase="check",
+            )
+
+    def gather(self) -> None:
+        pass
+
+    def drop(self) -> None:
+        pass
+
+
+def _checksum(parameter: torch.Tensor) -> torch.Tensor:
+    values = parameter.detach().reshape(-1)[:CHECKED_ELEMENTS]
+    return values.view(INTEGER_OF_SIZE[values.element_size()]).sum(dtype=torch.int64)
+
+
+class ShardedModel:
+    """A rank that holds a part of every parameter.
+
+    One module around the model is the root, so that a forward may read parts of the model one by one: rows apply its head to some positions only. What is in
+    no block (embeddings, norms, mergers, the head) is gathered with the root, once in a forward and once in its backward.
+    """
+
+    holds_parts = True
+
+    def __init__(self, model: Any, weights: WeightSource, ranks: DistributedRanks, *, device: torch.device, dtype: torch.dtype, every_rank_sends: bool) -> None:
+        """Shards `model` in place and moves the shards to `device`.
+
+        The model comes in float32, in host memory, the same on every rank. Its forwards compute in `dtype`, gradients are summed in float32,
+        and the shards stay float32: under bfloat16 they are the master weights. `weights` is what the whole model would send,
+        on rank 0 or, to an engine beside each rank, on every one.
+        """
+        self.weights = GatheredWeights(weights, is_kept=every_rank_sends or ranks.rank == 0, device=device, dtype=dtype)
+        self._ranks = ranks
+        self._root = _Root(model)
+        mesh = _mesh(ranks, device)
+        # cast_forward_inputs would round the rotary embeddings, which the model computes in float32.
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        for module in (*blocks, self._root):
+            # The root too gives its weights back after a forward: one without a backward, the canary's, would leave them behind for the next update to outdate.
+            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+            # Sums, not means: what a step is divided by is known at its end (DESIGN 5, decisions 6 and 7). As plain sums, because gloo knows no others.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        return self.weights.state_dict()
+
+    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+        result: T = self._root(function, *arguments)
+        return result
+
+    def padded(self, rows: Iterable[T]) -> Iterator[T | None]:
+        # All of them first: a rank that asked the others in between its rows would wait for one that is in a row.
+        having = list(rows)
+        yield from having
+        yield from [None] * (self._ranks.max(len(having)) - len(having))
+
+    def check(self) -> None:
+        """Nothing to do: each value is held once."""
+
+    def gather(self) -> None:
+        self.weights.gather()
+
+    def drop(self) -> None:
+        self.weights.drop()
+
+
+def load_parallel(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[LoadedModel, Parallel]:
+    """The checkpoint, held as the configuration says. Raises ConfigError as `load_model` does."""
+    if not is_sharded(config):
+        loaded = load_model(config, device)
+        return loaded, WholeModel(loaded.model, weight_source(loaded.model), ranks)
+    assert isinstance(ranks, DistributedRanks)
+    # By way of host memory: the whole may not fit the device.
+    on_host = load_model(config, torch.device("cpu"))
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    source = weight_source(on_host.model)
+    parallel = ShardedModel(on_host.model, source, ranks, device=device, dtype=dtype, every_rank_sends=generates_in_ranks(config))
+    return replace(on_host, device=device, coord_ids_C=on_host.coord_ids_C.to(device)), parallel
+
+
+def is_sharded(config: RunConfig) -> bool:
+    return config.learner.world_size > 1 and config.learner.parallel == "fsdp"
+
+
+class _Root(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
+        return function(*arguments)
+
+
+def _mesh(ranks: DistributedRanks, device: torch.device) -> DeviceMesh:
+    """`DeviceMesh.from_group` for a group that is not made from torch's default one, which there may not be, or may be another's."""
+    name = ranks.group.group_name
+    _register_process_group(name, ranks.group)
+    mesh = DeviceMesh(device.type, list(range(ranks.world_size)), _init_backend=False, _rank=ranks.rank)
+    mesh._dim_group_names = [name]
+    mesh._pg_registry[name] = ranks.group
+    return mesh
+
+
+class GatheredWeights:
+    """The whole tensors of a sharded model, in host memory of the ranks that send, for as long as a sync or a checkpoint needs them."""
+
+    def __init__(self, source: WeightSource, *, is_kept: bool, device: torch.device, dtype: torch.dtype) -> None:
+        self._source = source
+        self._is_kept = is_kept
+        self._device = device
+        self._dtype = dtype
+        self._kept: list[tuple[str, torch.Tensor]] = []
+
+    def gather(self) -> None:
+        """A collective: a tensor at a time is whole on every device, and kept by those that send."""
+        self.drop()
+        for name, tensor in self._source.tensors():
+            cast = tensor.to(self._dtype)
+            whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
+            if self._is_kept:
+                self._kept.append((name, whole.cpu().contiguous()))
+
+    def drop(self) -> None:
+        self._kept = []
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self._kept)
+
+    def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        for name, _, shape in self._source.specs():
+            yield name, self._dtype, shape
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._kept:
+            yield name, tensor.to(self._device)
