@@ -13,8 +13,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -95,9 +95,10 @@ async def _run(service: RolloutService, app: FastAPI, listening: socket.socket, 
     import uvicorn
 
     class Server(uvicorn.Server):
-        def capture_signals(self) -> AbstractContextManager[None]:
+        @contextmanager
+        def capture_signals(self) -> Generator[None, None, None]:
             """uvicorn would raise them again when it has ended, in the midst of the ending of everything else."""
-            return nullcontext()
+            yield
 
     config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S, server_header=False)
     server = Server(config)

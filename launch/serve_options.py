@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError
 
 from rollout_actors.backends.http_client import is_loopback
-from rollout_actors.engine_settings import Device, EngineSettings
+from rollout_actors.engine_settings import LORA_RANKS, Device, EngineSettings
 from shared.config.base import ConfigPath, Section
 from shared.config.explain import explain
 from shared.config.repeat_terminate import RepeatTerminateSection
@@ -61,6 +61,12 @@ class ServeOptions(Section):
     repeat_terminate: str | None = None
     """The run's rollout_matching.repeat_terminate, as JSON, or the path of a JSON or YAML file of it; null: no repeat guard."""
 
+    enable_lora: bool = False
+    """Let a sync bring an adapter alone: the run's rollout_matching.vllm.enable_lora."""
+
+    max_lora_rank: PositiveInt = 16
+    """The largest rank of such an adapter."""
+
     max_images_per_prompt: PositiveInt = 1
     """Most images of one request."""
 
@@ -99,6 +105,8 @@ def settings_of(options: ServeOptions) -> EngineSettings:
     device = _device(options.device)
     if device is Device.CPU and options.transport == "nccl":
         problems.append("transport: nccl is between GPUs, the engine is on CPU; write rollmatch_gloo, or auto")
+    if options.enable_lora and options.max_lora_rank > LORA_RANKS[-1]:
+        problems.append(f"max_lora_rank: is {options.max_lora_rank}, vLLM serves adapters of rank {LORA_RANKS[-1]} at most; lower it")
     if problems:
         raise ConfigError(problems)
     return EngineSettings(
@@ -115,6 +123,8 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
         repeat_guard=guard,
+        enable_lora=options.enable_lora,
+        max_lora_rank=options.max_lora_rank,
     )
 
 

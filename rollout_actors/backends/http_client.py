@@ -85,8 +85,9 @@ class RefusedError(Exception):
 class HttpClient:
     """The calls to one server. Holds no connection."""
 
-    def __init__(self, name: str, address: ServerAddress, *, command: str) -> None:
+    def __init__(self, name: str, address: ServerAddress, *, command: str, watch_s: float = WATCH_S) -> None:
         """`name` is the server's among the rollout actors; `command` is how such a server is started, for messages."""
+        self._watch_s = watch_s
         self.name, self.address = name, address
         self._command = command
         self._headers = {} if address.token is None else {"Authorization": f"Bearer {address.token}"}
@@ -175,7 +176,7 @@ class HttpClient:
     async def _watch(self) -> None:
         """Ends, with UnansweredError, when the server does."""
         while True:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(self._watch_s)
             try:
                 await self.get(HEALTH, timeout_s=self.address.timeout_s)
             except RefusedError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollout_actors.backends.http_client import HttpClient, RefusedError, ServerAddress, UnansweredError
+from rollout_actors.backends.http_client import WATCH_S, HttpClient, RefusedError, ServerAddress, UnansweredError
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server import wire
 from shared.errors import WeightSyncError
@@ -41,8 +41,9 @@ class ServerEngine:
 class ServerClient:
     """A `RolloutEngine`. Holds no connection; the engine's state is the server's."""
 
-    def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings) -> None:
-        self._http = HttpClient(name, address, command=COMMAND)
+    def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
+        """`watch_s`: between two questions to `/health/` while a call without a limit is waited for."""
+        self._http = HttpClient(name, address, command=COMMAND, watch_s=watch_s)
         self._index, self._expected = index, expected
         self._version = 0
         # By which the server tells this run's weights and requests from another's.
@@ -74,20 +75,20 @@ class ServerClient:
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """One HTTP call, never repeated: a phase is not what it was once it has been tried. The weights themselves travel by the process group."""
-        terms = Terms.of(offer).for_group(self._index)
-        mine = replace(offer, rendezvous={"terms": terms})
+        terms = offer.rendezvous["terms"]
+        if isinstance(terms, Terms):
+            offer = replace(offer, rendezvous={"terms": terms.for_group(self._index)})
         is_rendezvous = phase is SyncPhase.RENDEZVOUS
         # The server keeps the phase's limit itself and can say more.
         limit_s = terms.timeout_s + 1.5 * MARGIN_S
         try:
             answer = await self._http.post(
                 "/init_communicator/" if is_rendezvous else f"/sync/{phase}/",
-                wire.SyncCall.of(mine, self._run).body(),
+                wire.SyncCall.of(phase, offer, self._run).body(),
                 timeout_s=min(limit_s, self._http.address.timeout_s) if is_rendezvous else limit_s,
             )
         except UnansweredError as error:
-            unanswered = f"{error}; check that the server is alive, and that it reaches the learner at {', '.join(g.host for g in terms.groups)}"
-            raise self._sync_error(unanswered, phase) from error
+            raise self._sync_error(f"{error}; check that the server is alive, and that it reaches the learner's node", phase) from error
         except RefusedError as error:
             raise self._refused(error, phase) from error
         try:
@@ -166,6 +167,12 @@ def disagreements(info: wire.ServerInfo, expected: EngineSettings) -> Iterator[s
         yield (
             f"its repeat guard is {_told(info.repeat_guard)}, rollout_matching.repeat_terminate is {_told(expected.repeat_guard)}: "
             "start it with repeat_terminate=JSON, the run's subtree"
+        )
+    if expected.enable_lora and not (info.enable_lora and info.max_lora_rank >= expected.max_lora_rank):
+        serves = f"of rank {info.max_lora_rank}" if info.enable_lora else "none"
+        yield (
+            f"the adapters it serves are {serves}, the run's are of rank {expected.max_lora_rank}: start it with enable_lora=true "
+            f"max_lora_rank={expected.max_lora_rank}, or set rollout_matching.vllm.sync.mode: full"
         )
 
 

@@ -12,7 +12,7 @@ from rollout_actors.server import wire
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
 from shared.records import ImageRef
-from shared.rollouts import Rollout, RolloutRequest, SyncReport
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
 PHASES = tuple(SyncPhase)
@@ -48,9 +48,9 @@ class RolloutService:
         self._name, self._model_type, self._settings = name, model_type, settings
         self._world_size: int | None = None
         self._shut = ""
-        # Of the sync under way: what makes it this one, and the phase it waits for.
-        self._sync: object = None
-        self._version, self._due = 0, SyncPhase.PAUSE
+        # Of the sync under way: its offer, and the phase it waits for.
+        self._offer: WeightOffer | None = None
+        self._due = SyncPhase.PAUSE
         self._run: str | None = None
 
     async def start(self) -> None:
@@ -92,6 +92,8 @@ class RolloutService:
             world_size=self.world_size,
             max_images_per_prompt=settings.max_images_per_prompt,
             repeat_guard=settings.repeat_guard,
+            enable_lora=settings.enable_lora,
+            max_lora_rank=settings.max_lora_rank,
             version=self.version,
         )
 
@@ -106,39 +108,53 @@ class RolloutService:
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
         try:
             return await self._engine.generate(requests)
-        except RolloutError as error:
+        except RolloutError:
             # A sync may have begun while the images were read.
             self._check_open(call)
-            raise error
+            raise
 
     async def run_sync_phase(self, phase: SyncPhase, call: wire.SyncCall) -> SyncReport | None:
         """Raises RefusalError for a phase out of turn, and what the engine raises: then the sync begins anew. `pause` is always in turn."""
-        num_workers = self.world_size
-        if phase is SyncPhase.PAUSE:
-            self._sync, self._version = object(), call.version
-            self._shut = f"a sync to version {call.version} is under way, or was not completed"
-        elif (phase, call.version) != (self._due, self._version):
-            raise RefusalError(
-                409,
-                f"phase {phase} of version {call.version} is out of turn, the server waits for {self._due} of version {self._version}; "
-                f"begin with {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}",
-            )
-        elif phase is SyncPhase.RENDEZVOUS and [group.world_size for group in call.terms.groups] != [1 + num_workers]:
-            raise RefusalError(
-                400,
-                f"terms.groups: this server's group is the sender and its {num_workers} worker{'s' * (num_workers > 1)}, got "
-                f"{[group.world_size for group in call.terms.groups]} ranks; open a group of its own for every server",
-            )
+        self._check_group(call)
+        offer = self._offer_of(phase, call)
         # While a phase runs, and after one that failed, only the beginning is in turn.
-        sync, self._due = self._sync, SyncPhase.PAUSE
-        report = await self._engine.run_sync_phase(phase, call.offer())
-        if sync is not self._sync:
+        self._offer, self._due = offer, SyncPhase.PAUSE
+        report = await self._engine.run_sync_phase(phase, offer)
+        if self._offer is not offer:
             raise RefusalError(409, f"the sync to version {call.version} was given up: another one has begun")
         if phase in FOLLOWING:
             self._due = FOLLOWING[phase]
         else:
             self._shut, self._run = "", call.run
         return report
+
+    def _check_group(self, call: wire.SyncCall) -> None:
+        num_workers = self.world_size
+        if call.offer is None or call.offer.terms is None:
+            return
+        sizes = [group.world_size for group in call.offer.terms.groups]
+        if sizes != [1 + num_workers]:
+            raise RefusalError(
+                400,
+                f"offer.terms.groups: have {sizes} ranks; this server's group is the sender and {num_workers} of its workers, and no other server's",
+            )
+
+    def _offer_of(self, phase: SyncPhase, call: wire.SyncCall) -> WeightOffer:
+        """What the phase is about; shuts the door where it is the first. Raises RefusalError where it is not its turn."""
+        brought, kept = call.weight_offer(), self._offer
+        if phase is SyncPhase.PAUSE:
+            if brought is None:
+                raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
+            self._shut = f"a sync to version {call.version} is under way, or was not completed"
+            return brought
+        if kept is None or (phase, call.version) != (self._due, kept.version):
+            waits = SyncPhase.PAUSE if kept is None else f"{self._due} of version {kept.version}" if self._due is not SyncPhase.PAUSE else self._due
+            raise RefusalError(
+                409,
+                f"phase {phase} of version {call.version} is out of turn, the server waits for {waits}; begin with {SyncPhase.PAUSE} "
+                f"and keep the order {', '.join(PHASES)}",
+            )
+        return kept if brought is None else brought
 
     def _check_open(self, call: wire.InferCall) -> None:
         assert self.world_size

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from rollout_actors.engine_settings import EngineSettings
+from shared.adapter_terms import AdapterTerms
 from shared.canary import CanaryProbe
 from shared.config.base import dotted
 from shared.errors import RolloutError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode, Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import Terms
+from shared.weight_sync import SyncPhase, Terms
 
 
 class Message(BaseModel):
@@ -44,22 +45,52 @@ class InferAnswer(Message):
     rollouts: tuple[Rollout, ...]
 
 
+class Offer(Message):
+    """A `WeightOffer`. An adapter is in it; full weights travel by the process group that the terms name."""
+
+    transport: str
+    terms: Terms | None
+    """Of full weights, with the one group of this server."""
+    adapter: AdapterTerms | None
+    """Of an adapter: in place of `terms`."""
+    canary: CanaryProbe
+    fell_back: str | None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.terms is None) == (self.adapter is None):
+            raise ValueError("needs either terms or adapter")
+        return self
+
+
 class SyncCall(Message):
-    """One phase of a sync: the offer in full, the weights themselves travel by the process group."""
+    """One phase of a sync."""
 
     version: int
-    transport: str
-    terms: Terms
-    canary: CanaryProbe | None
+    offer: Offer | None
+    """At the first phase, and again at the rendezvous, which so brings host, port and world size; null: as it was."""
     run: str | None = None
     """Whose weights these are: afterwards the server answers this run's requests, and another's only when that has sent its own."""
 
     @classmethod
-    def of(cls, offer: WeightOffer, run: str | None) -> SyncCall:
-        return cls(version=offer.version, transport=offer.transport, terms=Terms.of(offer), canary=offer.canary, run=run)
+    def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:
+        terms = offer.rendezvous["terms"]
+        if phase not in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS) or (phase is SyncPhase.RENDEZVOUS and isinstance(terms, AdapterTerms)):
+            return cls(version=offer.version, offer=None, run=run)
+        form = Offer(
+            transport=offer.transport,
+            terms=terms if isinstance(terms, Terms) else None,
+            adapter=terms if isinstance(terms, AdapterTerms) else None,
+            canary=offer.canary,
+            fell_back=offer.fell_back,
+        )
+        return cls(version=offer.version, offer=form, run=run)
 
-    def offer(self) -> WeightOffer:
-        return WeightOffer(version=self.version, transport=self.transport, rendezvous={"terms": self.terms}, canary=self.canary)
+    def weight_offer(self) -> WeightOffer | None:
+        if self.offer is None:
+            return None
+        terms = self.offer.terms or self.offer.adapter
+        return WeightOffer(self.version, self.offer.transport, {"terms": terms}, self.offer.canary, self.offer.fell_back)
 
 
 class SyncAnswer(Message):
@@ -92,6 +123,8 @@ class ServerInfo(Message):
     world_size: int
     max_images_per_prompt: int
     repeat_guard: RepeatGuardSettings | None
+    enable_lora: bool
+    max_lora_rank: int
     version: int
 
 

@@ -1,0 +1,337 @@
+"""The routes of a rollout server, over an engine that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_support import ObedientEngine, eventually, offer, request, service, serving, settings
+
+from rollout_actors.server import wire
+from rollout_actors.server.app import make_app
+from shared.errors import RolloutError, WeightSyncError
+from shared.records import ImageRef
+from shared.rollouts import DecodeMode, RolloutRequest
+from shared.weight_sync import SyncPhase
+
+ROUTES = {phase: "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/" for phase in SyncPhase}
+
+
+class Caller:
+    """One service over one engine, called over a real port."""
+
+    def __init__(self, url: str, engine: ObedientEngine) -> None:
+        self.url, self.engine = url, engine
+
+    def get(self, route: str) -> httpx.Response:
+        return httpx.get(self.url + route, trust_env=False)
+
+    def post(self, route: str, body: bytes | None, **headers: str) -> httpx.Response:
+        return httpx.post(self.url + route, content=body, headers={"Content-Type": "application/json"} | headers, trust_env=False, timeout=30)
+
+    def infer(self, *requests: RolloutRequest, run: str | None = None) -> httpx.Response:
+        return self.post("/infer/", wire.InferCall(requests=requests, seed=1, run=run).body())
+
+    def phase(self, phase: SyncPhase, version: int = 1, run: str | None = "a run", **changes: Any) -> httpx.Response:
+        return self.post(ROUTES[phase], wire.SyncCall.of(phase, offer(version, **changes), run).body())
+
+    def sync(self, version: int = 1, run: str | None = "a run") -> None:
+        for phase in SyncPhase:
+            assert self.phase(phase, version, run).status_code == 200, phase
+
+
+def said(answer: httpx.Response) -> str:
+    return wire.read(wire.ErrorAnswer, answer.content).error.message
+
+
+@pytest.fixture
+def engine() -> ObedientEngine:
+    return ObedientEngine(devices=1)
+
+
+@pytest.fixture
+def image_root(tmp_path: Path) -> Path:
+    root = tmp_path / "images"
+    root.mkdir()
+    (root / "a.png").write_bytes(b"\x89PNG\r\n\x1a\ninside")
+    (tmp_path / "secret.png").write_bytes(b"\x89PNG\r\n\x1a\noutside")
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    return root
+
+
+@pytest.fixture
+def caller(engine: ObedientEngine, tmp_path: Path, image_root: Path) -> Iterator[Caller]:
+    one = service(engine, settings(tmp_path / "model", max_images_per_prompt=2), max_request_bytes=20_000, image_root=image_root)
+    asyncio.run(one.start())
+    with serving(make_app(one)) as url:
+        yield Caller(url, engine)
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_every_route_is_there_with_and_without_its_last_slash(caller: Caller, slash: str) -> None:
+    assert caller.get(f"/health{slash}").status_code == 200
+    assert caller.get(f"/get_world_size{slash}").json() == {"world_size": 1}
+    assert caller.get(f"/version{slash}").json() == {"version": 0}
+    assert caller.get(f"/info{slash}").json()["model_type"] == "qwen3_vl"
+    for route in ("/infer", "/init_communicator", "/sync/pause"):
+        assert caller.post(route + slash, b"{}").status_code == 400
+
+
+def test_requests_are_answered_in_order_with_their_seeds(caller: Caller) -> None:
+    answer = caller.infer(request(4), request(2))
+    rollouts = wire.read(wire.InferAnswer, answer.content).rollouts
+    assert [(r.position, r.seed, r.response_token_ids) for r in rollouts] == [(4, 104, (4, 104)), (2, 102, (2, 102))]
+    assert rollouts[0].logprobs == (-0.1, -1 / 3)
+
+
+def test_no_requests_are_answered_with_no_rollouts(caller: Caller) -> None:
+    assert caller.infer().json() == {"rollouts": []}
+
+
+def test_a_server_that_starts_or_has_died_says_503_everywhere(engine: ObedientEngine, tmp_path: Path) -> None:
+    one = service(engine, settings(tmp_path / "model"))
+    with serving(make_app(one)) as url:
+        caller = Caller(url, engine)
+        for answer in (caller.get("/health/"), caller.get("/get_world_size/"), caller.get("/info/"), caller.infer(request(0)), caller.phase(SyncPhase.PAUSE)):
+            assert (answer.status_code, "is starting" in said(answer)) == (503, True)
+        asyncio.run(one.start())
+        assert caller.get("/health/").status_code == 200
+        engine.is_dead = True
+        assert (caller.get("/health/").status_code, "has died" in said(caller.get("/health/"))) == (503, True)
+
+
+def test_another_route_is_404_and_another_method_405(caller: Caller) -> None:
+    assert (caller.get("/docs").status_code, caller.get("/openapi.json").status_code) == (404, 404)
+    assert "POST /infer/" in said(caller.get("/nope"))
+    assert caller.get("/infer/").status_code == 405
+    answer = caller.post("/sync/rendezvous/", wire.SyncCall(version=1, offer=None).body())
+    assert (answer.status_code, "/init_communicator/" in said(answer)) == (404, True)
+
+
+class TestToken:
+    @pytest.fixture
+    def locked(self, engine: ObedientEngine, tmp_path: Path) -> Iterator[Caller]:
+        one = service(engine, settings(tmp_path / "model"))
+        asyncio.run(one.start())
+        with serving(make_app(one, token="pass")) as url:
+            yield Caller(url, engine)
+
+    def test_all_but_health_ask_for_it(self, locked: Caller) -> None:
+        assert locked.get("/health/").status_code == 200
+        for route in ("/get_world_size/", "/info/", "/version/"):
+            assert locked.get(route).status_code == 401
+        for route in ("/infer/", "/init_communicator/", "/sync/pause/"):
+            assert locked.post(route, b"{}").status_code == 401
+        assert "token_env" in said(locked.get("/info/"))
+
+    @pytest.mark.parametrize("sent", ["Bearer pas", "Bearer pass2", "Bearer", "pass", "Basic pass", "Bearer pässe".encode().decode("latin1")])
+    def test_another_one_is_refused(self, locked: Caller, sent: str) -> None:
+        answer = httpx.get(locked.url + "/info/", headers=[(b"Authorization", sent.encode("latin1"))], trust_env=False)
+        assert answer.status_code == 401
+
+    def test_the_right_one_is_let_in(self, locked: Caller) -> None:
+        assert httpx.get(locked.url + "/info/", headers={"Authorization": "Bearer pass"}, trust_env=False).status_code == 200
+
+
+class TestLimits:
+    def test_a_body_that_says_it_is_too_large_is_not_read(self, caller: Caller) -> None:
+        answer = caller.post("/infer/", b" " * 20_001)
+        assert (answer.status_code, "max_request_bytes = 20000" in said(answer)) == (413, True)
+
+    def test_a_body_that_does_not_say_it_is_too_large_is_left_when_it_is(self, caller: Caller) -> None:
+        answer = httpx.post(
+            caller.url + "/infer/", content=(b" " * 1000 for _ in range(1000)), headers={"Content-Type": "application/json"}, trust_env=False, timeout=30
+        )
+        assert answer.status_code == 413
+
+    def test_more_requests_than_allowed_are_refused(self, caller: Caller) -> None:
+        answer = caller.infer(*[request(i) for i in range(9)])
+        assert (answer.status_code, "requests: has 9, one call may have 8" in said(answer)) == (400, True)
+
+    def test_what_is_not_called_json_is_refused(self, caller: Caller) -> None:
+        """A page in a browser may send `text/plain` to any address unasked."""
+        body = wire.InferCall(requests=(request(0),), seed=1).body()
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "application/octet-stream"):
+            assert caller.post("/infer/", body, **{"Content-Type": kind}).status_code == 415
+        assert caller.post("/infer/", body, **{"Content-Type": "application/json; charset=utf-8"}).status_code == 200
+
+    def test_a_server_that_may_be_called_by_one_name_answers_to_no_other(self, engine: ObedientEngine, tmp_path: Path) -> None:
+        with serving(make_app(service(engine, settings(tmp_path / "model")), only_from=("localhost", "127.0.0.1"))) as url:
+            assert httpx.get(url + "/health/", headers={"Host": "evil.example"}, trust_env=False).status_code == 400
+            assert httpx.get(url + "/health/", trust_env=False).status_code == 503
+
+
+class TestBadRequests:
+    def test_a_pickle_is_no_json(self, caller: Caller) -> None:
+        answer = caller.post("/infer/", b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00K\x01.")
+        assert (answer.status_code, said(answer).startswith("body: invalid JSON")) == (400, True)
+
+    def test_every_problem_has_its_path(self, caller: Caller) -> None:
+        answer = caller.post("/infer/", b'{"requests": [{"step": "1"}], "seed": 1, "x": 2}')
+        assert answer.status_code == 400
+        assert {"requests[0].step", "requests[0].position", "requests[0].decode", "x"} <= {line.partition(":")[0] for line in said(answer).splitlines()}
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", 0), ("repetition_penalty", 0.0), ("max_new_tokens", 0)],
+    )
+    def test_decoding_the_engine_cannot_do_is_refused(self, caller: Caller, key: str, value: float) -> None:
+        body = json.loads(wire.InferCall(requests=(request(0),), seed=1).body())
+        body["requests"][0]["decode"][key] = value
+        answer = caller.post("/infer/", json.dumps(body).encode())
+        assert (answer.status_code, f"requests[0].decode.{key}: is" in said(answer)) == (400, True)
+        assert not caller.engine.asked
+
+    def test_beams_too_many_images_and_a_prompt_that_is_too_long_are_refused_at_once(self, caller: Caller) -> None:
+        body = json.loads(wire.InferCall(requests=(request(0), request(1), request(2)), seed=1).body())
+        body["requests"][0]["decode"]["mode"] = str(DecodeMode.BEAM)
+        body["requests"][1]["images"] = [{"path": None, "data": "", "sha256": ""}] * 3
+        body["requests"][2]["prompt_token_ids"] = [1] * 64
+        lines = said(caller.post("/infer/", json.dumps(body).encode())).splitlines()
+        assert [line.partition(":")[0] for line in lines] == ["requests[0].decode.mode", "requests[1].images", "requests[2].prompt_token_ids"]
+
+
+class TestImages:
+    def asked(self, caller: Caller, path: str | None, sha256: str = "") -> httpx.Response:
+        return caller.infer(request(0, images=(ImageRef(None if path is None else Path(path), None, sha256),)))
+
+    def test_a_path_under_the_root_is_read(self, caller: Caller, image_root: Path) -> None:
+        for path in ("a.png", str(image_root / "a.png"), "../images/a.png"):
+            assert self.asked(caller, path).status_code == 200
+            assert caller.engine.asked[-1][0].images[0].data == b"\x89PNG\r\n\x1a\ninside"
+
+    @pytest.mark.parametrize("path", ["../secret.png", "link.png", "/etc/passwd", "x/../../secret.png"])
+    def test_a_path_that_leads_out_of_it_is_not(self, caller: Caller, path: str) -> None:
+        answer = self.asked(caller, path)
+        assert (answer.status_code, "requests[0].images[0].path: is outside" in said(answer)) == (403, True)
+        assert not caller.engine.asked
+
+    def test_a_file_that_is_not_there_or_not_the_one_that_is_meant_or_too_large_is_an_error(self, caller: Caller, image_root: Path) -> None:
+        assert self.asked(caller, "b.png").status_code == 400
+        assert self.asked(caller, ".").status_code == 400
+        assert self.asked(caller, None).status_code == 400
+        assert "changed" in said(self.asked(caller, "a.png", sha256="00"))
+        (image_root / "large.png").write_bytes(b"x" * 20_001)
+        assert self.asked(caller, "large.png").status_code == 413
+
+    def test_without_a_root_nothing_is_read(self, engine: ObedientEngine, tmp_path: Path, image_root: Path) -> None:
+        one = service(engine, settings(tmp_path / "model"))
+        asyncio.run(one.start())
+        with serving(make_app(one)) as url:
+            answer = self.asked(Caller(url, engine), str(image_root / "a.png"))
+            assert (answer.status_code, "image_root" in said(answer)) == (403, True)
+
+    def test_data_come_as_they_were_sent_and_their_path_is_a_label(self, caller: Caller) -> None:
+        image = ImageRef(Path("/etc/passwd"), bytes(range(256)), "ab")
+        assert caller.infer(request(0, images=(image,))).status_code == 200
+        assert caller.engine.asked[-1][0].images == (image,)
+
+
+class TestSync:
+    def test_all_phases_in_order_raise_the_version(self, caller: Caller) -> None:
+        caller.sync(version=5)
+        assert [phase for phase, _ in caller.engine.phases] == list(SyncPhase)
+        assert {kept.canary for _, kept in caller.engine.phases} == {offer().canary}
+        assert caller.get("/version/").json() == {"version": 5}
+
+    def test_the_last_phase_gives_the_report(self, caller: Caller) -> None:
+        answers = [wire.read(wire.SyncAnswer, caller.phase(phase, 2).content).report for phase in SyncPhase]
+        assert answers[:-1] == [None] * 5
+        assert answers[-1] is not None
+        assert (answers[-1].version, answers[-1].bytes, answers[-1].phase_s) == (2, 24, {"pause": 0.1, "wire": 0.2})
+
+    @pytest.mark.parametrize(("done", "next_"), [(0, 1), (0, 5), (1, 2), (2, 2), (2, 4), (6, 2)])
+    def test_a_phase_out_of_turn_is_refused(self, caller: Caller, done: int, next_: int) -> None:
+        phases = list(SyncPhase)
+        for phase in phases[:done]:
+            caller.phase(phase)
+        if done == next_:
+            next_ += 1
+        answer = caller.phase(phases[next_])
+        assert (answer.status_code, "out of turn" in said(answer)) == (409, True)
+        assert len(caller.engine.phases) == done
+
+    def test_a_phase_of_another_version_is_refused(self, caller: Caller) -> None:
+        caller.phase(SyncPhase.PAUSE, version=1)
+        assert caller.phase(SyncPhase.RENDEZVOUS, version=2).status_code == 409
+
+    def test_a_sync_can_begin_anew_at_any_time(self, caller: Caller) -> None:
+        caller.phase(SyncPhase.PAUSE)
+        caller.phase(SyncPhase.RENDEZVOUS)
+        caller.sync(version=2)
+        assert caller.engine.version == 2
+
+    def test_a_sync_begins_with_its_offer(self, caller: Caller) -> None:
+        answer = caller.post("/sync/pause/", wire.SyncCall(version=1, offer=None).body())
+        assert (answer.status_code, said(answer).startswith("offer: is null")) == (400, True)
+
+    def test_a_group_of_other_sizes_than_this_server_s_is_refused(self, caller: Caller) -> None:
+        for changes in ({"world_size": 4}, {"num_groups": 2}):
+            answer = caller.phase(SyncPhase.PAUSE, **changes)
+            assert (answer.status_code, "offer.terms.groups" in said(answer)) == (400, True)
+        assert caller.infer(request(0)).status_code == 200, "no sync has begun"
+
+    def test_rollouts_wait_for_the_end_of_a_sync(self, caller: Caller) -> None:
+        for phase in list(SyncPhase)[:-1]:
+            caller.phase(phase)
+            answer = caller.infer(request(0))
+            assert (answer.status_code, "a sync to version 1" in said(answer)) == (409, True)
+        caller.phase(SyncPhase.CANARY)
+        assert caller.infer(request(0)).status_code == 200
+
+    def test_after_a_failed_phase_only_a_new_sync_opens_the_door(self, caller: Caller) -> None:
+        caller.phase(SyncPhase.PAUSE)
+        caller.engine.trouble = [WeightSyncError("no group", actor="the engine", phase="rendezvous", quantity="ranks", size=2.0)]
+        answer = caller.phase(SyncPhase.RENDEZVOUS)
+        assert answer.status_code == 500
+        error = wire.read(wire.ErrorAnswer, answer.content).error
+        assert (error.kind, error.message, error.phase, error.quantity, error.size) == ("WeightSyncError", "no group", "rendezvous", "ranks", 2.0)
+        assert caller.infer(request(0)).status_code == 409
+        assert caller.phase(SyncPhase.RENDEZVOUS).status_code == 409
+        caller.sync()
+        assert caller.infer(request(0)).status_code == 200
+
+    def test_the_weights_of_one_run_answer_no_other_run(self, caller: Caller) -> None:
+        assert caller.infer(request(0), run="another").status_code == 200, "before the first sync the weights are the checkpoint's"
+        caller.sync(run="a run")
+        answer = caller.infer(request(0), run="another")
+        assert (answer.status_code, "another run's weights" in said(answer)) == (409, True)
+        assert caller.infer(request(0), run="a run").status_code == 200
+        assert caller.infer(request(0)).status_code == 200
+        caller.sync(run="another")
+        assert caller.infer(request(0), run="another").status_code == 200
+
+
+def test_a_failing_engine_is_a_500_with_its_message(caller: Caller) -> None:
+    caller.engine.trouble = [RolloutError("no memory", actor="the engine", phase="generate"), ZeroDivisionError("by zero")]
+    error = wire.read(wire.ErrorAnswer, caller.infer(request(0)).content).error
+    assert (error.kind, error.message, error.phase) == ("RolloutError", "no memory", "generate")
+    answer = caller.infer(request(0))
+    assert (answer.status_code, said(answer)) == (500, "ZeroDivisionError: by zero")
+    assert caller.infer(request(0)).status_code == 200
+
+
+def test_the_requests_of_a_caller_that_has_gone_are_aborted(caller: Caller) -> None:
+    caller.engine.latency_s = 60.0
+    body = wire.InferCall(requests=(request(0),), seed=1).body()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(caller.url + "/infer/", content=body, headers={"Content-Type": "application/json"}, trust_env=False, timeout=0.5)
+    assert eventually(lambda: caller.engine.num_cancelled == 1)
+
+
+def test_a_phase_goes_on_when_its_caller_has_gone(caller: Caller) -> None:
+    caller.engine.latency_s = 1.0
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            caller.url + "/sync/pause/",
+            content=wire.SyncCall.of(SyncPhase.PAUSE, offer(), "a run").body(),
+            headers={"Content-Type": "application/json"},
+            trust_env=False,
+            timeout=0.3,
+        )
+    assert eventually(lambda: caller.phase(SyncPhase.RENDEZVOUS).status_code == 200)

@@ -1,0 +1,165 @@
+"""What tests of rollout servers share: an engine that does as it is told, and a server over it on a real port.
+
+As a program it is such a server in a process of its own, to be stopped and killed: `python server_support.py MODEL`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from rollout_actors.backends.http_client import ServerAddress
+from rollout_actors.engine_settings import Device, EngineSettings
+from rollout_actors.server.app import make_app
+from rollout_actors.server.service import Limits, RolloutService
+from shared.canary import CanaryProbe
+from shared.records import ImageRef
+from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import Group, SyncPhase, TensorSpec, Terms
+
+DECODE = DecodeSettings(DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 4, 1, stop_token_ids=(9,), banned_token_ids=(), return_logprobs=True)
+
+
+def request(position: int, **changes: Any) -> RolloutRequest:
+    fields = {"images": (), "decode": DECODE, "seed": 100 + position} | changes
+    return RolloutRequest(3, position, f"sample-{position}", (1, 2), **fields)
+
+
+def offer(version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout_s: float = 5.0) -> WeightOffer:
+    groups = tuple(Group("127.0.0.1", 29500 + index, world_size, f"key-{index}") for index in range(num_groups))
+    terms = Terms(groups, timeout_s, 1 << 20, (TensorSpec("a.weight", "float32", (2, 3), 24),))
+    image = ImageRef(None, b"\x89PNG\xff\x00", "ab")
+    return WeightOffer(version, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1, 2), (image,), (1, 2, 3), (-0.1, float("-inf")), 1e-4))
+
+
+class ObedientEngine:
+    """A `RolloutEngine` that answers every request with its position and seed, after `latency_s`.
+
+    `trouble` is raised by the next calls, one each; None lets one through. Remembers what it was asked.
+    """
+
+    def __init__(self, *, devices: int = 1, latency_s: float = 0.0) -> None:
+        self.devices, self.latency_s = devices, latency_s
+        self.trouble: list[Exception | None] = []
+        self.asked: list[tuple[RolloutRequest, ...]] = []
+        self.phases: list[tuple[SyncPhase, WeightOffer]] = []
+        self.num_cancelled = 0
+        self.is_dead = False
+        self.version = 0
+
+    async def start(self) -> int:
+        return self.devices
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        self.asked.append(tuple(requests))
+        try:
+            await self._serve()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        return [self._rollout(request) for request in requests]
+
+    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        self.phases.append((phase, offer))
+        await self._serve()
+        if phase is not SyncPhase.CANARY:
+            return None
+        self.version = offer.version
+        return SyncReport(offer.version, 24, {"pause": 0.1, "wire": 0.2}, 1e-6)
+
+    def close(self) -> None:
+        pass
+
+    async def _serve(self) -> None:
+        latency_s = self.latency_s
+        if self.trouble and (trouble := self.trouble.pop(0)) is not None:
+            raise trouble
+        await asyncio.sleep(latency_s)
+
+    def _rollout(self, request: RolloutRequest) -> Rollout:
+        return Rollout(
+            step=request.step,
+            position=request.position,
+            sample_id=request.sample_id,
+            prompt_token_ids=request.prompt_token_ids,
+            response_token_ids=(request.position, request.seed),
+            stop_token_id=9,
+            logprobs=(-0.1, -1 / 3),
+            stop_token_logprob=-0.25,
+            finish_reason=FinishReason.STOP,
+            forced_positions=(),
+            weight_version=self.version,
+            actor="the engine itself",
+            attempt=0,
+            seed=request.seed,
+            generate_s=0.5,
+            started_s=time.time(),
+        )
+
+
+def settings(folder: Path, **changes: Any) -> EngineSettings:
+    """Of an engine whose checkpoint is `folder`, which gets a config.json."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "seed": 0, "transport": "rollmatch_gloo", "device": Device.CPU} | changes
+    return EngineSettings(model_path=str(folder), **fields)
+
+
+def service(engine: Any, engine_settings: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
+    limits = Limits(max_request_bytes, max_requests=8, image_root=image_root)
+    return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=engine_settings, limits=limits)
+
+
+def address(url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None) -> ServerAddress:
+    return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, token)
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The application on a free port of this machine, by a thread of this process; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(10)
+
+
+@contextmanager
+def serving_engine(engine: Any, engine_settings: EngineSettings, *, token: str | None = None) -> Iterator[str]:
+    """A started service over this engine."""
+    one = service(engine, engine_settings)
+    asyncio.run(one.start())
+    with serving(make_app(one, token=token)) as url:
+        yield url
+
+
+def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def main() -> None:
+    """Prints its URL; every rollout takes a minute."""
+    with serving_engine(ObedientEngine(latency_s=60.0), settings(Path(sys.argv[1]))) as url:
+        print(url, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
