@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers.utils import is_flash_attn_2_available
 
 from learner.adapters import apply_adapter
 from learner.checkpoint_folder import checkpoint_problems
+from learner.parts import freeze_parts
 from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.vocabulary import NUM_BINS
 
-MODEL_TYPES = ("qwen3_vl",)
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +64,27 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
 
 
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
-    """Load `model.path` for training. Sets torch's seed and thread count for this process.
+    """Load `model.path` for training: what is frozen has no gradient. Sets torch's seed and thread count for this process.
 
-    Raises ConfigError as `load_tokens` does, for weights that cannot be read and for a model with dropout.
+    Raises ConfigError as `load_tokens` does, for weights that cannot be read, for a model with dropout, and where nothing is left to train.
     """
     tokens, path = load_tokens(config), Path(config.model.path)
+    if config.model.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ConfigError("model.attn_implementation: flash_attention_2 is not installed here, or sees no GPU; install flash-attn, or set sdpa")
     torch.manual_seed(config.training.seed)
     # The results of a reduction depend on the number of threads: it is part of the configuration of a repeatable run, never left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     try:
-        # float32 is the one dtype of this version's configuration.
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation=config.model.attn_implementation).to(device)
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=_dtype(config), attn_implementation=config.model.attn_implementation).to(device)
     except (ValueError, OSError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
     if config.model.adapter is not None:
         apply_adapter(model, config.model.adapter, base_path=str(path), seed=config.training.seed)
+    freeze_parts(model, config.training.parts)
     model.train()
     if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the first one's does not where parts are frozen.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) or model.config.text_config.attention_dropout:
         raise ConfigError(f"model.path: {path} has dropout, with which the learner does not compute what the engines do; set it to 0 in config.json")
     return LoadedModel(
@@ -89,6 +95,12 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         coord_ids_C=torch.tensor([tokens.codec.coord_id(bin_) for bin_ in range(NUM_BINS)], device=device),
         banned_token_ids=tokens.banned_token_ids,
     )
+
+
+def _dtype(config: RunConfig) -> torch.dtype:
+    """Of the parameters. FSDP2 keeps them in float32 and casts them itself, for the forward."""
+    sharded = config.learner.world_size > 1 and config.learner.parallel == "fsdp"
+    return torch.float32 if sharded else _DTYPES[config.model.dtype]
 
 
 def _cannot_load(path: Path, error: Exception) -> ConfigError:

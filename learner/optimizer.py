@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from learner.master_weights import MasterWeights
+from learner.parts import Part, section_of, trained_parameters
 from learner.ranks import Ranks
 from shared.config.training import TrainingSection
 from shared.errors import LearnerError
@@ -15,51 +21,138 @@ from shared.errors import LearnerError
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
     grad_norm: float
-    """Before clipping."""
+    """Before clipping. Not finite where the update was skipped."""
     learning_rate: float
+    """Of parts without one of their own."""
+    part_learning_rates: dict[Part, float]
+    """Of the trained parts that have one of their own."""
+    skipped: bool = False
+    """The gradient was not finite: nothing has changed but the step's number."""
+    num_skipped_in_a_row: int = 0
+    """Up to and including this update."""
+
+    def metrics(self) -> dict[str, float]:
+        """Under their names in `shared.metrics`. No norm where there is none that a number can say."""
+        return {
+            "optim/learning_rate": self.learning_rate,
+            **{f"optim/learning_rate.{part}": rate for part, rate in self.part_learning_rates.items()},
+            **({} if self.skipped else {"optim/grad_norm": self.grad_norm}),
+            "optim/skipped_updates": float(self.skipped),
+            "optim/skipped_in_a_row": float(self.num_skipped_in_a_row),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters that are updated alike: one of AdamW's parameter groups."""
+
+    part: Part
+    decays: bool
+    """Matrices do; norms and biases do not: they hold no weights that could grow with nothing to stop them."""
 
 
 class Updater:
-    """AdamW with a schedule; `update` is called once a step."""
+    """AdamW with a schedule; `update` is called once a step.
 
-    def __init__(self, model: torch.nn.Module, config: TrainingSection, ranks: Ranks) -> None:
+    Parameters that are not in float32 have float32 masters, and their gradients of a step are summed in float32 (`MasterWeights`).
+    DTensors (FSDP2) are updated like any others: each rank its part.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainingSection, ranks: Ranks) -> None:
+        """Trains what has a gradient (`learner.parts.freeze_parts`)."""
         self._ranks = ranks
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._config = config
+        trained = [(_Group(part, parameter.ndim > 1), parameter) for part, parameter in trained_parameters(model)]
+        self._weights = MasterWeights(parameter for _, parameter in trained)
+        groups: dict[_Group, list[torch.Tensor]] = {}
+        for (group, _), master in zip(trained, self._weights.masters, strict=True):
+            groups.setdefault(group, []).append(master)
+        self._groups = list(groups)
         self._optimizer = torch.optim.AdamW(
-            self._parameters,
+            [{"params": masters, "weight_decay": config.weight_decay if group.decays else 0.0} for group, masters in groups.items()],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
+            # On a GPU: one kernel, and no temporary as large as the weights.
+            fused=True if all(master.is_cuda for master in self._weights.masters) else None,
         )
+        self._num_skipped = 0
 
     def update(self, step: int, denominator: int) -> UpdateResult:
-        """Sum the gradients over ranks, divide by the samples of the step, clip, set the learning rate, update, and drop the gradients.
+        """Sum the gradients over ranks, divide by the samples of the step, clip, set the learning rates, update, and drop the gradients.
 
-        LearnerError on a gradient that is not finite.
+        A gradient that is not finite updates nothing: weights, masters and moments stay as they are. LearnerError after more than
+        `training.max_nonfinite_updates` of them in a row. All ranks see the same sum, and so do the same.
         """
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = self._gradients()
         self._ranks.sum_gradients(gradients)
         torch._foreach_div_(gradients, denominator)
         limit = float("inf") if self._config.max_grad_norm is None else self._config.max_grad_norm
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
-        if not math.isfinite(grad_norm):
-            raise LearnerError(f"step {step}: the gradient norm is {grad_norm}; lower training.learning_rate, or look at the step's data", phase="update")
-        learning_rate = learning_rate_at(step, self._config)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
+        grad_norm = _as_float(nn.utils.clip_grad_norm_(self._weights.masters, limit))
+        for group, arguments in zip(self._groups, self._optimizer.param_groups, strict=True):
+            arguments["lr"] = learning_rate_at(step, self._config, self._peak(group.part))
+        finite = math.isfinite(grad_norm)
+        if finite:
+            self._optimizer.step()
+            self._weights.publish()
         self._optimizer.zero_grad(set_to_none=True)
-        return UpdateResult(grad_norm, learning_rate)
+        self._num_skipped = 0 if finite else self._num_skipped + 1
+        if self._num_skipped > self._config.max_nonfinite_updates:
+            raise LearnerError(self._no_more(step, grad_norm), phase="update")
+        rate = learning_rate_at(step, self._config, self._config.learning_rate)
+        return UpdateResult(grad_norm, rate, self._own_rates(step), not finite, self._num_skipped)
+
+    def move_to(self, device: torch.device) -> None:
+        """Take the optimizer's state (moments and masters) there, between updates. The model's own parameters go with the model."""
+        assert not any(master.grad is not None for master in self._weights.masters), "a step in progress has gradients: move after its update"
+        for master in self._weights.tensors():
+            master.data = master.data.to(device)
+        for state in self._optimizer.state.values():
+            # The count of steps is read where AdamW has put it.
+            state.update({name: value.to(device) for name, value in state.items() if name != "step"})
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """What `move_to` moves."""
+        yield from self._weights.tensors()
+        for state in self._optimizer.state.values():
+            yield from (value for name, value in state.items() if name != "step")
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Of every trained parameter; where there is one rank, of those that the step's rows reached."""
+        if self._ranks.world_size > 1:
+            # A rank whose rows reached less, or that had no row, takes part in the sum with zeros: the ranks' lists must be of one shape.
+            for master in self._weights.masters:
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+        return [master.grad for master in self._weights.masters if master.grad is not None]
+
+    def _own_rates(self, step: int) -> dict[Part, float]:
+        own = [part for part in Part if section_of(part, self._config.parts).learning_rate is not None and any(group.part is part for group in self._groups)]
+        return {part: learning_rate_at(step, self._config, self._peak(part)) for part in own}
+
+    def _peak(self, part: Part) -> float:
+        return section_of(part, self._config.parts).learning_rate or self._config.learning_rate
+
+    def _no_more(self, step: int, grad_norm: float) -> str:
+        allowed = self._config.max_nonfinite_updates
+        many = f", and so were those of the {self._num_skipped - 1} updates before it, which were skipped" if allowed else ""
+        return (
+            f"step {step}: the gradient norm is {grad_norm}{many} (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or "
+            "raise lr_warmup_steps, look at the step's data, or skip more such updates with training.max_nonfinite_updates"
+        )
 
 
-def learning_rate_at(step: int, config: TrainingSection) -> float:
-    """Linear warm-up over `lr_warmup_steps`, then the schedule down to `min_lr_ratio` of the peak at `max_steps`."""
+def _as_float(norm: Any) -> float:
+    """Of a norm over DTensors every rank holds a part: the whole is a collective."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def learning_rate_at(step: int, config: TrainingSection, peak: float) -> float:
+    """Linear warm-up to `peak` over `lr_warmup_steps`, then the schedule down to `min_lr_ratio` of it at `max_steps`."""
     if step < config.lr_warmup_steps:
-        return config.learning_rate * (step + 1) / config.lr_warmup_steps
+        return peak * (step + 1) / config.lr_warmup_steps
     if config.lr_schedule == "constant":
-        return config.learning_rate
+        return peak
     progress = (step - config.lr_warmup_steps) / max(1, config.max_steps - config.lr_warmup_steps)
     decay = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)
+    return peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)

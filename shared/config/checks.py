@@ -66,6 +66,18 @@ def _adapter_sync(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _parts(run: RunConfig) -> Iterator[Problem]:
+    of = run.training.parts
+    parts = {"vision_tower": of.vision_tower, "aligner": of.aligner, "language_model": of.language_model}
+    for name, section in parts.items():
+        if section.frozen and section.learning_rate is not None:
+            yield Problem(f"training.parts.{name}.learning_rate", f"{section.learning_rate:g}, and the part is frozen", "remove one of the two keys")
+    if all(section.frozen for section in parts.values()):
+        yield Problem("training.parts", "all of them are frozen: nothing is left to train", "unfreeze one")
+    elif run.model.adapter is not None and of.language_model.frozen:
+        yield Problem("training.parts.language_model.frozen", "true, and model.adapter, all that is trained, is in it", "unfreeze it, or remove model.adapter")
+
+
 def _flash_attention(run: RunConfig) -> Iterator[Problem]:
     if run.model.attn_implementation == "flash_attention_2" and run.model.dtype != "bfloat16":
         yield Problem("model.attn_implementation", f"'flash_attention_2' does not compute in {run.model.dtype}", "set model.dtype: bfloat16, or sdpa or eager")
@@ -211,6 +223,7 @@ CHECKS: tuple[Check, ...] = (
     Check(variants.known_variant, (_VARIANT,)),
     Check(_staleness, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline")),
     Check(_adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", "model.adapter", "learner.world_size")),
+    Check(_parts, ("training.parts", "model.adapter")),
     Check(_flash_attention, ("model.attn_implementation", "model.dtype")),
     Check(_server, (*_ENGINES, f"{_VLLM}.server")),
     Check(_dedicated_devices, ("stage2_ab.channel_b.enable_pipeline", *_ENGINES)),

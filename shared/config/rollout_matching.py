@@ -79,8 +79,9 @@ class SyncSection(Section):
     bucket_bytes: PositiveInt = 64 * 2**20
     """Bytes of one packed bucket on the wire."""
 
-    canary_tolerance: PositiveFloat = 1e-4
-    """Largest absolute difference of a canary log-probability, in nats, between the learner and an actor."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest absolute difference of a canary log-probability, in nats, between the learner and an actor; null: by `model.dtype`, 1e-4 for float32
+    and 0.5 for bfloat16."""
 
 
 class VllmSection(Section):
@@ -119,6 +120,12 @@ class VllmSection(Section):
 
     sync: SyncSection = SyncSection()
     """How weights reach the engines, and how it is checked."""
+
+    @property
+    def resolved_gpu_memory_utilization(self) -> float:
+        if self.gpu_memory_utilization is not None:
+            return self.gpu_memory_utilization
+        return 0.45 if self.mode == "colocate" else 0.85
 
 
 class OffloadSection(Section):
@@ -192,8 +199,9 @@ class RolloutMatchingSection(Section):
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """Updates by which a rollout's weights may be older than the learner's. 1: the next step's first round is generated while this step's last is learned."""
 
-    logprob_tolerance: PositiveFloat = 1e-4
-    """Largest absolute difference, in nats, between the learner's and the engine's log-probability of a sampled token."""
+    logprob_tolerance: PositiveFloat | None = None
+    """Largest absolute difference, in nats, between the learner's and the engine's log-probability of a sampled token; null: by `model.dtype`,
+    1e-4 for float32 and 1 for bfloat16."""
 
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
     """When a response that repeats itself is ended early, in every backend alike."""

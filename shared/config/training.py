@@ -64,7 +64,7 @@ class TrainingSection(Section):
     """Peak learning rate of AdamW."""
 
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay of AdamW, of matrices (embeddings and convolutions are such); norms and biases do not decay."""
 
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Decay of AdamW's first moment."""
@@ -88,7 +88,10 @@ class TrainingSection(Section):
     """Largest L2 norm of the gradient of one update; null: no clipping."""
 
     max_nonfinite_updates: NonNegativeInt = 0
-    """Updates in a row that may be skipped, and are counted, for a gradient that is not finite; one more stops the run. 0: the first one does."""
+    """Updates in a row that may be skipped, and are counted, for a gradient that is not finite; one more stops the run. 0: the first one does.
+
+    A skipped update leaves weights and optimizer as they are. Its step counts as any other, in the schedule too.
+    """
 
     parts: PartsSection = PartsSection()
     """What is trained, and how fast."""

@@ -12,7 +12,6 @@ from learner.loading import load_model
 from learner.logits import LOGIT_CHUNK
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.optimizer import learning_rate_at
 from learner.rules import target_rules, text_weights
 from learner.segments import PromptEncoder, Segment
 from learner.step import backward_row
@@ -232,12 +231,3 @@ class _Given:
     def __init__(self, hidden, model):
         self.model, self.lm_head, self.dtype = lambda **_: self, model.lm_head, model.dtype
         self.last_hidden_state = hidden
-
-
-def test_the_learning_rate_warms_up_and_falls_to_its_floor(parts):
-    training = parts[0].training.model_copy(update={"learning_rate": 1.0, "lr_warmup_steps": 4, "lr_schedule": "cosine", "min_lr_ratio": 0.2, "max_steps": 104})
-    assert [learning_rate_at(step, training) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert learning_rate_at(54, training) == pytest.approx(0.6)
-    assert learning_rate_at(104, training) == pytest.approx(0.2)
-    assert learning_rate_at(54, training.model_copy(update={"lr_schedule": "linear"})) == pytest.approx(0.6)
-    assert learning_rate_at(54, training.model_copy(update={"lr_schedule": "constant"})) == 1.0
