@@ -23,12 +23,16 @@ class Side:
 
     def __init__(self, sent: SendReport | Exception | None, received: SyncReport | Exception | None) -> None:
         self._sent, self._received = sent, received
+        self.num_done = 0
 
     def offer_weights(self) -> WeightOffer:
         return WeightOffer(4, "rollmatch_gloo", {"terms": TERMS}, None)
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._future(self._sent)
+
+    def sync_done(self) -> None:
+        self.num_done += 1
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         return self._future(self._received)
@@ -96,7 +100,9 @@ def test_weights_other_than_the_offered_ones_are_not_sent() -> None:
 
 
 def test_a_report_holds_both_sides_seconds() -> None:
-    report = sync_weights(*[Side(SENT, RECEIVED)] * 2)
+    side = Side(SENT, RECEIVED)
+    report = sync_weights(side, side)
+    assert side.num_done == 1, "the learner ranks are told that the version is served"
     assert (report.version, report.phase_s) == (4, {"wire": 0.3, "send_rendezvous": 0.1, "send_wire": 0.2})
 
 
@@ -108,8 +114,10 @@ def test_when_both_fail_the_receivers_error_is_raised_from_the_senders() -> None
 
 @pytest.mark.parametrize(("sent", "received", "shown"), [(SENDER_ERROR, RECEIVED, "connection closed"), (SENT, RECEIVER_ERROR, "no room")])
 def test_the_only_failure_is_raised(sent: Any, received: Any, shown: str) -> None:
+    side = Side(sent, received)
     with pytest.raises(WeightSyncError, match=shown):
-        sync_weights(*[Side(sent, received)] * 2)
+        sync_weights(side, side)
+    assert side.num_done == 0, "nobody takes a version for served that is not"
 
 
 def test_the_rate_is_bytes_over_the_wires_seconds() -> None:

@@ -59,6 +59,9 @@ class LocalLearner:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self._send, offer)
 
+    def sync_done(self) -> None:
+        self.learner.sync_done()
+
     def _send(self, offer: WeightOffer) -> SendReport:
         report = self.learner.send_weights(offer)
         self.sent_s.append(time.time())
