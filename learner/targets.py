@@ -113,7 +113,7 @@ class Target:
     box_slots: tuple[int, ...]
     """The first of the four slots of each supervised box whose ground truth is a box, into [S], ascending."""
     sampled_logprobs: tuple[float, ...] = ()
-    """The engine's log-probabilities of the leading tokens that are the rollout's own; empty in channel A."""
+    """The engine's log-probabilities of the leading tokens that are the rollout's own, none of them forced; empty in channel A."""
     reading: Reading | None = None
     """How the rollout was read; None in channel A."""
 
@@ -166,7 +166,11 @@ def rollout_target(rollout: Rollout, sample: Sample, codec: TokenCodec, rules: T
     """Channel B: the rollout's prefix with its matched slots moved to the ground truth, the unmatched ground truth appended."""
     parsed = parse_rollout(rollout.response_token_ids, codec, geometry=rules.geometry)
     target = parsed_target(parsed, sample, codec, rules)
-    return target if rollout.logprobs is None else replace(target, sampled_logprobs=rollout.logprobs[: parsed.num_unchanged])
+    if rollout.logprobs is None:
+        return target
+    # EOS at the end of the target is the target's own and teacher-forced, whether or not the rollout's was forced.
+    num_sampled = min((parsed.num_unchanged, *rollout.forced_positions))
+    return replace(target, sampled_logprobs=rollout.logprobs[:num_sampled])
 
 
 def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:

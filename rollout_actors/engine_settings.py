@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
+
+from shared.repeat_guard import RepeatGuardSettings
+
+GUARD_PROCESSOR = "rollout_actors.repeat_guard_vllm:RepeatGuardProcessor"
+"""The logits processor that is the repeat guard, as vLLM loads it."""
+GUARD_CONFIG = "repeat_terminate"
+"""Its settings in vLLM's `additional_config`: the subtree of the same name of the run's configuration."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM can be started for: an adapter of any other rank takes the next one's room."""
 
 
 class Device(StrEnum):
@@ -37,6 +48,29 @@ class EngineSettings:
     enforce_eager: bool = True
     worker_extension: str = "rollout_actors.weight_receiver.ReceiptWorker"
     """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil, what a sync loads."""
+    repeat_guard: RepeatGuardSettings | None = None
+    """Which sequences are ended for repeating themselves; None: none is."""
+    enable_lora: bool = False
+    """Whether a sync may bring an adapter alone."""
+    max_lora_rank: int = 16
+    """The largest rank of such an adapter."""
+
+
+def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """The engine arguments for one adapter; nothing where there is none. ValueError for a rank that vLLM does not serve."""
+    if not settings.enable_lora:
+        return {}
+    ranks = [rank for rank in LORA_RANKS if rank >= settings.max_lora_rank]
+    if not ranks:
+        raise ValueError(f"vLLM serves adapters of rank {LORA_RANKS[-1]} at most, not {settings.max_lora_rank}")
+    return {"enable_lora": True, "max_lora_rank": ranks[0], "max_loras": 1}
+
+
+def guard_arguments(guard: RepeatGuardSettings | None) -> dict[str, Any]:
+    """The engine arguments that load the repeat guard when the engine starts, for either model runner; nothing where it is off."""
+    if guard is None:
+        return {}
+    return {"logits_processors": [GUARD_PROCESSOR], "additional_config": {GUARD_CONFIG: asdict(guard) | {"enabled": True}}}
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:

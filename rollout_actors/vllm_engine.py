@@ -16,6 +16,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.repeat_guard_vllm import check_active, repeat_rule
 from rollout_actors.vllm_requests import engine_arguments, probe_params, probe_prompt, probe_scores, read_rollout, request_prompt, sampling_params
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe
@@ -40,10 +41,15 @@ class VllmEngine:
         self._version = 0
         self._shut = "it was not started"
         self._num_probes = 0
+        self._rule = None if settings.repeat_guard is None else repeat_rule(settings.repeat_guard, settings.model_path)
 
     async def start(self) -> int:
-        """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already. Returns its devices."""
+        """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already. Returns its devices.
+
+        Raises RolloutError where the repeat guard is configured and not active.
+        """
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        await check_active(self._llm, self._settings.repeat_guard, self.name)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version(str(self._version))
         self._intake = WeightIntake(self.name, self._llm, transport=self._settings.transport, rank_offset=self._rank_offset, score=self._score)
@@ -118,7 +124,7 @@ class VllmEngine:
         except VLLMClientError as error:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         generate_s = time.perf_counter() - started
-        return read_rollout(output, request, actor=self.name, version=self._version, started_s=started_s, generate_s=generate_s)
+        return read_rollout(output, request, actor=self.name, version=self._version, rule=self._rule, started_s=started_s, generate_s=generate_s)
 
     async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str) -> RequestOutput:
         assert self._llm is not None

@@ -12,11 +12,12 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.engine_settings import EngineSettings, guard_arguments, lora_arguments
 from rollout_actors.images import decode_images
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
 from shared.records import ImageRef
+from shared.repeat_guard import RepeatRule, mark_forced
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
@@ -44,6 +45,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "weight_transfer_config": {"backend": settings.transport},
         "worker_extension_cls": settings.worker_extension,
         "disable_log_stats": True,
+        **guard_arguments(settings.repeat_guard),
+        **lora_arguments(settings),
     }
 
 
@@ -96,10 +99,12 @@ def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
     return token_ids, [entry[token_id].logprob for entry, token_id in scores]
 
 
-def read_rollout(output: RequestOutput, request: RolloutRequest, *, actor: str, version: int, started_s: float, generate_s: float) -> Rollout:
-    """A finished request as a rollout of weights `version`.
+def read_rollout(
+    output: RequestOutput, request: RolloutRequest, *, actor: str, version: int, rule: RepeatRule | None, started_s: float, generate_s: float
+) -> Rollout:
+    """A finished request as a rollout of weights `version`; `rule` is the repeat guard's, None where the engine has none.
 
-    Raises RolloutError where vLLM did not finish it, or sampled any token of it by other weights.
+    Raises RolloutError where vLLM did not finish it, sampled any token of it by other weights, or did not guard it.
     """
     (completion,) = output.outputs
     if completion.finish_reason == "abort":
@@ -112,7 +117,7 @@ def read_rollout(output: RequestOutput, request: RolloutRequest, *, actor: str, 
     response, logprobs = list(completion.token_ids), _sampled_logprobs(completion)
     stopped = completion.finish_reason == "stop"
     end = len(response) - stopped
-    return Rollout(
+    rollout = Rollout(
         step=request.step,
         position=request.position,
         sample_id=request.sample_id,
@@ -130,6 +135,7 @@ def read_rollout(output: RequestOutput, request: RolloutRequest, *, actor: str, 
         generate_s=generate_s,
         started_s=started_s,
     )
+    return mark_forced(rollout, rule) if rule is not None and request.decode.stop_token_ids else rollout
 
 
 def _check_version(completion: CompletionOutput, request: RolloutRequest, actor: str, version: int) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from shared.records import ImageRef
 
@@ -54,6 +54,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     REPETITION = "repetition"
+    """The repeat guard forced the stop token."""
     ABORTED = "aborted"
 
 
@@ -70,9 +71,10 @@ class Rollout:
     logprobs: tuple[float, ...] | None
     """One per response token, under temperature, top-k and top-p as sampled."""
     stop_token_logprob: float | None
+    """None where it was forced: nothing was sampled."""
     finish_reason: FinishReason
     forced_positions: tuple[int, ...]
-    """Response positions set by the repeat guard, not sampled."""
+    """Response positions set by the repeat guard, not sampled. It forces the stop token alone, whose position is `len(response_token_ids)`."""
     weight_version: int
     actor: str
     attempt: int
@@ -90,9 +92,11 @@ class WeightOffer:
 
     version: int
     transport: str
-    """nccl, ipc, rollmatch_gloo or inproc."""
+    """nccl, ipc, rollmatch_gloo or inproc; adapter: the weights are in the offer."""
     rendezvous: Mapping[str, Any]
     canary: Any
+    fell_back: str | None = None
+    """Why these are full weights where an adapter would have come; None: nothing has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,16 @@ class SyncReport:
     phase_s: Mapping[str, float]
     canary_max_abs: float
     """Largest absolute difference of a canary log-probability between the learner and any actor."""
+    mode: Literal["full", "adapter"] = "full"
+    """What was sent."""
+    fell_back: str | None = None
+    """Why a sync of the adapter failed before this one, which, like all that follow it, sent full weights; None: none failed."""
+
+    @classmethod
+    def of_slowest(cls, reports: Sequence[SyncReport]) -> SyncReport:
+        """One sync as several engines report it: each phase is the slowest one's, the bytes are those that one of them took."""
+        phases = {phase: max(report.phase_s[phase] for report in reports) for phase in reports[0].phase_s}
+        return cls(reports[0].version, reports[0].bytes, phases, max(report.canary_max_abs for report in reports), mode=reports[0].mode)
 
     @property
     def wire_gb_per_s(self) -> float | None:

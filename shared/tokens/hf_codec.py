@@ -18,6 +18,12 @@ def add_coord_tokens(tokenizer: Any) -> int:
     return int(special + tokenizer.add_tokens(list(COORD_TOKENS)))
 
 
+def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
+    """`piece_table` of a byte-level BPE tokenizer; ValueError for any other."""
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    return piece_table(tokenizer.get_vocab(), {token_id: token.content for token_id, token in added.items()})
+
+
 class HFTokenCodec:
     """`TokenCodec` of a byte-level BPE tokenizer (Qwen's family).
 
@@ -29,7 +35,7 @@ class HFTokenCodec:
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         added: dict[int, Any] = tokenizer.added_tokens_decoder
-        self._pieces = piece_table(vocabulary, {token_id: token.content for token_id, token in added.items()})
+        self._pieces = token_pieces(tokenizer)
 
         absent = [token for token in (END_OF_TURN, *COORD_TOKENS) if token not in vocabulary]
         if absent:

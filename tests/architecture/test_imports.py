@@ -40,7 +40,13 @@ def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_
 
 
 # What imports vllm at its top is left to the engine tests, which import it anyway: ten seconds each.
-ENGINE_MODULES = {"rollout_actors.vllm_engine", "rollout_actors.weight_receiver", "rollout_actors.weight_intake", "rollout_actors.vllm_requests"}
+ENGINE_MODULES = {
+    "rollout_actors.vllm_engine",
+    "rollout_actors.weight_receiver",
+    "rollout_actors.weight_intake",
+    "rollout_actors.vllm_requests",
+    "rollout_actors.repeat_guard_vllm",
+}
 
 
 def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_actor_and_pool():

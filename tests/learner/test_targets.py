@@ -259,3 +259,15 @@ def test_the_weight_of_a_token_follows_from_its_role():
     roles = np.array([TokenRole.NEUTRAL, TokenRole.STRUCTURE, TokenRole.DESC, TokenRole.MATCHED_STRUCTURE, TokenRole.COORD, TokenRole.CLOSING], dtype=np.uint8)
     assert TextWeights(desc=0.5, matched_structure=0.25).of(roles).tolist() == [0.0, 1.0, 0.5, 0.25, 0.0, 1.0]
     assert TextWeights(desc=0.0, matched_structure=0.0).of(roles).tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_forced_token_is_no_sampled_one_and_eos_is_supervised_as_ever(codec):
+    sampled = response('{"object_1": {"desc": "one", "bbox_2d": ' + box(110, 90, 310, 290) + "}, ", codec)
+    length = len(sampled.response_token_ids)
+    forced = replace(sampled, finish_reason=FinishReason.REPETITION, stop_token_id=codec.eos_token_id, forced_positions=(length,))
+    target = rollout_target(forced, SAMPLE, codec, RULES)
+    assert target.token_ids == rollout_target(sampled, SAMPLE, codec, RULES).token_ids
+    assert target.sampled_logprobs == sampled.logprobs[: len(target.sampled_logprobs)] != ()
+    assert (target.token_ids[-1], target.roles[-1]) == (codec.eos_token_id, TokenRole.CLOSING)
+    early = replace(sampled, forced_positions=(3, 5))
+    assert rollout_target(early, SAMPLE, codec, RULES).sampled_logprobs == sampled.logprobs[:3], "nothing behind a forced token is compared"

@@ -25,6 +25,7 @@ from rollout_actors.engine_settings import Device, EngineSettings, engine_enviro
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
+from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
 from shared.weight_sync import SendReport
 
@@ -52,6 +53,12 @@ class SpoilableActor(EngineActor):
 
     async def arm(self, corrupt: str = "", spoil: str = "", fail: str = "") -> None:
         await self._engine._llm.collective_rpc("arm", args=(corrupt, spoil, fail))
+
+    async def check_guard(self, settings: RepeatGuardSettings) -> None:
+        """What the engine's start does when these settings are asked for."""
+        from rollout_actors.repeat_guard_vllm import check_active
+
+        await check_active(self._engine._llm, settings, self._engine.name)
 
     async def process_ids(self) -> list[int]:
         return [os.getpid(), *(process.pid for process in self._engine._llm.engine_core.resources.engine_manager.processes)]

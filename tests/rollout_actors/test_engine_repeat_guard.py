@@ -1,0 +1,90 @@
+"""A real engine ends the sequences that repeat themselves, and no other request notices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, engine_settings
+
+from rollout_actors.pool import ActorPool
+from shared.errors import RolloutError
+from shared.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.rollouts import FinishReason, Rollout, RolloutRequest
+from shared.weight_sync import sync_weights
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=6)
+NUM_REQUESTS = 8
+LONGEST = 48
+
+
+@pytest.fixture(scope="module")
+def guarded(ray_cluster: None, demo_checkpoint: Path) -> Iterator[Any]:
+    """One more engine, with the guard, on the checkpoint's weights."""
+    actor = create_actor("guarded", engine_settings(demo_checkpoint, repeat_guard=SETTINGS), 0)
+    assert ray.get(actor.start.remote(), timeout=TIMEOUTS.start_s) == 1
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    """The engines of the pool, which have no guard, get the checkpoint's weights too."""
+    learner = SmallLearner(demo_checkpoint, num_receivers=3)
+    learner.version = engine_pool.pool.version
+    sync_weights(learner, engine_pool.pool)
+    yield learner
+    learner.close()
+
+
+def generate(actor: Any, requests: list[RolloutRequest]) -> list[Rollout]:
+    return ray.get(actor.generate.options(num_returns=2).remote(*requests)[0])
+
+
+def said(rollout: Rollout) -> tuple[object, ...]:
+    return rollout.position, rollout.response_token_ids, rollout.logprobs, rollout.stop_token_id, rollout.stop_token_logprob, rollout.finish_reason
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.15])
+def test_an_offending_sequence_is_ended_at_its_step_and_its_neighbours_go_on_as_without_the_guard(
+    engine_pool: EnginePool, guarded: Any, learner: SmallLearner, temperature: float
+) -> None:
+    requests = [learner.request(position, temperature=temperature, max_new_tokens=LONGEST) for position in range(NUM_REQUESTS)]
+    rule = RepeatRule(replace(SETTINGS, max_object_keys=None))  # noise writes no keys
+    num_ended = 0
+    for free, rollout in zip(engine_pool.generate(requests, "actor-0"), generate(guarded, requests), strict=True):
+        end = rule.first_repetition(free.response_token_ids)
+        if end in (None, LONGEST):
+            assert said(rollout) == said(free)
+            assert rollout.forced_positions == ()
+            continue
+        num_ended += 1
+        assert free.logprobs is not None
+        assert said(rollout) == (free.position, free.response_token_ids[:end], free.logprobs[:end], learner.stop, None, FinishReason.REPETITION)
+        assert rollout.forced_positions == (end,)
+    assert 0 < num_ended < NUM_REQUESTS, "otherwise nothing was tested"
+
+
+def test_a_request_without_a_stop_token_has_nothing_to_be_ended_with(guarded: Any, learner: SmallLearner) -> None:
+    requests = [learner.request(position, max_new_tokens=LONGEST) for position in range(NUM_REQUESTS)]
+    rollouts = generate(guarded, [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests])
+    assert {(rollout.finish_reason, len(rollout.response_token_ids)) for rollout in rollouts} == {(FinishReason.LENGTH, LONGEST)}
+
+
+def test_a_guarded_engine_takes_weights_and_agrees_with_the_learner_about_its_canary(guarded: Any, demo_checkpoint: Path) -> None:
+    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+    pool = ActorPool([guarded], ["guarded"], TIMEOUTS, decode_batch_size=8, devices=(1,))
+    learner.learn(seed=2)
+    assert sync_weights(learner, pool).canary_max_abs < 1e-4
+    learner.close()
+
+
+def test_an_engine_that_was_started_without_the_guard_is_refused_by_what_its_workers_answer(engine_pool: EnginePool) -> None:
+    with pytest.raises(RolloutError, match="start on actor-1: the V1 model runner of worker 0 holds no repeat guard"):
+        ray.get(engine_pool.actors["actor-1"].check_guard.remote(SETTINGS))
