@@ -33,7 +33,7 @@ class ModelHost:
             yield name, parameter.detach()
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def away(self, *, weights: bool = True) -> Iterator[None]:
         assert not self.is_away, "the host was sent away twice"
         self.is_away, self.num_times_away = True, self.num_times_away + 1
         try:

@@ -1,0 +1,145 @@
+"""`vllm.mode: colocate`: a vLLM engine in the learner's process, on the learner's device, that works while the learner does not.
+
+Imports no vllm: importing it costs ten seconds and changes the process, so it happens inside the engine's `Surroundings`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from rollout_actors.engine_settings import EngineSettings, engine_environment
+from rollout_actors.surroundings import Surroundings
+from shared.errors import ConfigError, RolloutError
+from shared.protocols import BackendHost
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+
+if TYPE_CHECKING:
+    from rollout_actors.colocated_llm import ColocatedLLM
+
+COLOCATE_GPU_MEMORY_UTILIZATION = 0.45
+"""Of the device's memory, where none is configured: the learner has the rest."""
+
+T = TypeVar("T")
+
+
+def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
+    """Devices of one engine: as given, else 4 or the largest of 2 and 1 that a learner rank's devices allow (DESIGN 5, decision 22).
+
+    ConfigError for more than there are.
+    """
+    if given is None:
+        return next(size for size in (4, 2, 1) if size <= max(visible_devices, 1))
+    if given > max(visible_devices, 1):
+        raise ConfigError(
+            f"rollout_matching.vllm.tensor_parallel_size: an engine of {given} devices beside a learner rank that has {visible_devices}; "
+            "leave it null, lower it, or give the rank more (learner.gpus)"
+        )
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedSpec:
+    """Makes a `ColocatedBackend` in the learner's process, and starts its engine."""
+
+    name: str
+    settings: EngineSettings
+    """Its transport is `inproc` on CPU, `ipc` on a GPU."""
+    sleep: bool = True
+
+    def __call__(self, host: BackendHost) -> ColocatedBackend:
+        backend = ColocatedBackend(host, self.name, self.settings, sleep=self.sleep)
+        backend.start()
+        return backend
+
+
+class ColocatedBackend:
+    """A `RolloutBackend` whose engine shares process and device with its host.
+
+    The host is away (`rollout_matching.offload`) while the engine is loaded, while it generates and while it takes an adapter. While it takes full weights, the
+    host's model stays where it is, because that is where they are read. The engine sleeps from the end of a `generate` to the next sync or `generate`.
+    """
+
+    def __init__(self, host: BackendHost, name: str, settings: EngineSettings, *, sleep: bool) -> None:
+        self._host = host
+        self._name = name
+        self._settings = settings
+        self._sleep = sleep
+        self._surroundings = Surroundings(engine_environment(settings))
+        self._llm: ColocatedLLM | None = None
+        self._version = 0
+        self._shut = ""
+
+    def start(self) -> None:
+        """Load the engine, if it is not there. Raises RolloutError(phase="start")."""
+        if self._llm is not None:
+            return
+        with self._host.away(), self._surroundings.entered():
+            self._llm = self._guarded("start", self._load)
+            self._llm.fall_asleep()
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        if not requests:
+            return []
+        if self._shut:
+            raise RolloutError(f"the engine serves no rollouts: {self._shut}", actor=self._name, phase="generate")
+        started_s, started = time.time(), time.perf_counter()
+        self.start()
+        with self._host.away(), self._surroundings.entered():
+            llm = self._engine
+            rollouts = self._guarded("generate", lambda: self._rollouts(llm, requests))
+        generate_s = time.perf_counter() - started
+        return [replace(rollout, started_s=started_s, generate_s=generate_s) for rollout in rollouts]
+
+    def receive_weights(self, offer: WeightOffer) -> SyncReport:
+        """Afterwards no rollout is served until a sync has succeeded, where this one has not."""
+        self.start()
+        self._shut = f"its sync to version {offer.version} was not completed"
+        with self._host.away(weights=False), self._surroundings.entered():
+            self._engine.wake()
+            report = self._engine.take_weights(offer, self._host.weights())
+        self._version, self._shut = offer.version, ""
+        return report
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def close(self) -> None:
+        """Also after a failure. Twice is harmless."""
+        self._shut = "it was closed"
+        if self._llm is None:
+            return
+        with self._surroundings.entered():
+            llm, self._llm = self._llm, None
+            self._surroundings.forget_default_group()
+            llm.shut_down()
+
+    @property
+    def _engine(self) -> ColocatedLLM:
+        if self._llm is None:
+            raise RolloutError(f"there is no engine: {self._shut}", actor=self._name, phase="generate")
+        return self._llm
+
+    def _load(self) -> ColocatedLLM:
+        from rollout_actors.colocated_llm import ColocatedLLM
+
+        return ColocatedLLM(self._name, self._settings, sleep=self._sleep)
+
+    def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        llm.wake()
+        rollouts = llm.generate(requests, version=self._version)
+        llm.fall_asleep()
+        return rollouts
+
+    def _guarded(self, phase: str, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except (RolloutError, ConfigError):
+            raise
+        except Exception as error:  # whatever an engine dies of comes out of it here, and leaves it in the middle of a step
+            self._shut = f"it failed ({type(error).__name__}: {error})"
+            told = f"{type(error).__name__}: {error}; see the learner's log, and the device's free memory"
+            raise RolloutError(told, actor=self._name, phase=phase) from error

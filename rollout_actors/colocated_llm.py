@@ -1,0 +1,165 @@
+"""vLLM's synchronous `LLM` as the learner's process uses it: requests in, rollouts out, weights from the same process.
+
+On CPU the engine runs in the calling thread. On a GPU vLLM gives it a process of its own on the same device, because CUDA's shared memory cannot be opened by
+the process that owns it; `LLM` is the same from here. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from vllm import LLM
+from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import BeamSearchParams
+
+from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.inproc_intake import InProcessIntake
+from rollout_actors.repeat_rule import check_answers, repeat_rule
+from rollout_actors.vllm_requests import (
+    BAN,
+    engine_arguments,
+    probe_params,
+    probe_prompt,
+    probe_scores,
+    read_rollout,
+    request_prompt,
+    sampling_params,
+)
+from shared.canary import CanaryProbe
+from shared.errors import RolloutError
+from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+
+
+class BeamLLM(LLM):
+    """`LLM` whose beam search obeys what `BeamSearchParams` has no fields for."""
+
+    beam_decode: DecodeSettings | None = None
+    """Of the search under way."""
+
+    def _beam_search_step(self, *, base_sampling_params: Any, eos_token_id: int | None, ignore_eos: bool, **rest: Any) -> bool:
+        decode = self.beam_decode
+        assert decode is not None, "set it before beam_search"
+        base_sampling_params.logit_bias = dict.fromkeys(decode.banned_token_ids, BAN) or None
+        base_sampling_params.repetition_penalty = decode.repetition_penalty
+        # The request names its stop token; the tokenizer's does not add to it. One is all that vLLM's search knows.
+        stop = decode.stop_token_ids[0] if decode.stop_token_ids else None
+        going_on: bool = super()._beam_search_step(base_sampling_params=base_sampling_params, eos_token_id=stop, ignore_eos=stop is None, **rest)
+        return going_on
+
+
+class ColocatedLLM:
+    """One engine. Everything here is to be called inside its `Surroundings`, by one thread at a time."""
+
+    def __init__(self, name: str, settings: EngineSettings, *, sleep: bool) -> None:
+        """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured and not active.
+
+        `sleep`: to be put to sleep between the calls, where the platform can.
+        """
+        self._name = name
+        self._settings = settings
+        self._rule = None if settings.repeat_guard is None else repeat_rule(settings.repeat_guard, settings.model_path)
+        self.sleeps = sleep and current_platform.is_sleep_mode_available()
+        self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
+        check_answers(self._llm.collective_rpc("active_guard"), settings.repeat_guard, name)
+        self._llm.update_weight_version("0")
+        self._intake = InProcessIntake(name, self._llm, score=self._score)
+        self._asleep = False
+
+    def generate(self, requests: Sequence[RolloutRequest], *, version: int) -> list[Rollout]:
+        """One rollout of weights `version` per request, in order, at most `max_num_seqs` sequences at a time. Its times are left 0."""
+        rollouts: list[Rollout] = []
+        for is_beam, group in groupby(requests, key=lambda request: request.decode.mode is DecodeMode.BEAM):
+            of_mode = list(group)
+            if is_beam:
+                for decode, alike in groupby(of_mode, key=lambda request: request.decode):
+                    rollouts += self._beams(list(alike), decode, version)
+                continue
+            for request, output in zip(of_mode, self._complete(of_mode), strict=True):
+                rollouts.append(read_rollout(output, request, actor=self._name, version=version, rule=self._rule, started_s=0.0, generate_s=0.0))
+        return rollouts
+
+    def take_weights(self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+        """Raises WeightSyncError naming the phase."""
+        return self._intake.take(offer, weights)
+
+    def fall_asleep(self) -> None:
+        """Give the device's memory back: the weights move to host memory, the key-value cache is dropped. Nothing where the engine does not sleep."""
+        if self.sleeps and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def shut_down(self) -> None:
+        """End the engine, its processes and its hold on memory."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm, self._intake
+        gc.collect()
+
+    def _complete(self, requests: Sequence[RolloutRequest]) -> list[RequestOutput]:
+        queued: list[str] = []
+        for request in requests:
+            try:
+                prompt, params = request_prompt(request, self._name), sampling_params(request.decode, request.seed)
+                queued += self._llm.enqueue([prompt], params, use_tqdm=False)
+            except (VLLMClientError, RolloutError) as error:
+                self._llm.llm_engine.abort_request(queued, internal=True)
+                if isinstance(error, RolloutError):
+                    raise
+                raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self._name, phase="generate") from error
+        return self._llm.wait_for_completion(RequestOutput, use_tqdm=False)
+
+    def _beams(self, requests: list[RolloutRequest], decode: DecodeSettings, version: int) -> list[Rollout]:
+        """The best beam of each request, by vLLM's score: the mean log-probability, over the prompt's tokens too."""
+        if len(decode.stop_token_ids) > 1:
+            raise RolloutError(f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}", actor=self._name, phase="generate")
+        params = BeamSearchParams(beam_width=decode.num_beams, max_tokens=decode.max_new_tokens)
+        self._llm.beam_decode = decode
+        prompts = [request_prompt(request, self._name) for request in requests]
+        try:
+            outputs = self._llm.beam_search(prompts, params)
+        except VLLMClientError as error:
+            samples = ", ".join(request.sample_id for request in requests)
+            raise RolloutError(f"one of the samples {samples} was refused: {error}", actor=self._name, phase="generate") from error
+        return [self._best(output, request, version) for request, output in zip(requests, outputs, strict=True)]
+
+    def _best(self, output: BeamSearchOutput, request: RolloutRequest, version: int) -> Rollout:
+        best = output.sequences[0]
+        if best.finish_reason == "abort":
+            raise RolloutError(f"sample {request.sample_id} was aborted, and half an answer is none", actor=self._name, phase="generate")
+        prompt = tuple(best.orig_prompt["prompt_token_ids"])
+        response = best.tokens[len(prompt) :]
+        logprobs = [entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)]
+        stopped = bool(response) and response[-1] in request.decode.stop_token_ids
+        end = len(response) - stopped
+        return Rollout(
+            step=request.step,
+            position=request.position,
+            sample_id=request.sample_id,
+            prompt_token_ids=prompt,
+            response_token_ids=tuple(response[:end]),
+            stop_token_id=response[-1] if stopped else None,
+            logprobs=tuple(logprobs[:end]) if request.decode.return_logprobs else None,
+            stop_token_logprob=logprobs[-1] if stopped and request.decode.return_logprobs else None,
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            forced_positions=(),
+            weight_version=version,
+            actor=self._name,
+            attempt=0,
+            seed=request.seed,
+            generate_s=0.0,
+        )
+
+    def _score(self, probe: CanaryProbe) -> tuple[list[int], list[float]]:
+        (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False)
+        return probe_scores(output)
