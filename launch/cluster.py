@@ -1,85 +1,31 @@
-"""Where a run lives: Ray, the placement of actors and learner, and the end of all its processes."""
+"""Where a run lives: Ray, the placement of engines and learner ranks, and the end of all its processes."""
 
 from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from launch.placement import Placement, engine_settings, plan_placement
+from launch.rank_rollouts import RankRollouts
 from learner.actor import LearnerShell, RemoteLearner
 from learner.place import LearnerPlace, ReceiverGroup
-from rollout_actors.engine_actor import EngineActor, LocalEngine
-from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
+from rollout_actors.backends.http_client import server_addresses
+from rollout_actors.backends.vllm_server import ServerEngine
+from rollout_actors.engine_actor import EngineActor, LocalEngine, MakeEngine
+from rollout_actors.engine_settings import engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config import RunConfig
+from shared.config.derive import generates_in_ranks
 from shared.errors import ConfigError
+from shared.protocols import MakeBackend
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What one run asks of a cluster."""
-
-    num_actors: int
-    actor: dict[str, float]
-    """Resources of each rollout actor, as Ray names them."""
-    learner: dict[str, float] | None
-    """None: nothing learns."""
-
-    @property
-    def bundles(self) -> list[dict[str, float]]:
-        """The actors first, then the learner."""
-        return [self.actor] * self.num_actors + ([] if self.learner is None else [self.learner])
-
-    def total(self, resource: str) -> float:
-        return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
-
-    @property
-    def transport(self) -> str:
-        """How weights travel: `nccl` between GPUs, `rollmatch_gloo` between processes on CPU."""
-        return "nccl" if self.actor["GPU"] else "rollmatch_gloo"
-
-
-def plan_placement(config: RunConfig, available: dict[str, float], *, learns: bool = True) -> Placement:
-    """What the configuration asks for on a cluster with these resources; without `learns`, for its actors alone.
-
-    Raises ConfigError when there is too little, or when only one side of the weight sync has GPUs.
-    """
-    actors = config.rollout_matching.vllm.actors
-    has_gpus = available.get("GPU", 0.0) > 0
-    gpus = actors.gpus_per_actor if actors.gpus_per_actor is not None else float(actors.tensor_parallel_size if has_gpus else 0)
-    learner_gpus = config.learner.gpus if config.learner.gpus is not None else float(has_gpus)
-    if learns and bool(gpus) != bool(learner_gpus):
-        raise ConfigError(
-            f"learner.gpus: {learner_gpus:g} GPUs for the learner and {gpus:g} for each actor (rollout_matching.vllm.actors.gpus_per_actor); "
-            "weights travel between GPUs or between CPUs, give both sides GPUs or neither"
-        )
-    placement = Placement(
-        num_actors=actors.num_actors,
-        actor={"GPU": gpus, "CPU": 1.0 if actors.cpus_per_actor is None else actors.cpus_per_actor},
-        learner={"GPU": learner_gpus, "CPU": 1.0 if config.learner.cpus is None else config.learner.cpus} if learns else None,
-    )
-    short = [resource for resource in ("GPU", "CPU") if placement.total(resource) > available.get(resource, 0.0)]
-    if short:
-        raise ConfigError([_too_little(placement, resource, available.get(resource, 0.0)) for resource in short])
-    return placement
-
-
-def _too_little(placement: Placement, resource: str, there: float) -> str:
-    keys = {
-        "GPU": "rollout_matching.vllm.actors.gpus_per_actor and learner.gpus (0 on both sides runs on CPU)",
-        "CPU": "rollout_matching.vllm.actors.cpus_per_actor and learner.cpus (fractions are allowed)",
-    }
-    learner = "" if placement.learner is None else f" and a learner of {placement.learner[resource]:g}"
-    return (
-        f"rollout_matching.vllm.actors.num_actors: {placement.num_actors} actors of {placement.actor[resource]:g} {resource}{learner} "
-        f"ask for {placement.total(resource):g} {resource}, the cluster has {there:g}; "
-        f"lower num_actors, or {keys[resource]}, or join a larger cluster with cluster.address"
-    )
+Rollouts = ActorPool | RankRollouts
 
 
 class Cluster:
@@ -111,8 +57,8 @@ class Cluster:
         # A stack, so that an end that fails does not keep the others from theirs.
         self._ends.close()
 
-    def start(self) -> tuple[RemoteLearner, ActorPool]:
-        """Place and start the learner and every actor at once.
+    def start(self) -> tuple[RemoteLearner, Rollouts]:
+        """Place and start every learner rank and every engine at once.
 
         Raises:
             ConfigError: too few resources, or what the learner finds wrong with model and data.
@@ -120,14 +66,29 @@ class Cluster:
         """
         config = self._config
         placement = plan_placement(config, ray.cluster_resources())
-        assert placement.learner is not None
         group = self._reserve(placement)
-        learner = self._place_learner(placement.learner, group, placement.num_actors)
-        pool = self._place_actors(placement, group)
-        # The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created above, import vllm meanwhile.
-        workers = placement.num_actors * config.rollout_matching.vllm.actors.tensor_parallel_size
-        learner.start(config, LearnerPlace(placement.transport, (ReceiverGroup(workers),), device="cuda" if placement.learner["GPU"] else "cpu"))
+        learner = self._place_learner(placement, group)
+        if generates_in_ranks(config):
+            learner.start(config, _places(config, placement, ()), _make_backend(config, placement, max_images=self._max_images))
+            return learner, RankRollouts(
+                learner,
+                num_ranks=config.learner.world_size,
+                devices_per_rank=placement.devices_per_engine,
+                decode_batch_size=config.rollout_matching.decode_batch_size,
+            )
+        if placement.engines:
+            pool = self._place_actors(placement, group)
+            # The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created above, import vllm meanwhile.
+            workers = len(placement.engines) * placement.devices_per_engine
+            learner.start(config, _places(config, placement, (ReceiverGroup(workers),)))
+            pool.start()
+            return learner, pool
+        pool = self._reach_servers(placement)
         pool.start()
+        servers = config.rollout_matching.vllm.server
+        assert servers is not None
+        receivers = tuple(ReceiverGroup(devices, server.group_port) for devices, server in zip(pool.devices, servers.servers, strict=True))
+        learner.start(config, _places(config, placement, receivers))
         return learner, pool
 
     def start_actors(self) -> ActorPool:
@@ -137,42 +98,71 @@ class Cluster:
         pool.start()
         return pool
 
-    def _place_learner(self, resources: dict[str, float], group: PlacementGroup, bundle: int) -> RemoteLearner:
-        actor = (
-            ray.remote(LearnerShell)
-            .options(
-                name="learner",
-                num_cpus=resources["CPU"],
-                num_gpus=resources["GPU"],
-                scheduling_strategy=_bundle(group, bundle),
+    def _place_learner(self, placement: Placement, group: PlacementGroup) -> RemoteLearner:
+        actors = [
+            self._create(
+                LearnerShell,
+                (),
+                name="learner" if len(placement.ranks) == 1 else f"learner-{rank}",
+                resources=resources,
+                # Engines come first in the group.
+                group=_bundle(group, len(placement.engines) + rank),
                 # Beside engines on the same cores, threads that spin while they wait for each other make a step tens of times slower.
-                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}},
+                environment={"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
             )
-            .remote()
-        )
-        self._ends.callback(ray.kill, actor)
-        return RemoteLearner(actor, self._config.timeouts)
+            for rank, resources in enumerate(placement.ranks)
+        ]
+        return RemoteLearner(actors, self._config.timeouts)
 
     def _place_actors(self, placement: Placement, group: PlacementGroup) -> ActorPool:
         config = self._config
-        settings = engine_settings(config, Device.CUDA if placement.actor["GPU"] else Device.CPU, placement.transport, max_images=self._max_images)
-        names = [f"rollout-actor-{index}" for index in range(placement.num_actors)]
+        settings = engine_settings(config, placement, max_images=self._max_images)
+        names = [f"rollout-actor-{index}" for index in range(len(placement.engines))]
+        environment = engine_environment(settings)
         actors = [
-            ray.remote(EngineActor)
-            .options(
-                name=name,
-                num_cpus=placement.actor["CPU"],
-                num_gpus=placement.actor["GPU"],
-                scheduling_strategy=_bundle(group, index),
-                runtime_env={"env_vars": engine_environment(settings)},
+            self._create(
+                EngineActor, (LocalEngine(name, settings, index),), name=name, resources=resources, group=_bundle(group, index), environment=environment
             )
-            .remote(LocalEngine(name, settings, index))
-            for index, name in enumerate(names)
+            for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
         timeouts = PoolTimeouts(config.timeouts.start_s, config.timeouts.generate_s, config.timeouts.sync_phase_s)
-        pool = ActorPool(actors, names, timeouts, decode_batch_size=config.rollout_matching.decode_batch_size, learner_ranks=config.learner.world_size)
+        return self._pool(actors, names, timeouts, are_servers=False)
+
+    def _reach_servers(self, placement: Placement) -> ActorPool:
+        """An actor for each server that was launched elsewhere: it needs a process to wait in, and no resources."""
+        config, section = self._config, self._config.rollout_matching.vllm.server
+        assert section is not None
+        names = [f"server-{index}" for index in range(len(section.servers))]
+        engines = _server_engines(config, placement, names, max_images=self._max_images)
+        actors = [
+            self._create(EngineActor, (engine,), name=f"rollout-server-{index}", resources={"CPU": 0.0, "GPU": 0.0}, group=None, environment={})
+            for index, engine in enumerate(engines)
+        ]
+        limit_s = section.infer_timeout_s if section.infer_timeout_s is not None and section.infer_timeout_s > 0 else None
+        # A server is asked twice, then another one; its client keeps the limit of each call.
+        timeouts = PoolTimeouts(section.timeout_s + config.timeouts.start_s, limit_s and 4 * limit_s + 60.0, config.timeouts.sync_phase_s)
+        return self._pool(actors, names, timeouts, are_servers=True)
+
+    def _pool(self, actors: list[Any], names: list[str], timeouts: PoolTimeouts, *, are_servers: bool) -> ActorPool:
+        size, ranks = self._config.rollout_matching.decode_batch_size, self._config.learner.world_size
+        pool = ActorPool(actors, names, timeouts, decode_batch_size=size, learner_ranks=ranks, are_servers=are_servers)
         self._ends.callback(pool.close)
         return pool
+
+    def _create(self, shell: type, arguments: tuple[Any, ...], *, name: str, resources: dict[str, float], group: Any, environment: dict[str, str]) -> Any:
+        actor = (
+            ray.remote(shell)
+            .options(
+                name=name,
+                num_cpus=resources["CPU"],
+                num_gpus=resources["GPU"],
+                scheduling_strategy="DEFAULT" if group is None else group,
+                runtime_env={"env_vars": environment},
+            )
+            .remote(*arguments)
+        )
+        self._ends.callback(ray.kill, actor)
+        return actor
 
     def _reserve(self, placement: Placement) -> PlacementGroup:
         group = placement_group(placement.bundles, strategy="PACK")
@@ -190,20 +180,30 @@ def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrate
     return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
 
 
-def engine_settings(config: RunConfig, device: Device, transport: str, *, max_images: int) -> EngineSettings:
-    """What every engine of the run is started with."""
-    vllm = config.rollout_matching.vllm
-    return EngineSettings(
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        max_model_len=vllm.max_model_len or config.global_max_length,
-        max_num_seqs=config.rollout_matching.decode_batch_size,
-        seed=config.training.seed,
-        transport=transport,
-        device=device,
-        tensor_parallel_size=vllm.actors.tensor_parallel_size,
-        kv_cache_memory_bytes=vllm.kv_cache_memory_bytes,
-        gpu_memory_utilization=vllm.gpu_memory_utilization or 0.85,
-        enforce_eager=vllm.enforce_eager,
-        max_images_per_prompt=max_images,
-    )
+def _places(config: RunConfig, placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[LearnerPlace]:
+    return [
+        LearnerPlace(placement.transport, receivers if rank == 0 else (), device=placement.learner_device, rank=rank, world_size=len(placement.ranks))
+        for rank in range(len(placement.ranks))
+    ]
+
+
+def _server_engines(config: RunConfig, placement: Placement, names: list[str], *, max_images: int) -> list[MakeEngine]:
+    """What reaches each server. Raises ConfigError where the token is not there."""
+    from rollout_actors.backends.vllm_serve import StockServerEngine
+
+    section = config.rollout_matching.vllm.server
+    assert section is not None
+    client = ServerEngine if section.kind == "rollmatch" else StockServerEngine
+    settings = engine_settings(config, placement, max_images=max_images)
+    return [client(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
+
+
+def _make_backend(config: RunConfig, placement: Placement, *, max_images: int) -> MakeBackend:
+    """The backend that lives in every learner rank."""
+    if config.rollout_matching.rollout_backend == "hf":
+        from rollout_actors.backends.hf import HFBackendSpec
+
+        return HFBackendSpec("learner", config.rollout_matching.decode_batch_size, config.rollout_matching.repeat_terminate.settings())
+    from rollout_actors.backends.vllm_colocate import ColocatedSpec
+
+    return ColocatedSpec("learner", engine_settings(config, placement, max_images=max_images), sleep=config.rollout_matching.vllm.sleep)

@@ -3,72 +3,75 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
+from launch.checkpoints import Checkpoints
+from launch.pipeline import Queue, StepRounds
 from launch.telemetry import Telemetry
 from shared.evaluation import Evaluation, Scene
 from shared.reports import StepReport
 from shared.schedule import RunSchedule, StepPlan
 from shared.weight_sync import SendsWeights, TakesWeights, sync_weights
 
-Queue = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""`one_ahead` or `one_at_a_time`."""
-
 
 class HoldsOut(Protocol):
-    """Who has the held-out samples; requests and rollouts are references."""
+    """Who has the held-out samples. Requests and rollouts are references, those of each learner rank in a list of its own."""
 
-    def held_out_requests(self, step: int) -> list[Any]: ...
-    def score(self, done: Any) -> list[Scene]: ...
+    def held_out_requests(self, step: int) -> list[list[Any]]: ...
+    def score(self, done: list[list[Any]]) -> list[Scene]: ...
 
 
 class DrivesLearner(HoldsOut, SendsWeights, Protocol):
-    """The learner as the driver sees it; requests and rollouts are references."""
+    """The learner as the driver sees it; requests and rollouts are references, by learner rank."""
 
-    def next_requests(self, plan: StepPlan) -> list[Any]: ...
-    def accumulate(self, done: Any) -> None: ...
+    def next_requests(self, plan: StepPlan) -> list[list[Any]]: ...
+    def accumulate(self, done: list[list[Any]]) -> None: ...
     def finish_step(self) -> StepReport: ...
-    def save(self, folder: Path) -> None: ...
 
 
 class DrivesRollouts(TakesWeights, Protocol):
-    """The rollout actors as the driver sees them."""
+    """The rollout engines as the driver sees them. A round holds the requests of each learner rank."""
 
     @property
     def version(self) -> int: ...
-    def split(self, requests: list[Any]) -> list[list[Any]]: ...
-    def generate(self, round_: list[Any]) -> Any: ...
+    def split(self, requests: list[list[Any]]) -> list[list[list[Any]]]: ...
+    def generate(self, round_: list[list[Any]]) -> Any: ...
 
 
-def train(
-    learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry, *, checkpoint: Path | None = None
-) -> None:
-    """Every step of the run. Nothing is generated between a step's update and the sync that follows it. None: no checkpoint."""
+def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry, checkpoints: Checkpoints) -> None:
+    """Every step of the run. Nothing is generated between a step's update and the sync that follows it."""
+
+    def rounds_of(plan: StepPlan) -> list[list[list[Any]]]:
+        return rollouts.split(learner.next_requests(plan))
+
+    def report(step: int) -> None:
+        checkpoints.after_report(step, telemetry.evaluation(evaluate(learner, rollouts, step, queue)))
+
     telemetry.sync(sync_weights(learner, rollouts))
-    for plan in schedule.plans():
-        if plan.evaluate_before:
-            telemetry.evaluation(evaluate(learner, rollouts, plan.step, queue))
-        with telemetry.step(plan) as record:
-            rounds = rollouts.split(learner.next_requests(plan))
-            for done in queue(rollouts.generate, rounds):
-                learner.accumulate(done)
-            record.report = learner.finish_step()
-            if plan.sync_after:
-                record.sync = sync_weights(learner, rollouts)
-    if checkpoint is not None:
-        # Before the last report: what can go wrong there must not cost the run.
-        learner.save(checkpoint)
-        telemetry.saved(checkpoint)
+    for stretch in schedule.stretches():
+        rounds = StepRounds(queue, rollouts.generate, rounds_of, stretch)
+        for plan in stretch:
+            if plan.evaluate_before:
+                report(plan.step)
+            waited_s = rounds.waited_s
+            with telemetry.step(plan) as record:
+                for done in rounds.of_next_step():
+                    learner.accumulate(done)
+                record.queue_wait_s = rounds.waited_s - waited_s
+                record.report = learner.finish_step()
+                if plan.sync_after:
+                    record.sync = sync_weights(learner, rollouts)
+            checkpoints.after_step(plan.step + 1)
+    # Before the last report: what can go wrong there must not cost the run.
+    checkpoints.at_end(schedule.max_steps)
     if schedule.evaluates_before(schedule.max_steps):
-        telemetry.evaluation(evaluate(learner, rollouts, schedule.max_steps, queue))
+        report(schedule.max_steps)
 
 
 def evaluate(held_out: HoldsOut, rollouts: DrivesRollouts, step: int, queue: Queue) -> Evaluation:
-    """What the actors find on the held-out samples with the weights that they serve now."""
+    """What the engines find on the held-out samples with the weights that they serve now."""
     scenes: list[Scene] = []
     started_s = time.monotonic()
     for done in queue(rollouts.generate, rollouts.split(held_out.held_out_requests(step))):
         scenes += held_out.score(done)
-    return Evaluation(step, rollouts.version, tuple(scenes), wall_s=time.monotonic() - started_s)
+    return Evaluation(step, rollouts.version, tuple(sorted(scenes, key=lambda scene: scene.position)), wall_s=time.monotonic() - started_s)

@@ -73,7 +73,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     config = evaluation_config(options, overrides)
     assert config.data.val is not None
     folder = report_folder(config, options)
-    from launch.preflight import load_checked
+    from launch.data_checks import load_checked
 
     dataset = load_checked(config, "data.val", config.data.val)
     if dataset.num_skipped:
@@ -123,9 +123,13 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
         problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
     if problems:
         raise ConfigError(problems)
-    model = config.model.model_copy(update={"path": str(checkpoint)})
+    # Whatever generated in the run: a checkpoint is evaluated by actors of this command's own.
+    matching = config.rollout_matching
+    engines = matching.model_copy(update={"rollout_backend": "vllm", "vllm": matching.vllm.model_copy(update={"mode": "actors"})})
+    model = config.model.model_copy(update={"path": str(checkpoint), "adapter": None})
+    one_rank = config.learner.model_copy(update={"world_size": 1})
     telemetry = config.telemetry.model_copy(update={"run_dir": options.run})
-    return with_absolute_paths(config.model_copy(update={"model": model, "telemetry": telemetry}))
+    return with_absolute_paths(config.model_copy(update={"model": model, "rollout_matching": engines, "learner": one_rank, "telemetry": telemetry}))
 
 
 def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:

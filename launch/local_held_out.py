@@ -20,14 +20,16 @@ class LocalHeldOut:
     def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
         self._held_out, self._timeouts = held_out, timeouts
 
-    def held_out_requests(self, step: int) -> list[ray.ObjectRef]:
-        return [ray.put(request) for request in self._held_out.requests(step)]
+    def held_out_requests(self, step: int) -> list[list[ray.ObjectRef]]:
+        """Of one rank."""
+        return [[ray.put(request) for request in self._held_out.requests(step)]]
 
-    def score(self, done: Sequence[ray.ObjectRef]) -> list[Scene]:
+    def score(self, done: Sequence[Sequence[ray.ObjectRef]]) -> list[Scene]:
         """As `HeldOut.score`. RolloutError also where the rollouts do not arrive."""
+        (rollouts,) = done
         try:
             # The pool hands out references when the shares are complete, so this waits for a copy at most.
-            shares = ray.get(list(done), timeout=self._timeouts.generate_s)
+            shares = ray.get(list(rollouts), timeout=self._timeouts.generate_s)
         except GetTimeoutError as error:
             told = f"finished rollouts did not arrive in {self._timeouts.generate_s:g} s (timeouts.generate_s); {_CHECK}, or raise timeouts.generate_s"
             raise RolloutError(told, actor=_ACTORS, phase="collect") from error

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+Queue = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+"""`one_ahead` or `one_at_a_time`."""
 
 
 def one_ahead(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterator[Any]:
@@ -27,3 +31,40 @@ def one_at_a_time(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterat
     """Yield each round's result before the next round is submitted: generation and learning alternate."""
     for round_ in rounds:
         yield submit(round_).result()
+
+
+class StepRounds:
+    """The finished rounds of some steps in a row, which go through one queue.
+
+    With several steps and `one_ahead`, a step's last round is handed out while the first of the next is being produced. So the consumer must be able to
+    name the next step's rounds before it has ended a step, and a round may be older than the step that takes it.
+    """
+
+    def __init__(self, queue: Queue, submit: Callable[[Any], Any], rounds_of: Callable[[Any], list[Any]], steps: Iterable[Any]) -> None:
+        """`rounds_of(step)` is called once for each step, in order, when its first round can be submitted."""
+        self._rounds_of, self._steps = rounds_of, iter(steps)
+        self._left: list[int] = []
+        """Rounds not yet handed out, of every step that has been begun and not ended."""
+        self._results = queue(submit, self._rounds())
+        self.waited_s = 0.0
+        """Seconds for which the consumer has waited for rounds."""
+
+    def of_next_step(self) -> Iterator[Any]:
+        """Every result of the next step, in order. To be used up before the step after it is asked for."""
+        while not self._left or self._left[0]:
+            started = time.perf_counter()
+            try:
+                done = next(self._results)
+            except StopIteration:  # the last of the steps, and it has no rounds
+                break
+            self.waited_s += time.perf_counter() - started
+            assert self._left[0], "of several steps in a row, every one has rounds"
+            self._left[0] -= 1
+            yield done
+        del self._left[0]
+
+    def _rounds(self) -> Iterator[Any]:
+        for step in self._steps:
+            rounds = self._rounds_of(step)
+            self._left.append(len(rounds))
+            yield from rounds

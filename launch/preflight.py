@@ -1,56 +1,141 @@
-"""What can be known before any process is started: are the data sound?"""
+"""`python -m launch.preflight +experiment=stage2_3v1 [section.key=value ...]`: what a run would do and whether it can, without starting an engine.
+
+Prints what will be placed where and what it is going to need, then every problem with its remedy. Exit status 1 where there is one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from learner.checkpoint_folder import checkpoint_problems
-from learner.samples import load_samples
-from shared.config import RunConfig
-from shared.dataset import Dataset
-from shared.errors import ConfigError
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+
+from launch.command import explained, with_absolute_paths
+from launch.composition import CONF, as_mapping, as_schema_overrides
+from launch.machine import Resources, cluster_resources, free_memory
+from launch.memory_estimate import ModelShape, engine_estimate, learner_estimate, sequences_in_cache
+from launch.path_checks import path_problems
+from launch.placement import Placement, plan_placement
+from launch.port_checks import port_problems, server_problems
+from launch.version_checks import version_problems
+from shared.config import RunConfig, load_config
+from shared.config.derive import batch_algebra, engine_devices, generates_in_ranks
+from shared.errors import ConfigError, RecordError
 
 
-@dataclass(frozen=True, slots=True)
-class DataFacts:
-    """What the rest of the run needs to know of its data."""
+@dataclass(slots=True)
+class Findings:
+    """What is printed: first what was found, then what is wrong."""
 
-    max_images: int
-    """Most images of a row, over training and validation: the engines' limit per prompt."""
-    num_train_skipped: int
-    num_val_skipped: int
-    """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
-
-    def describe(self) -> list[str]:
-        """One line about the rows that were left out; none where none was."""
-        if not self.num_train_skipped + self.num_val_skipped:
-            return []
-        return [f"data      skipped {self.num_train_skipped} bad rows of data.train and {self.num_val_skipped} of data.val (data.on_bad_row: skip)"]
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
-def check_data(config: RunConfig) -> DataFacts:
-    """Read every row of the run's data files and, where `data.check_images`, every image, as the learner will.
-
-    Raises:
-        ConfigError: the checkpoint or a data file is missing.
-        RecordError: a bad row or image, with file and line (`data.on_bad_row: error`).
-    """
-    if problems := checkpoint_problems(Path(config.model.path)):
-        raise ConfigError(problems)
-    train = load_checked(config, "data.train", config.data.train)
-    val = None if config.data.val is None else load_checked(config, "data.val", config.data.val)
-    return DataFacts(
-        max_images=max(len(sample.images) for dataset in (train, val) if dataset is not None for sample in dataset),
-        num_train_skipped=train.num_skipped,
-        num_val_skipped=0 if val is None else val.num_skipped,
-    )
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def main(composed: DictConfig) -> None:
+    console = Console(soft_wrap=True)
+    with explained(console):
+        findings = preflight(with_absolute_paths(load_config(as_mapping(composed))))
+    for line in findings.lines:
+        console.print(line, markup=False, highlight=False)
+    if not findings.problems:
+        console.print("ready     nothing stands in the way", highlight=False)
+        return
+    console.print(f"[bold red]{len(findings.problems)} problems[/]" if len(findings.problems) > 1 else "[bold red]1 problem[/]", highlight=False)
+    for problem in findings.problems:
+        console.print(problem, markup=False, highlight=False)
+    sys.exit(1)
 
 
-def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
-    """The file that `key` names, read as `check_data` does, with its errors."""
-    if not path.is_file():
-        raise ConfigError(
-            f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for data=demo_polygons), or set {key} to a JSONL file"
+def preflight(config: RunConfig) -> Findings:
+    """Everything that can be known before a start. The configuration itself is sound already."""
+    findings = Findings()
+    if engine_devices(config) is not None:
+        findings.lines += batch_algebra(config).describe()
+    for find in (version_problems, path_problems, server_problems, port_problems, _data_problems):
+        findings.problems += _all_of(find, config)
+    _placement(config, findings)
+    return findings
+
+
+def _all_of(find: Callable[[RunConfig], Iterable[str]], config: RunConfig) -> list[str]:
+    """The problems of one check, raised or returned."""
+    try:
+        return list(find(config))
+    except ConfigError as error:
+        return list(error.problems)
+    except RecordError as error:
+        return [str(error)]
+
+
+def _data_problems(config: RunConfig) -> Iterable[str]:
+    """As `launch.train` finds them, and what the learner would: coord tokens, and samples that are too long."""
+    from launch.data_checks import check_data
+    from learner.heldout import HeldOut
+    from learner.lengths import require_lengths
+    from learner.loading import load_tokens
+    from learner.samples import load_samples
+    from learner.segments import PromptEncoder
+    from shared.config.derive import num_b_steps
+
+    check_data(config)
+    tokens = load_tokens(config)
+    encoder = PromptEncoder(tokens.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+    longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
+    require_lengths(load_samples(config, config.data.train), encoder, tokens.codec, max_new_tokens=longest, global_max_length=config.global_max_length)
+    if config.data.val is not None:
+        HeldOut.of(config, load_samples(config, config.data.val), tokens)
+    return []
+
+
+def _placement(config: RunConfig, findings: Findings) -> None:
+    """What will be placed where, what it needs there, and whether that is there."""
+    try:
+        resources = cluster_resources(config)
+        placement = plan_placement(config, resources)
+        shape = ModelShape.read(Path(config.model.path))
+    except ConfigError as error:
+        findings.problems += error.problems
+        return
+    findings.lines += _describe(config, placement, resources)
+    findings.problems += _memory(config, placement, shape, findings)
+
+
+def _describe(config: RunConfig, placement: Placement, resources: Resources) -> list[str]:
+    where = "this machine" if config.cluster.address == "local" else f"the cluster at {config.cluster.address}"
+    lines = [f"cluster   {where}: {resources.get('CPU', 0):g} CPU, {resources.get('GPU', 0):g} GPU"]
+    for index, engine in enumerate(placement.engines):
+        lines.append(f"place     rollout-actor-{index}: {engine['GPU']:g} GPU, {engine['CPU']:g} CPU, an engine of {placement.devices_per_engine} devices")
+    for rank, resources_of_rank in enumerate(placement.ranks):
+        name = "learner" if len(placement.ranks) == 1 else f"learner-{rank}"
+        beside = f", with an engine of {placement.devices_per_engine} devices beside it" if generates_in_ranks(config) else ""
+        lines.append(f"place     {name}: {resources_of_rank['GPU']:g} GPU, {resources_of_rank['CPU']:g} CPU{beside}")
+    if (server := config.rollout_matching.vllm.server) and not placement.engines and not generates_in_ranks(config):
+        lines += [f"server    {entry.base_url}, group port {entry.group_port or 'any'}" for entry in server.servers]
+    return [*lines, f"weights   travel by {placement.transport}"]
+
+
+def _memory(config: RunConfig, placement: Placement, shape: ModelShape, findings: Findings) -> list[str]:
+    there = free_memory(placement.learner_device)
+    learner = learner_estimate(config, shape)
+    findings.lines.append(f"memory    {learner.describe()}")
+    needed = {"learner ranks": learner.total * len(placement.ranks)}
+    if config.rollout_matching.rollout_backend == "vllm" and (placement.engines or generates_in_ranks(config)):
+        engine = engine_estimate(config, shape, placement.devices_per_engine, there.per_device)
+        fit, asked = sequences_in_cache(config, shape, engine, placement.devices_per_engine), config.rollout_matching.decode_batch_size
+        findings.lines.append(
+            f"memory    {engine.describe()}; the cache holds {fit} of the longest sequences, {asked * placement.devices_per_engine} are decoded"
         )
-    return load_samples(config, path)
+        needed["engines"] = engine.total * placement.devices_per_engine * max(len(placement.engines), len(placement.ranks) if generates_in_ranks(config) else 0)
+        if fit < 1:
+            return ["rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"]
+    return there.problems(learner.total, needed, shares_device=generates_in_ranks(config))
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = as_schema_overrides(sys.argv[1:])
+    main()

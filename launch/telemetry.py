@@ -15,10 +15,11 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from launch.ray_metrics import RayMetrics
 from launch.report import make_report
 from launch.report_folder import write_report
 from shared.config import RunConfig
-from shared.config.derive import BatchAlgebra
+from shared.config.derive import BatchAlgebra, resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.evaluation import Evaluation
@@ -37,6 +38,8 @@ class StepRecord:
 
     plan: StepPlan
     report: StepReport | None = None
+    queue_wait_s: float = 0.0
+    """Seconds in which the learner had nothing to do because the next round was not there."""
     sync: SyncReport | None = None
 
 
@@ -52,8 +55,8 @@ class HeldOutF1:
 class Telemetry:
     """Owns the run's folder. Every line is flushed when it is written, so a run that dies keeps what it had."""
 
-    def __init__(self, config: RunConfig, algebra: BatchAlgebra, console: Console) -> None:
-        """Creates the folder and saves configuration and batch algebra.
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        """Creates the folder and saves the configuration.
 
         Raises:
             ConfigError: the folder holds a run, which would be overwritten.
@@ -63,17 +66,21 @@ class Telemetry:
         if (folder / "config.json").exists():
             raise ConfigError(f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run away")
         self._config = config
-        self._algebra = algebra
+        self._algebra: BatchAlgebra | None = None
         self._console = console
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-            (folder / "batch_algebra.txt").write_text("\n".join(algebra.describe()) + "\n")
             self._metrics, self._plans, self._evaluations = ((folder / f"{name}.jsonl").open("w", buffering=1) for name in ("metrics", "plan", "evaluations"))
             self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
         except OSError as error:
             raise StorageError(str(folder), str(error)) from error
-        self._actors: tuple[str, ...] = ()
+        self._engines: tuple[str, ...] = ()
+        self._ray_metrics: RayMetrics | None = None
+        self._sync_mode: str = resolved_sync_mode(config)
+        server = config.rollout_matching.vllm.server
+        serves = config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode == "server"
+        self._servers = server.servers if serves and server is not None else ()
         self.evaluations: list[HeldOutF1] = []
 
     def __enter__(self) -> Telemetry:
@@ -92,30 +99,48 @@ class Telemetry:
         if self._trace is not None:
             self._trace.close()
 
-    def placed(self, actors: tuple[str, ...], *, learner_threads: int) -> None:
-        """The rollout actors are up, under these names, and the learner computes with so many threads, which its results depend on."""
-        self._actors = actors
-        with (self._config.telemetry.run_dir / "placement.json").open("w") as file:
-            _write(file, {"actors": actors, "learner_threads": learner_threads})
+    def placed(self, algebra: BatchAlgebra, engines: tuple[str, ...], *, learner_threads: int) -> None:
+        """The rollout engines are up, under these names, and every learner rank computes with so many threads, which its results depend on."""
+        self._algebra, self._engines = algebra, engines
+        if self._config.telemetry.ray_metrics:
+            self._ray_metrics = RayMetrics(self._config.telemetry.name)
+        folder = self._config.telemetry.run_dir
+        try:
+            (folder / "batch_algebra.txt").write_text("\n".join(algebra.describe()) + "\n")
+        except OSError as error:
+            raise StorageError(str(folder), str(error)) from error
+        with (folder / "placement.json").open("w") as file:
+            _write(
+                file,
+                {
+                    "backend": self._config.rollout_matching.rollout_backend,
+                    "vllm_mode": self._config.rollout_matching.vllm.mode,
+                    "engines": engines,
+                    "devices": algebra.engine_devices,
+                    "servers": [server.model_dump() for server in self._servers],
+                    "learner_ranks": algebra.learner_world_size,
+                    "learner_threads": learner_threads,
+                },
+            )
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
         """Write the plan before the step and its metrics after it; nothing of a step that failed but its plan."""
-        starts = [0, *_running_sums(self._algebra.round_sizes)] if plan.channel is Channel.B else []
+        assert self._algebra is not None, "placed comes before the first step"
         _write(
             self._plans,
             {
                 **asdict(plan),
-                "rounds": [[start, end] for start, end in itertools.pairwise(starts)],
-                "actors": self._actors,
-                "sync_mode": self._config.rollout_matching.vllm.sync.mode,
+                "rounds": _positions(self._algebra) if plan.channel is Channel.B else [],
+                "engines": self._engines,
+                "sync_mode": self._sync_mode,
             },
         )
         started_s = time.time()
         record = StepRecord(plan)
         yield record
         assert record.report is not None
-        self._step_done(record.report, record.sync, Span(TRACK, f"step {plan.step} ({plan.channel})", started_s, time.time()))
+        self._step_done(record.report, record.sync, record.queue_wait_s, Span(TRACK, f"step {plan.step} ({plan.channel})", started_s, time.time()))
 
     def sync(self, report: SyncReport) -> None:
         """A sync outside any step, that ended now."""
@@ -124,8 +149,8 @@ class Telemetry:
             f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {_total_s(report):.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
         )
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Report on it, in a folder and in a line."""
+    def evaluation(self, evaluation: Evaluation) -> float:
+        """Report on it, in a folder and in a line. Returns F1 at the first threshold."""
         self._trace_spans([_span_until_now("held-out report", evaluation.wall_s)])
         report = make_report(evaluation, self._config, subject=f"{self._config.telemetry.name} after {evaluation.step} steps")
         counts = report.counts
@@ -139,6 +164,7 @@ class Telemetry:
             f"class accuracy on matched objects {counts.class_accuracy:.3f}",
             highlight=False,
         )
+        return counts.f1
 
     def saved(self, checkpoint: Path) -> None:
         self._console.print(f"saved     {checkpoint}", highlight=False)
@@ -147,14 +173,16 @@ class Telemetry:
         """The F1 of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
         if len(self.evaluations) < 2:
             return None
+        assert self._algebra is not None, "placed comes before the first step"
         warmup_steps = self._algebra.warmup_steps
         at_warmups_end = [report for report in self.evaluations if report.step == warmup_steps > 0]
         (name, before), after = ("warm-up", at_warmups_end[0]) if at_warmups_end else ("first", self.evaluations[0]), self.evaluations[-1]
         return f"val F1@{after.iou_threshold:g} {name} {before.f1:.2f} -> final {after.f1:.2f}"
 
-    def _step_done(self, report: StepReport, sync: SyncReport | None, span: Span) -> None:
+    def _step_done(self, report: StepReport, sync: SyncReport | None, queue_wait_s: float, span: Span) -> None:
         metrics: dict[str, float | str] = {**report.metrics, "time/step_s": span.duration_s}
         if report.channel is Channel.B:
+            metrics["time/queue_wait_s"] = queue_wait_s
             metrics["rollout/decode_mode"] = self._config.rollout_matching.resolved_decode_mode
         if sync is not None:
             metrics |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/canary_max_abs": sync.canary_max_abs, "time/sync_s": _total_s(sync)}
@@ -163,6 +191,8 @@ class Telemetry:
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
         assert metrics.keys() <= BY_NAME.keys(), f"not in shared/metrics.py: {metrics.keys() - BY_NAME.keys()}"
         _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
+        if self._ray_metrics is not None:
+            self._ray_metrics.step_done(report.step + 1, report.weight_version if sync is None else sync.version, metrics)
         # What is left of the step when the learner is done is the sync.
         sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
         self._trace_spans([span, *report.spans, *sync_span])
@@ -202,8 +232,15 @@ def _total_s(report: SyncReport) -> float:
     return sum(seconds for phase, seconds in report.phase_s.items() if not phase.startswith("send_"))
 
 
-def _running_sums(sizes: tuple[int, ...]) -> list[int]:
-    return [sum(sizes[: i + 1]) for i in range(len(sizes))]
+def _positions(algebra: BatchAlgebra) -> list[list[list[int]]]:
+    """The positions of a channel-B step that each learner rank learns in each round, `[round][rank] = [first, end]`."""
+    firsts = [0, *itertools.accumulate(algebra.share_per_rank)][:-1]
+    rounds = []
+    for sizes in algebra.rank_rounds:
+        ends = [first + size for first, size in zip(firsts, sizes, strict=True)]
+        rounds.append([[first, end] for first, end in zip(firsts, ends, strict=True)])
+        firsts = ends
+    return rounds
 
 
 def _write(file: TextIO, values: Mapping[str, Any]) -> None:

@@ -19,6 +19,9 @@ from shared.weight_sync import SyncPhase
 
 T = TypeVar("T")
 
+MakeEngine = Callable[[], RolloutEngine]
+"""Called in the actor's process; travels there, so it is picklable."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalEngine:
@@ -39,7 +42,7 @@ class LocalEngine:
 class EngineActor:
     """Gives an engine a process and an event loop. Ends its own process when the engine's has died, or Ray would go on sending it work."""
 
-    def __init__(self, make_engine: Callable[[], RolloutEngine]) -> None:
+    def __init__(self, make_engine: MakeEngine) -> None:
         self._engine = make_engine()
 
     async def start(self) -> int:

@@ -90,19 +90,19 @@ class ActorPool:
         decode_batch_size: int,
         learner_ranks: int = 1,
         devices: Sequence[int] | None = None,
-        tries_elsewhere: bool = False,
+        are_servers: bool = False,
     ) -> None:
         """`actors` are Ray actor handles.
 
         Args:
             decode_batch_size: most requests that one rollout device decodes at a time.
             devices: rollout devices of each actor's engine; None: they are asked at the start.
-            tries_elsewhere: requests that an engine failed to answer are sent once more, to the next one.
+            are_servers: each engine is a server launched elsewhere: requests that it failed to answer are sent once more, to the next one.
         """
         self._names, self._actors = tuple(names), tuple(actors)
         self._timeouts = timeouts
         self._decode_batch_size, self._learner_ranks = decode_batch_size, learner_ranks
-        self._tries_elsewhere = tries_elsewhere
+        self._are_servers = are_servers
         self._version = 0
         self._round: Future[Any] | None = None
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="actor-pool")
@@ -172,7 +172,9 @@ class ActorPool:
         return pieces
 
     def _send(self, piece: _Piece, attempt: int = 0) -> _Sent:
-        rollouts, count = self._actors[piece.engine].generate.options(num_returns=2).remote(*piece.requests, attempt=attempt)
+        # What Ray's dashboard calls it.
+        task = f"generate {len(piece.requests)} for learner rank {piece.rank}"
+        rollouts, count = self._actors[piece.engine].generate.options(num_returns=2, name=task).remote(*piece.requests, attempt=attempt)
         return _Sent(piece, rollouts, count)
 
     def _collect(self, sent: list[_Sent], num_ranks: int) -> Round:
@@ -182,7 +184,7 @@ class ActorPool:
         def elsewhere(index: int) -> tuple[str, Any] | None:
             piece = sent[index].piece
             following = (piece.engine + 1) % len(self._actors)
-            if not self._tries_elsewhere or following == piece.first_engine:
+            if not self._are_servers or following == piece.first_engine:
                 return None
             sent[index] = self._send(replace(piece, engine=following), attempt=TRIES)
             return self._names[following], sent[index].count
@@ -203,14 +205,8 @@ class ActorPool:
         for phase in SyncPhase:
             call = _Call(phase, self._timeouts.sync_phase_s, "timeouts.sync_phase_s", check, WeightSyncError, margin_s=2 * MARGIN_S)
             answers = self._wait(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
-        reports: list[SyncReport] = answers
         self._version = offer.version
-        return SyncReport(
-            version=offer.version,
-            bytes=reports[0].bytes,
-            phase_s={phase: max(report.phase_s[phase] for report in reports) for phase in reports[0].phase_s},
-            canary_max_abs=max(report.canary_max_abs for report in reports),
-        )
+        return SyncReport.of_slowest(answers)
 
     def _named(self) -> list[tuple[str, Any]]:
         return list(zip(self._names, self._actors, strict=True))

@@ -97,6 +97,17 @@ def _learner_error(message: str, phase: str) -> LearnerError:
     return LearnerError(message, phase=phase)
 
 
+class CollectiveError(LearnerError):
+    """A learner rank waited for the others in vain. What became of them is for their own errors to say."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _collective_error, (self.message, self.phase)
+
+
+def _collective_error(message: str, phase: str) -> CollectiveError:
+    return CollectiveError(message, phase=phase)
+
+
 class StorageError(RuntimeError):
     """Something could not be written: `path` is where, `reason` why. No space left and no permission are the usual ones."""
 

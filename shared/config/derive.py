@@ -116,7 +116,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     world_size, variant, rows = run.learner.world_size, run.custom.trainer_variant, row_rule(run)
     decode_batch_size = run.rollout_matching.decode_batch_size
     devices = engine_devices(run) if devices is None else devices
-    assert devices is not None, "servers are asked for their devices first"
+    assert devices is not None, "they are known when the engines are placed"
     rollouts = raw_rollouts_per_step(run)
     share_per_rank = tuple(len(rank_share(rollouts, world_size, rank)) for rank in range(world_size))
     chunk = chunk_size(decode_batch_size, devices, world_size)
@@ -158,13 +158,14 @@ def engine_noun(run: RunConfig) -> str:
 
 
 def engine_devices(run: RunConfig) -> tuple[int, ...] | None:
-    """Rollout devices of each engine, in the order in which rounds are split; None where servers have to be asked."""
+    """Rollout devices of each engine, in the order in which rounds are split; None where servers have to be asked, or the cluster for its GPUs."""
     matching = run.rollout_matching
     if matching.rollout_backend == "hf":
         return (1,) * run.learner.world_size
     match matching.vllm.mode:
         case "colocate":
-            return (matching.vllm.tensor_parallel_size or 1,) * run.learner.world_size
+            size = matching.vllm.tensor_parallel_size
+            return None if size is None else (size,) * run.learner.world_size
         case "actors":
             return (matching.vllm.actors.tensor_parallel_size,) * matching.vllm.actors.num_actors
         case "server":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -17,12 +18,29 @@ def _http_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine, whoever asks."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
 class ServerEntry(Section):
     base_url: Annotated[str, AfterValidator(_http_url), Field(examples=["http://127.0.0.1:8000"])]
     """Prefix of the server's routes."""
 
     group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
     """Port on the first learner rank's node where this server's engines join the weight transfer; 0: any free one."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the server is on the machine that names it so."""
+        host = urlsplit(self.base_url).hostname
+        assert host is not None, "checked when it was read"
+        return is_loopback(host)
 
 
 def _each_once(servers: tuple[ServerEntry, ...]) -> tuple[ServerEntry, ...]:

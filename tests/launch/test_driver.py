@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from config_support import mapping
@@ -15,7 +16,7 @@ from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
 from shared.chunking import split_contiguous
 from shared.config import load_config
-from shared.config.derive import batch_algebra
+from shared.config.derive import engine_devices
 from shared.reports import StepReport
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule
@@ -44,11 +45,11 @@ class Round:
     def result(self):
         self.world.now = max(self.world.now, self.end)
         self.world.note("generated", tuple(self.requests))
-        return self.requests
+        return [self.requests]
 
 
 class Rollouts:
-    """The driver's view of rollout actors: rounds of fixed latency in virtual time."""
+    """The driver's view of rollout actors: rounds of fixed latency in virtual time. One learner rank, so that every list of ranks holds one."""
 
     def __init__(self, world, round_size):
         self.world, self.round_size = world, round_size
@@ -58,9 +59,11 @@ class Rollouts:
         return self.world.version
 
     def split(self, requests):
-        return [requests[i : i + self.round_size] for i in range(0, len(requests), self.round_size)]
+        (requests,) = requests
+        return [[requests[i : i + self.round_size]] for i in range(0, len(requests), self.round_size)]
 
-    def generate(self, requests):
+    def generate(self, round_):
+        (requests,) = round_
         self.world.note("submit", tuple(requests), self.world.version)
         return Round(self.world, requests)
 
@@ -69,39 +72,51 @@ class Rollouts:
         return done(SyncReport(offer.version, 1, {"wire": 0.0}, 0.0))
 
 
+class SceneOf(NamedTuple):
+    position: int
+    text: str
+
+
 class LearnerOfFixedLatency:
     num_held_out = 40
 
     def __init__(self, world):
-        self.world, self.plan, self.offered = world, None, 0
+        self.world, self.plans, self.offered = world, [], 0
 
     def next_requests(self, plan):
-        self.plan = plan
+        self.plans.append(plan)
         self.world.note("begin", plan.step, plan.channel)
-        return [(plan.step, i) for i in range(plan.num_samples)] if plan.channel == "B" else []
+        return [[(plan.step, i) for i in range(plan.num_samples)] if plan.channel == "B" else []]
 
     def accumulate(self, done):
+        (done,) = done
+        assert {step for step, _ in done} == {self.plans[0].step}
         self.world.now += self.world.learn_s
         self.world.note("learn", tuple(done))
 
     def finish_step(self):
-        self.world.note("update", self.plan.step)
-        return StepReport(self.plan.step, self.plan.channel, self.world.version, {}, ())
+        plan = self.plans.pop(0)
+        self.world.note("update", plan.step)
+        return StepReport(plan.step, plan.channel, self.world.version, {}, ())
 
     def held_out_requests(self, step):
-        return [("val", step, i) for i in range(self.num_held_out)]
+        return [[("val", step, i) for i in range(self.num_held_out)]]
 
     def score(self, done):
-        return [f"scene of {request}" for request in done]
+        (done,) = done
+        return [SceneOf(request[2], f"scene of {request}") for request in done]
 
     def offer_weights(self):
         self.offered += 1
-        terms = Terms(host="", port=0, world_size=2, timeout_s=5.0, bucket_bytes=1, tensors=(), checksums=())
+        terms = Terms(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
         return WeightOffer(self.offered, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1,), (), (1,), (), 1e-4))
 
     def send_weights(self, offer):
         self.world.note("sync", offer.version)
         return done(SendReport(1, {"wire": 0.0}))
+
+    def sync_done(self):
+        pass
 
 
 class Notes:
@@ -114,7 +129,8 @@ class Notes:
         pass
 
     def evaluation(self, evaluation):
-        self.world.note("evaluate", evaluation.step, evaluation.weight_version, evaluation.scenes)
+        self.world.note("evaluate", evaluation.step, evaluation.weight_version, tuple(scene.text for scene in evaluation.scenes))
+        return 0.5
 
     @contextmanager
     def step(self, plan):
@@ -123,17 +139,33 @@ class Notes:
         self.steps.append(self.world.now - started)
 
 
+class NoCheckpoints:
+    """What the driver tells whoever keeps checkpoints."""
+
+    def __init__(self):
+        self.told = []
+
+    def after_step(self, num_steps):
+        self.told.append(("step", num_steps))
+
+    def after_report(self, num_steps, f1):
+        self.told.append(("report", num_steps, f1))
+
+    def at_end(self, num_steps):
+        self.told.append(("end", num_steps))
+
+
 def done(value):
     future = Future()
     future.set_result(value)
     return future
 
 
-def run(tmp_path, world, *, round_size=8, queue=one_ahead, **changes):
+def run(tmp_path, world, *, round_size=8, queue=one_ahead, checkpoints=None, **changes):
     changes = {"training__max_steps": 3, "stage2_ab__schedule__warmup_steps": 1, "stage2_ab__channel_b__rollouts_per_step": 32} | changes
     config = load_config(mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes))
     notes = Notes(world)
-    train(LearnerOfFixedLatency(world), Rollouts(world, round_size), RunSchedule(config), queue, notes)
+    train(LearnerOfFixedLatency(world), Rollouts(world, round_size), RunSchedule(config), queue, notes, checkpoints or NoCheckpoints())
     return notes
 
 
@@ -202,6 +234,53 @@ def test_a_report_at_every_eval_steps_has_the_weights_of_the_steps_before_it(tmp
     assert reports == [(2, 2), (3, 3), (4, 4), (6, 6)]
 
 
+STALE = {"rollout_matching__max_staleness": 1, "stage2_ab__schedule__warmup_steps": 0, "training__max_steps": 4, "data__val": None}
+
+
+def submissions(world):
+    """Step and weight version of every round, in the order of submission."""
+    return [(event[1][0][0], event[2]) for event in world.log if event[0] == "submit"]
+
+
+def test_with_staleness_1_the_next_steps_first_round_is_generated_while_this_steps_last_is_learned(tmp_path):
+    world = World()
+    run(tmp_path, world, round_size=16, **STALE)
+    # Two rounds a step: the first of every step but the run's first begins one version early, the second has its own step's weights.
+    assert submissions(world) == [(0, 1), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4)]
+    events = [event[:2] for event in world.log]
+    last_of_0, first_of_1 = tuple((0, i) for i in range(16, 32)), tuple((1, i) for i in range(16))
+    assert events.index(("submit", first_of_1)) < events.index(("learn", last_of_0)) < events.index(("update", 0))
+
+
+def test_with_staleness_1_generation_and_learning_wait_for_each_other_only_at_the_start(tmp_path):
+    exact, stale = World(), World()
+    run(tmp_path, exact, round_size=16, **STALE | {"rollout_matching__max_staleness": 0})
+    run(tmp_path, stale, round_size=16, **STALE)
+    assert exact.now == 4 * (2 * 1.0 + 1.0)
+    assert stale.now == 1.0 + 4 * 2 * 1.0
+
+
+def test_with_staleness_1_no_round_is_begun_early_across_a_channel_a_step(tmp_path):
+    world = World()
+    run(tmp_path, world, **STALE | {"stage2_ab__schedule__b_ratio": 0.5, "training__max_steps": 6})
+    channels = [event[2] for event in world.log if event[0] == "begin"]
+    assert channels == ["A", "B"] * 3
+    versions = dict(submissions(world))
+    assert {step: {version for s, version in submissions(world) if s == step} for step in versions} == {1: {2}, 3: {3}, 5: {4}}
+
+
+def test_without_the_queue_or_staleness_every_round_has_its_own_steps_weights(tmp_path):
+    world = World()
+    run(tmp_path, world, queue=one_at_a_time, **STALE)
+    assert submissions(world) == [(step, step + 1) for step in range(4) for _ in range(4)]
+
+
+def test_whoever_keeps_checkpoints_hears_of_every_update_every_report_and_the_end_before_the_last_report(tmp_path):
+    checkpoints = NoCheckpoints()
+    run(tmp_path, World(), checkpoints=checkpoints)
+    assert checkpoints.told == [("step", 1), ("report", 1, 0.5), ("step", 2), ("step", 3), ("end", 3), ("report", 3, 0.5)]
+
+
 def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path):
     actors, decode_batch_size, logs = 3, 2, []
     for per_device_eval_batch_size in (1, 2, 64):
@@ -211,7 +290,7 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
             "training__per_device_eval_batch_size": per_device_eval_batch_size,
         }
         config = load_config(mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes))
-        pool = ActorPool([], [], PoolTimeouts(1.0, 1.0, 1.0), round_capacity=batch_algebra(config).round_capacity)
+        pool = ActorPool([], [], PoolTimeouts(1.0, 1.0, 1.0), decode_batch_size=decode_batch_size, devices=engine_devices(config))
         world = World()
         rollouts = Rollouts(world, round_size=0)
         rollouts.split = pool.split

@@ -9,7 +9,7 @@ import ray
 from learner.actor import RemoteLearner
 from learner.place import LearnerPlace, ReceiverGroup
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import ConfigError, LearnerError, WeightSyncError
+from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError, WeightSyncError
 from shared.schedule import StepPlan
 
 pytestmark = pytest.mark.ray
@@ -18,8 +18,22 @@ pytestmark = pytest.mark.ray
 class Shell:
     """The methods of `LearnerShell` that misbehave here."""
 
+    def __init__(self, rank=0):
+        self.rank = rank
+
     def start(self, *arguments):
         raise ConfigError("model.path: no")
+
+    def accumulate(self, *shares):
+        """Rank 1 fails at last, rank 0 notices first."""
+        time.sleep(self.rank)
+        raise RolloutError("a prompt differs", actor="actor-1", phase="check") if self.rank else CollectiveError("rank 1 left", phase="reduce")
+
+    def save(self, folder):
+        time.sleep(60 * self.rank)
+
+    def held_out_requests(self, step):
+        return [f"{self.rank}/{step}"]
 
     def next_requests(self, plan):
         time.sleep(60)
@@ -34,13 +48,13 @@ class Shell:
 @pytest.fixture
 def learner(ray_cluster):
     actor = ray.remote(Shell).options(num_cpus=0).remote()
-    yield lambda **timeouts: RemoteLearner(actor, TimeoutsSection(**timeouts))
+    yield lambda **timeouts: RemoteLearner([actor], TimeoutsSection(**timeouts))
     ray.kill(actor)
 
 
 def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_behind_it(learner):
     with pytest.raises(ConfigError, match=r"model\.path: no") as caught:
-        learner().start(None, LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),)))
+        learner().start(None, [LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))])
     assert type(caught.value) is ConfigError
     assert "in start" in str(caught.value.__cause__)
 
@@ -59,3 +73,29 @@ def test_a_failed_send_arrives_through_its_future(learner):
     error = learner().send_weights(None).exception(timeout=30)
     assert type(error) is WeightSyncError
     assert error.phase == "rendezvous"
+
+
+@pytest.fixture
+def two_ranks(ray_cluster):
+    actors = [ray.remote(Shell).options(num_cpus=0).remote(rank) for rank in (0, 1)]
+    ray.get([actor.__ray_ready__.remote() for actor in actors])
+    yield lambda **timeouts: RemoteLearner(actors, TimeoutsSection(**timeouts))
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_an_error_on_one_rank_ends_all_of_them_with_that_ranks_message(two_ranks):
+    """Rank 0 waited in vain and says so first; what is raised is what rank 1 found."""
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match="a prompt differs"):
+        two_ranks().accumulate([[], []])
+    assert time.monotonic() - started < 30
+
+
+def test_a_rank_that_does_not_answer_is_named(two_ranks):
+    with pytest.raises(LearnerError, match=r"save on the learner: no answer from rank 1 in 1 s \(timeouts\.learn_s\)"):
+        two_ranks(learn_s=1.0).save(None)
+
+
+def test_answers_come_in_rank_order(two_ranks):
+    assert two_ranks().held_out_requests(7) == [["0/7"], ["1/7"]]

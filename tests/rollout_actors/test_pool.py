@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import ray
 from fake_actors import create_fake_actor
 
 from rollout_actors.pool import ActorPool, PoolTimeouts
-from shared.errors import RolloutError, WeightSyncError
+from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import WeightOffer
 
 pytestmark = pytest.mark.ray
@@ -23,11 +24,15 @@ def make_pool(ray_cluster: None) -> Iterator[MakePool]:
     """A pool of a good actor-0 and an actor-1 with the given trouble."""
     pools = []
 
-    def make(phase: str = "", trouble: str = "", *, limit_s: float = 30.0) -> ActorPool:
+    def make(phase: str = "", trouble: str = "", *, limit_s: float = 30.0, **options: Any) -> ActorPool:
         names = ["actor-0", "actor-1"]
         actors = [create_fake_actor("actor-0"), create_fake_actor("actor-1", phase, trouble)]
         ray.get([actor.__ray_ready__.remote() for actor in actors])  # so that no limit counts the start of a process
-        pools.append(ActorPool(actors, names, PoolTimeouts(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s), round_capacity=4))
+        pools.append(
+            ActorPool(
+                actors, names, PoolTimeouts(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s), **{"decode_batch_size": 2, "devices": (1, 1), **options}
+            )
+        )
         return pools[-1]
 
     yield make
@@ -35,8 +40,10 @@ def make_pool(ray_cluster: None) -> Iterator[MakePool]:
         pool.close()
 
 
-def refs(num: int) -> list[ray.ObjectRef]:
-    return [ray.put(f"request-{i}") for i in range(num)]
+def refs(*sizes: int) -> list[list[ray.ObjectRef]]:
+    """Requests of each learner rank."""
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return [[ray.put(f"request-{start + i}") for i in range(size)] for start, size in zip(starts, sizes, strict=True)]
 
 
 def offer(version: int) -> WeightOffer:
@@ -46,18 +53,65 @@ def offer(version: int) -> WeightOffer:
 def test_a_round_is_split_into_contiguous_shares_and_comes_back_in_order(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.start()
-    shares = ray.get(pool.generate(refs(3)).result())
+    (shares,) = map(ray.get, pool.generate(refs(3)).result())
     assert shares == [[("actor-0", "request-0"), ("actor-0", "request-1")], [("actor-1", "request-2")]]
 
 
 def test_an_empty_share_sends_nothing(make_pool: MakePool) -> None:
     pool = make_pool("generate", "fail")
-    assert ray.get(pool.generate(refs(1)).result()) == [[("actor-0", "request-0")]]
-    assert pool.generate([]).result() == []
+    assert list(map(ray.get, pool.generate(refs(1)).result())) == [[[("actor-0", "request-0")]]]
+    assert pool.generate([[]]).result() == [[]]
 
 
 def test_a_step_is_cut_into_even_rounds_of_at_most_the_capacity(make_pool: MakePool) -> None:
-    assert make_pool().split(list(range(9))) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert make_pool().split([list(range(9))]) == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
+
+
+def test_a_round_holds_the_next_chunk_of_every_learner_rank_and_engines_share_out_the_whole_of_it(make_pool: MakePool) -> None:
+    """DESIGN 5, decision 15: W x chunk requests in rank order, that range is split over the engines; every rank gets its own back."""
+    pool = make_pool(learner_ranks=2)
+    assert pool.split([[0, 1, 2], [3, 4]]) == [[[0, 1], [3]], [[2], [4]]]
+    first, second = map(ray.get, pool.generate(refs(2, 1)).result())
+    assert first == [[("actor-0", "request-0"), ("actor-0", "request-1")]]
+    assert second == [[("actor-1", "request-2")]]
+    first, second = map(ray.get, pool.generate(refs(1, 2)).result())
+    assert first == [[("actor-0", "request-0")]]
+    assert second == [[("actor-0", "request-1")], [("actor-1", "request-2")]]
+
+
+def test_engines_of_several_devices_take_in_proportion_to_them(make_pool: MakePool) -> None:
+    pool = make_pool(devices=(1, 3))
+    (shares,) = map(ray.get, pool.generate(refs(8)).result())
+    assert [len(share) for share in shares] == [2, 6]
+    assert [len(rank) for round_ in pool.split([list(range(9))]) for rank in round_] == [5, 4]
+
+
+def test_a_pool_that_is_not_told_its_engines_devices_asks_them_at_the_start(make_pool: MakePool) -> None:
+    pool = make_pool(devices=None)
+    pool.start()
+    assert pool.devices == (1, 1)
+
+
+def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_the_start(make_pool: MakePool) -> None:
+    """Scenario: vLLM server mode fails fast when cap is infeasible."""
+    with pytest.raises(ConfigError, match=r"decode_batch_size: decode_batch_size 1 x 2 rollout devices is less than 4 learner ranks; raise decode_batch_size"):
+        make_pool(devices=None, decode_batch_size=1, learner_ranks=4).start()
+
+
+def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wanted(make_pool: MakePool) -> None:
+    pool = make_pool("generate", "fail", are_servers=True)
+    (shares,) = map(ray.get, pool.generate(refs(4)).result())
+    assert [name for share in shares for name, _ in share] == ["actor-0"] * 4
+    assert [request for share in shares for _, request in share] == [f"request-{i}" for i in range(4)]
+    with pytest.raises(RolloutError, match="told to fail"):
+        make_pool("generate", "fail").generate(refs(4)).result()
+
+
+def test_a_sync_waits_for_the_round_that_is_being_generated(make_pool: MakePool) -> None:
+    pool = make_pool("generate", "slow")
+    waiting = pool.generate(refs(2))
+    pool.receive_weights(offer(1)).result()
+    assert waiting.done()
 
 
 def test_a_sync_raises_the_version_and_reports_the_slowest_actor(make_pool: MakePool) -> None:

@@ -1,4 +1,4 @@
-"""Ray actors with the methods of `VllmActor` and no engine: they answer, fail, sleep or die as they are told."""
+"""Ray actors with the methods of `EngineActor` and no engine: they answer, fail, sleep or die as they are told."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from shared.weight_sync import SyncPhase
 
 
 class FakeActor:
-    """`trouble` is `sleep`, `die`, `fail` or nothing, in `phase`: `start`, `generate` or one of a sync."""
+    """`trouble` is `slow`, `sleep`, `die`, `fail` or nothing, in `phase`: `start`, `generate` or one of a sync."""
 
     def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
         self._name, self._phase, self._trouble = name, phase, trouble
 
-    async def start(self) -> None:
+    async def start(self) -> int:
         await self._reach("start")
+        return 1
 
-    async def generate(self, *requests: RolloutRequest) -> tuple[list[Any], int]:
+    async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Any], int]:
         await self._reach("generate")
         return [(self._name, request) for request in requests], len(requests)
 
@@ -36,6 +37,8 @@ class FakeActor:
         if phase != self._phase:
             return
         match self._trouble:
+            case "slow":
+                await asyncio.sleep(1)
             case "sleep":
                 await asyncio.sleep(3600)
             case "die":

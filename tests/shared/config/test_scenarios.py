@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from launch.preflight import check_data
+from launch.data_checks import check_data
 from learner.rules import target_rules
 from shared.config.derive import batch_algebra
 from shared.config.pipeline import Channel

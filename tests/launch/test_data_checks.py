@@ -10,7 +10,7 @@ import pytest
 from config_support import configuration
 from PIL import Image
 
-from launch.preflight import DataFacts, check_data
+from launch.data_checks import DataFacts, check_data
 from learner.samples import load_samples
 from shared.errors import ConfigError, RecordError
 
@@ -48,7 +48,7 @@ def test_the_most_images_of_a_row_are_those_of_training_and_validation(run):
 
 
 def test_the_check_loads_neither_torch_nor_what_needs_it():
-    code = "import sys, launch.preflight; print(sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))"
+    code = "import sys, launch.data_checks; print(sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True).stdout == "[]\n"
 
 

@@ -1,0 +1,56 @@
+"""What can be known before any process is started: are the data sound?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.checkpoint_folder import checkpoint_problems
+from learner.samples import load_samples
+from shared.config import RunConfig
+from shared.dataset import Dataset
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What the rest of the run needs to know of its data."""
+
+    max_images: int
+    """Most images of a row, over training and validation: the engines' limit per prompt."""
+    num_train_skipped: int
+    num_val_skipped: int
+    """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
+
+    def describe(self) -> list[str]:
+        """One line about the rows that were left out; none where none was."""
+        if not self.num_train_skipped + self.num_val_skipped:
+            return []
+        return [f"data      skipped {self.num_train_skipped} bad rows of data.train and {self.num_val_skipped} of data.val (data.on_bad_row: skip)"]
+
+
+def check_data(config: RunConfig) -> DataFacts:
+    """Read every row of the run's data files and, where `data.check_images`, every image, as the learner will.
+
+    Raises:
+        ConfigError: the checkpoint or a data file is missing.
+        RecordError: a bad row or image, with file and line (`data.on_bad_row: error`).
+    """
+    if problems := checkpoint_problems(Path(config.model.path)):
+        raise ConfigError(problems)
+    train = load_checked(config, "data.train", config.data.train)
+    val = None if config.data.val is None else load_checked(config, "data.val", config.data.val)
+    return DataFacts(
+        max_images=max(len(sample.images) for dataset in (train, val) if dataset is not None for sample in dataset),
+        num_train_skipped=train.num_skipped,
+        num_val_skipped=0 if val is None else val.num_skipped,
+    )
+
+
+def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
+    """The file that `key` names, read as `check_data` does, with its errors."""
+    if not path.is_file():
+        raise ConfigError(
+            f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for data=demo_polygons), or set {key} to a JSONL file"
+        )
+    return load_samples(config, path)

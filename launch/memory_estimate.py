@@ -1,0 +1,153 @@
+"""How much memory a run's processes are going to need, from the checkpoint's files alone: nothing is loaded.
+
+Estimates, not promises: weights, gradients and optimizer state are exact, activations and caches follow the shapes of the layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.logits import LOGIT_CHUNK
+from learner.parts import part_of, section_of
+from shared.config import RunConfig
+from shared.errors import ConfigError
+
+BYTES = {"float32": 4, "bfloat16": 2}
+LOGIT_BYTES = 9
+"""Of a logit within a chunk: its value, a float32 copy, a mask (benchmarks/logit_memory.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the sizes of a model follow from."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    """Shape of each tensor of the checkpoint; tied ones are there once."""
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """ConfigError where the folder's files are not those of a checkpoint."""
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            text = config.get("text_config", config)
+            heads = text["num_attention_heads"]
+            return cls(
+                parameters=_parameters(folder),
+                hidden=text["hidden_size"],
+                layers=text["num_hidden_layers"],
+                intermediate=text["intermediate_size"],
+                heads=heads,
+                kv_heads=text["num_key_value_heads"],
+                head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+                vocabulary=text["vocab_size"],
+            )
+        except (OSError, ValueError, KeyError, struct.error) as error:
+            raise ConfigError(f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a folder that save_pretrained wrote") from error
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.parameters.values()))
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Keys and values of every layer."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def layer_numbers_per_token(self) -> int:
+        """Numbers that a layer of the language model keeps for its backward, for each token: inputs of norms and projections, queries, keys, values,
+        attention's output, the gate, its product."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return 6 * self.hidden + attention + 4 * self.intermediate
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of one process on one device, in bytes."""
+
+    what: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        return f"{self.what}: {in_gib(self.total)} = " + " + ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items() if size)
+
+
+def num_trainable(config: RunConfig, shape: ModelShape) -> int:
+    """Values that have gradients and optimizer state: of the adapter where there is one, else of the parts that are not frozen."""
+    adapter = config.model.adapter
+    if adapter is not None:
+        adapted = [sizes for name, sizes in shape.parameters.items() if len(sizes) == 2 and name.split(".")[-2] in adapter.target_modules]
+        return sum(adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0) for sizes in adapted)
+    trained = (sizes for name, sizes in shape.parameters.items() if not section_of(part_of(name), config.training.parts).frozen)
+    return sum(map(math.prod, trained))
+
+
+def learner_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
+    """One learner rank."""
+    trainable = num_trainable(config, shape)
+    size, tokens = BYTES[config.model.dtype], config.global_max_length
+    ranks = config.learner.world_size if config.learner.parallel == "fsdp" else 1
+    layer = shape.layer_numbers_per_token * tokens * size
+    # Recomputed: the input of every layer, and one layer at a time.
+    activations = shape.layers * shape.hidden * tokens * size + layer if config.model.gradient_checkpointing else shape.layers * layer
+    return Estimate(
+        "learner rank",
+        {
+            "weights": shape.num_parameters * size // ranks,
+            "master weights": trainable * 4 // ranks if size == 2 else 0,
+            "gradients": trainable * 4 // ranks,
+            "optimizer": trainable * 8 // ranks,
+            f"activations of a row of {tokens} tokens": activations + min(LOGIT_CHUNK, tokens) * shape.vocabulary * LOGIT_BYTES,
+        },
+    )
+
+
+def engine_estimate(config: RunConfig, shape: ModelShape, devices: int, device_bytes: int) -> Estimate:
+    """One device of a vLLM engine of so many devices with so much memory each."""
+    size, vllm = BYTES[config.model.dtype], config.rollout_matching.vllm
+    weights = shape.num_parameters * size // devices
+    cache = vllm.kv_cache_memory_bytes
+    if cache is None:
+        cache = max(0, math.floor(vllm.resolved_gpu_memory_utilization * device_bytes) - weights)
+    return Estimate("engine device", {"weights": weights, "key-value cache": cache})
+
+
+def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:
+    """Longest sequences that an engine's cache holds at the same time."""
+    tokens = config.rollout_matching.vllm.max_model_len or config.global_max_length
+    return engine.parts["key-value cache"] * devices // (shape.kv_numbers_per_token * BYTES[config.model.dtype] * tokens)
+
+
+def in_gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def _parameters(folder: Path) -> dict[str, tuple[int, ...]]:
+    """From the headers of the safetensors files, which begin with their own length."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError("no *.safetensors files")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes

