@@ -5,8 +5,9 @@ The layers are exchanged in place and the model keeps its class and its attribut
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,13 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shared.adapter_terms import AdapterTerms
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 
 NAME = "default"
 """What peft calls the one adapter."""
-TENSORS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 def apply_adapter(model: Any, section: AdapterSection, *, base_path: str, seed: int) -> None:
@@ -72,25 +71,30 @@ def merged_weight(layer: LoraLinear) -> torch.Tensor:
         return merged
 
 
-def adapter_terms(model: Any, *, timeout_s: float) -> AdapterTerms:
-    """The adapter as it is now, under the names by which peft and vLLM load it."""
-    return AdapterTerms.make(safetensors.torch.save(_tensors(model)), _config(model), timeout_s=timeout_s)
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter by itself, under the names by which peft and vLLM load it."""
+
+    tensors: bytes
+    """`adapter_model.safetensors`."""
+    config: dict[str, Any]
+    """`adapter_config.json`."""
+
+    def save(self, folder: Path) -> None:
+        """As `peft.PeftModel.from_pretrained(base model, folder)` takes it. Raises OSError."""
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(self.tensors)
+        (folder / "adapter_config.json").write_text(json.dumps(self.config, sort_keys=True))
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """The adapter alone, in `folder`, as `peft.PeftModel.from_pretrained(base model, folder)` takes it."""
-    terms = adapter_terms(model, timeout_s=0.0)
-    folder.mkdir(parents=True)
-    (folder / TENSORS_FILE).write_bytes(terms.tensors)
-    (folder / CONFIG_FILE).write_text(terms.config)
-
-
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
-    # The prefix is that of peft's wrapper, which this model does without.
-    tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    return {f"base_model.model.{name}": tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-
-
-def _config(model: Any) -> dict[str, Any]:
-    config: LoraConfig = model.peft_config[NAME]
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in replace(config, inference_mode=True).to_dict().items()}
+def adapter_files(model: Any) -> AdapterFiles | None:
+    """The adapter as it is now; None where the model has none. Where the model is sharded, all ranks call it at once."""
+    if not adapted_layers(model):
+        return None
+    tensors = {}
+    for name, tensor in get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False).items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        # The prefix is that of peft's wrapper, which this model does without.
+        tensors[f"base_model.model.{name}"] = whole.detach().contiguous().cpu()
+    config = replace(model.peft_config[NAME], inference_mode=True).to_dict()
+    return AdapterFiles(safetensors.torch.save(tensors), {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from learner.adapters import adapted_layers, save_adapter
+from learner.adapters import AdapterFiles
 from learner.weight_source import MergedWeights
 from shared.errors import StorageError
 
@@ -17,10 +17,12 @@ ADAPTER_FOLDER = "adapter"
 """Inside a checkpoint of a learner with an adapter: the adapter alone, in peft's format."""
 
 
-def save_checkpoint(model: Any, processor: Any, folder: Path, *, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+def save_checkpoint(
+    model: Any, processor: Any, folder: Path, *, state_dict: dict[str, torch.Tensor] | None = None, adapter: AdapterFiles | None = None
+) -> None:
     """Weights (safetensors; adapters merged), configuration, tokenizer and processor files in `folder`, complete or not there at all.
 
-    `state_dict` are the weights where the model holds only a part of them.
+    `state_dict` are the weights where the model holds only a part of them; `adapter` is the model's, if it has one.
     Raises StorageError with the path: no space left, no permission.
     """
     partial = folder.with_name(f"{folder.name}.partial")
@@ -28,12 +30,11 @@ def save_checkpoint(model: Any, processor: Any, folder: Path, *, state_dict: dic
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        if adapted_layers(model):
-            # Merged, so that it loads where nobody knows of adapters.
-            model.save_pretrained(partial, state_dict=dict(MergedWeights(model).tensors()))
-            save_adapter(model, partial / ADAPTER_FOLDER)
-        else:
-            model.save_pretrained(partial, state_dict=state_dict)
+        if adapter is not None:
+            # Merged, so that the checkpoint loads where nobody knows of adapters.
+            state_dict = state_dict or dict(MergedWeights(model).tensors())
+            adapter.save(partial / ADAPTER_FOLDER)
+        model.save_pretrained(partial, state_dict=state_dict)
         processor.save_pretrained(partial)
         if folder.exists():
             shutil.rmtree(folder)

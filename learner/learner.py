@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from learner.adapter_sender import AdapterSender
+from learner.adapters import adapter_files
 from learner.canary import canary_probe
 from learner.checkpoint import save_checkpoint
 from learner.checks import check_logprobs, check_prompt, check_weight_versions, compares_logprobs
@@ -44,6 +46,7 @@ from learner.weight_sender import WeightSender
 from shared.canary import CanaryProbe
 from shared.chunking import rank_share
 from shared.config import RunConfig
+from shared.config.derive import resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
 from shared.errors import ConfigError
@@ -173,6 +176,11 @@ class Learner:
         assert self._sender is not None, "rank 0 sends"
         return self._sender.send(offer)
 
+    def fall_back_to_full(self) -> None:
+        """An adapter that was offered did not arrive: every later offer is of the merged weights."""
+        assert isinstance(self._sender, AdapterSender), "only an offer of an adapter falls back"
+        self._sender.fall_back_to_full()
+
     def sync_done(self) -> None:
         """The offered weights are served, everywhere: every rank holds the version that was offered."""
         with self._ranks.of_phase("sync_done"):
@@ -187,8 +195,9 @@ class Learner:
         with self._ranks.of_phase("save"):
             self._parallel.check()
             self._parallel.gather()
+            adapter = adapter_files(self._loaded.model)
             if self._ranks.rank == 0:
-                save_checkpoint(self._loaded.model, self._loaded.processor, folder, state_dict=self._parallel.state_dict())
+                save_checkpoint(self._loaded.model, self._loaded.processor, folder, state_dict=self._parallel.state_dict(), adapter=adapter)
             self._parallel.drop()
             self._ranks.barrier()
 
@@ -220,8 +229,8 @@ class Learner:
         path = self._config.data.val
         return None if path is None else HeldOut.of(self._config, load_samples(self._config, path), self._loaded)
 
-    def _make_sender(self, place: LearnerPlace) -> WeightSender:
-        return WeightSender(
+    def _make_sender(self, place: LearnerPlace) -> WeightSender | AdapterSender:
+        full = WeightSender(
             self._parallel.weights,
             transport=place.transport,
             receivers=place.receivers,
@@ -229,6 +238,10 @@ class Learner:
             timeout_s=self._config.timeouts.sync_phase_s,
             bucket_bytes=self._config.rollout_matching.vllm.sync.bucket_bytes,
         )
+        if resolved_sync_mode(self._config) == "full":
+            return full
+        falls_back = self._config.rollout_matching.vllm.sync.fallback_to_full
+        return AdapterSender(self._loaded.model, full, timeout_s=self._config.timeouts.sync_phase_s, falls_back=falls_back)
 
     def _require_same_start(self) -> None:
         """Each rank loads model and data from its own node's disk."""

@@ -14,9 +14,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.repeat_guard_vllm import check_active, repeat_rule
+from rollout_actors.repeat_guard_vllm import check_active
+from rollout_actors.repeat_rule import repeat_rule
 from rollout_actors.vllm_requests import engine_arguments, probe_params, probe_prompt, probe_scores, read_rollout, request_prompt, sampling_params
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe
@@ -38,6 +41,7 @@ class VllmEngine:
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
         self._intake: WeightIntake | None = None
+        self._adapter = AdapterIntake(enabled=settings.enable_lora)
         self._version = 0
         self._shut = "it was not started"
         self._num_probes = 0
@@ -52,7 +56,15 @@ class VllmEngine:
         await check_active(self._llm, self._settings.repeat_guard, self.name)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version(str(self._version))
-        self._intake = WeightIntake(self.name, self._llm, transport=self._settings.transport, rank_offset=self._rank_offset, score=self._score)
+        self._intake = WeightIntake(
+            self.name,
+            self._llm,
+            transport=self._settings.transport,
+            rank_offset=self._rank_offset,
+            score=self._score,
+            adapter=self._adapter,
+            fatal=(EngineDeadError,),
+        )
         self._shut = ""
         return self._settings.tensor_parallel_size
 
@@ -129,7 +141,7 @@ class VllmEngine:
     async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str) -> RequestOutput:
         assert self._llm is not None
         # FINAL_ONLY: exactly one output.
-        async for output in self._llm.generate(prompt, params, request_id):
+        async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter.request):
             return output
         raise AssertionError("vLLM ends a request with an output")
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
-
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from rollout_actors.receipt import Receipt, check_receipts
+from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
@@ -22,15 +20,67 @@ Score = Callable[[CanaryProbe], Awaitable[tuple[list[int], list[float]]]]
 """Expanded token ids, and the log-probability of each but the first."""
 
 
+@dataclass(frozen=True, slots=True)
+class InitRequest:
+    """As vLLM reads its `WeightTransferInitRequest`, which is not to be had without importing all of vLLM."""
+
+    init_info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """As vLLM reads its `WeightTransferUpdateRequest`."""
+
+    update_info: dict[str, Any]
+
+
+class UpdatedEngine(Protocol):
+    """What a sync asks of an engine: these methods of vLLM's `AsyncLLM`, by itself or by the routes of a server. They raise what went wrong."""
+
+    async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def init_weight_transfer_engine(self, request: InitRequest) -> None: ...
+    async def shutdown_weight_transfer_engine(self) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, request: UpdateRequest) -> None: ...
+    async def finish_weight_update(self) -> None: ...
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
+    async def reset_prefix_cache(self) -> bool: ...
+    async def reset_mm_cache(self) -> None: ...
+    async def reset_encoder_cache(self) -> None: ...
+    async def update_weight_version(self, new_version: str) -> None: ...
+
+
+class TakesAdapters(Protocol):
+    """`rollout_actors.adapter_intake.AdapterIntake`, or whatever stands for it where an engine takes none."""
+
+    async def take(self, terms: AdapterTerms, llm: Any) -> None: ...
+    async def verify(self, llm: Any) -> None: ...
+    async def drop(self, llm: Any) -> None: ...
+
+
 class WeightIntake:
     """One engine's part in every sync. Keeps the transfer group from sync to sync."""
 
-    def __init__(self, name: str, llm: AsyncLLM, *, transport: str, rank_offset: int, score: Score) -> None:
+    def __init__(
+        self,
+        name: str,
+        llm: UpdatedEngine,
+        *,
+        transport: str,
+        rank_offset: int,
+        score: Score,
+        adapter: TakesAdapters,
+        fatal: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """`fatal` errors mean that the engine is gone, and pass through every phase as they are."""
         self._name = name
         self._llm = llm
         self._transport = Transport(transport)
         self._rank_offset = rank_offset
         self._score = score
+        self._adapter = adapter
+        self._fatal = fatal
         self._joined = ""
         # A new sync begins when the clean-up of a failed one is over.
         self._turn = asyncio.Lock()
@@ -39,7 +89,7 @@ class WeightIntake:
         self._finish_s = 0.0
         self._phase_s: dict[SyncPhase, float] = {}
         self._canary_max_abs = 0.0
-        self._phases: dict[SyncPhase, Callable[[WeightOffer, Terms], Awaitable[None]]] = {
+        self._phases: dict[SyncPhase, Callable[[WeightOffer], Awaitable[None]]] = {
             SyncPhase.PAUSE: self._pause,
             SyncPhase.RENDEZVOUS: self._rendezvous,
             SyncPhase.WIRE: self._wire,
@@ -47,22 +97,29 @@ class WeightIntake:
             SyncPhase.RESET: self._reset,
             SyncPhase.CANARY: self._canary,
         }
+        # An adapter is in the offer: there is nothing to join, and its digest is verified before it is loaded.
+        self._adapter_phases = {**self._phases, SyncPhase.RENDEZVOUS: _nothing, SyncPhase.WIRE: self._take_adapter, SyncPhase.VERIFY: self._verify_adapter}
 
     async def run(self, phase: SyncPhase, offer: WeightOffer) -> None:
-        """Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and EngineDeadError."""
-        terms = Terms.of(offer)
+        """Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and what is fatal."""
+        is_adapter = offer.transport == ADAPTER_TRANSPORT
+        phases, timeout_s = (self._adapter_phases, AdapterTerms.of(offer).timeout_s) if is_adapter else (self._phases, Terms.of(offer).timeout_s)
         async with self._turn:
             started = time.perf_counter()
             try:
-                await self._bounded(phase, self._phases[phase](offer, terms), terms.timeout_s)
+                await self._bounded(phase, phases[phase](offer), timeout_s)
             except WeightSyncError:
-                if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE):
-                    await self._abandon(terms)
+                if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE) and not is_adapter:
+                    await self._abandon(timeout_s)
                 raise
             self._phase_s[phase] = time.perf_counter() - started
 
     def report(self, offer: WeightOffer) -> SyncReport:
         """Of the sync that took this offer, after its last phase."""
+        if offer.transport == ADAPTER_TRANSPORT:
+            # Reading it and loading it are one call.
+            phase_s = {"load" if phase is SyncPhase.WIRE else str(phase): seconds for phase, seconds in self._phase_s.items()}
+            return SyncReport(offer.version, AdapterTerms.of(offer).num_bytes, phase_s, self._canary_max_abs, mode="adapter")
         # Receiving, checksums and loading alternate within one call to vLLM: the worker's own account takes them apart.
         load_s = max(receipt.load_s for receipt in self._receipts)
         verify_s = max(receipt.verify_s for receipt in self._receipts)
@@ -72,17 +129,18 @@ class WeightIntake:
         phase_s["verify"] += verify_s
         return SyncReport(version=offer.version, bytes=Terms.of(offer).num_bytes, phase_s=phase_s, canary_max_abs=self._canary_max_abs)
 
-    async def _pause(self, offer: WeightOffer, terms: Terms) -> None:
-        if offer.transport != self._transport:
+    async def _pause(self, offer: WeightOffer) -> None:
+        if offer.transport not in (self._transport, ADAPTER_TRANSPORT):
             raise self._error(f"the learner offers {offer.transport}, the engine was started for {self._transport}", SyncPhase.PAUSE)
         # "wait": what still runs ends under the weights it began with.
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
-    async def _rendezvous(self, offer: WeightOffer, terms: Terms) -> None:
+    async def _rendezvous(self, offer: WeightOffer) -> None:
         if self._transport is Transport.IPC:
             # Nothing to join: the offer brings what the learner's tensors are opened with.
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"packed": False}))
+            await self._llm.init_weight_transfer_engine(InitRequest(init_info={"packed": False}))
             return
+        terms = Terms.of(offer)
         group = terms.group
         if self._joined == group.key:
             return
@@ -96,33 +154,42 @@ class WeightIntake:
             "packed_buffer_size_bytes": terms.bucket_bytes,
         }
         info |= {"timeout_s": terms.timeout_s} if self._transport is Transport.GLOO else {"packed": True, "packed_num_buffers": 2}
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._llm.init_weight_transfer_engine(InitRequest(init_info=info))
         self._joined = group.key
 
-    async def _wire(self, offer: WeightOffer, terms: Terms) -> None:
+    async def _wire(self, offer: WeightOffer) -> None:
+        # The merged weights hold the adapter: served on top of them it would count twice.
+        await self._adapter.drop(self._llm)
+        terms = Terms.of(offer)
         await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
         tensors = terms.sent
         update: dict[str, Any] = {"names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
         if self._transport is Transport.IPC:
             update["ipc_handles"] = offer.rendezvous["ipc_handles"]
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        await self._llm.update_weights(UpdateRequest(update_info=update))
         started = time.perf_counter()
         await self._llm.finish_weight_update()
         self._finish_s = time.perf_counter() - started
         self._receipts = [Receipt(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
 
-    async def _verify(self, offer: WeightOffer, terms: Terms) -> None:
+    async def _take_adapter(self, offer: WeightOffer) -> None:
+        await self._adapter.take(AdapterTerms.of(offer), self._llm)
+
+    async def _verify_adapter(self, offer: WeightOffer) -> None:
+        await self._adapter.verify(self._llm)
+
+    async def _verify(self, offer: WeightOffer) -> None:
         check_receipts(self._receipts, self._name)
 
-    async def _reset(self, offer: WeightOffer, terms: Terms) -> None:
+    async def _reset(self, offer: WeightOffer) -> None:
         # Loading resets no cache, and what they hold was computed with the old weights.
         if not await self._llm.reset_prefix_cache():
             raise self._error("the prefix cache is in use", SyncPhase.RESET)
         await self._llm.reset_mm_cache()
         await self._llm.reset_encoder_cache()
 
-    async def _canary(self, offer: WeightOffer, terms: Terms) -> None:
+    async def _canary(self, offer: WeightOffer) -> None:
         await self._llm.resume_generation()
         probe = offer.canary
         assert isinstance(probe, CanaryProbe)
@@ -130,18 +197,18 @@ class WeightIntake:
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))
 
-    async def _abandon(self, terms: Terms) -> None:
+    async def _abandon(self, timeout_s: float) -> None:
         """Leave the group, so that the sender's wait ends, and make the model whole, so that its next forward does not kill the process.
 
         An engine that cannot do even this is stuck inside a collective: its actor has to be ended.
         """
         self._joined = ""
-        await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), terms.timeout_s)
+        await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), timeout_s)
 
     async def _bounded(self, phase: SyncPhase, work: Awaitable[None], timeout_s: float) -> None:
         try:
             await asyncio.wait_for(work, timeout_s + MARGIN_S)
-        except (WeightSyncError, EngineDeadError):
+        except (WeightSyncError, *self._fatal):
             raise
         except TimeoutError as error:
             late = f"not done after timeouts.sync_phase_s = {timeout_s:g} s; check that the learner and every other actor are alive"
@@ -153,3 +220,7 @@ class WeightIntake:
 
     def _error(self, message: str, phase: SyncPhase) -> WeightSyncError:
         return WeightSyncError(message, actor=self._name, phase=phase)
+
+
+async def _nothing(offer: WeightOffer) -> None:
+    pass

@@ -171,7 +171,8 @@ class LoadWatch(nn.Module):
     def __init__(self, model: Any, bucket_bytes: int) -> None:
         super().__init__()
         self.model = model
-        self.expected = {name for name, _ in model.named_parameters()}
+        # An engine that serves adapters has put wrappers around its layers; loading reaches through them, under the layers' own names.
+        self.expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         self.loaded: set[str] = set()
         self.checksums: list[int] = []
         """Of what arrived, for each bucket."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Mapping
@@ -13,12 +12,11 @@ from shared.rollouts import WeightOffer
 
 ADAPTER_TRANSPORT = "adapter"
 """`WeightOffer.transport` of an offer whose weights are in the offer itself."""
-_KEY = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTerms:
-    """`WeightOffer.rendezvous["adapter"]`: the two files of an adapter folder as peft writes it, and how to check them."""
+    """In place of `shared.weight_sync.Terms`: the two files of an adapter folder as peft writes it, and how to check them. Plain data, no pickle."""
 
     tensors: bytes
     """`adapter_model.safetensors`."""
@@ -28,29 +26,19 @@ class AdapterTerms:
     """Of both, in this order, as hexadecimal digits."""
     timeout_s: float
     """Longest time of any one phase: the configuration's timeouts.sync_phase_s."""
+    falls_back: bool
+    """What is done when this sync fails, rollout_matching.vllm.sync.fallback_to_full: full syncs from then on (true), or the run's end."""
 
     @classmethod
-    def make(cls, tensors: bytes, config: Mapping[str, Any], *, timeout_s: float) -> AdapterTerms:
+    def make(cls, tensors: bytes, config: Mapping[str, Any], *, timeout_s: float, falls_back: bool) -> AdapterTerms:
         text = json.dumps(config, sort_keys=True)
-        return cls(tensors, text, _digest(tensors, text), timeout_s)
+        return cls(tensors, text, _digest(tensors, text), timeout_s, falls_back)
 
     @classmethod
     def of(cls, offer: WeightOffer) -> AdapterTerms:
-        terms = offer.rendezvous[_KEY]
+        terms = offer.rendezvous["terms"]
         assert isinstance(terms, cls)
         return terms
-
-    @classmethod
-    def from_json(cls, mapping: Mapping[str, Any]) -> AdapterTerms:
-        """The reverse of `to_json`. ValueError and KeyError for what that did not write."""
-        return cls(base64.b64decode(mapping["tensors"], validate=True), str(mapping["config"]), str(mapping["sha256"]), float(mapping["timeout_s"]))
-
-    def to_json(self) -> dict[str, Any]:
-        """For servers behind HTTP: the tensors in base64."""
-        return {"tensors": base64.b64encode(self.tensors).decode("ascii"), "config": self.config, "sha256": self.sha256, "timeout_s": self.timeout_s}
-
-    def offer(self, version: int, canary: Any) -> WeightOffer:
-        return WeightOffer(version=version, transport=ADAPTER_TRANSPORT, rendezvous={_KEY: self}, canary=canary)
 
     @property
     def num_bytes(self) -> int:
@@ -62,4 +50,6 @@ class AdapterTerms:
 
 
 def _digest(tensors: bytes, config: str) -> str:
-    return hashlib.sha256(tensors + config.encode()).hexdigest()
+    digest = hashlib.sha256(tensors)
+    digest.update(config.encode())
+    return digest.hexdigest()

@@ -44,7 +44,7 @@ class CanaryProbe:
             raise WeightSyncError(
                 f"{len(wrong)} of {len(differences)} log-probabilities differ by more than {self.tolerance:g}, first at token {first + 1} "
                 f"(id {self.expanded_token_ids[first + 1]}): learner {self.expected_logprobs[first]:.6f}, engine {logprobs[first]:.6f}; "
-                f"the engine's weights are not the learner's, so the run stops",
+                f"the engine's weights are not the learner's",
                 actor=actor,
                 phase="canary",
                 quantity="canary log-probability",

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -25,10 +26,12 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
+from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.checksum import BucketChecksum, Torch
 from shared.errors import WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 
+_LOGGER = logging.getLogger(__name__)
 CHECKSUMS = "rollmatch.checksums"
 """The tensor behind the weights: one int64 for each bucket, computed while the bucket was packed, so that no pass over the weights comes before."""
 MARGIN_S = 2.0
@@ -187,6 +190,13 @@ class Sealed:
 class SendsWeights(Protocol):
     def offer_weights(self) -> WeightOffer: ...
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
+    def sync_done(self) -> None:
+        """The offered version is served: every learner rank holds it from here on."""
+        ...
+
+    def fall_back_to_full(self) -> None:
+        """Every later offer is of full weights; called only after an offer of an adapter."""
+        ...
 
 
 class TakesWeights(Protocol):
@@ -196,15 +206,44 @@ class TakesWeights(Protocol):
 def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     """One verified sync; afterwards every actor serves the offered version. Raises WeightSyncError naming phase and actor.
 
+    Where the learner offers its adapter and that fails in any way, a full sync takes its place, now and for the rest of the run, if the configuration
+    permits it (DESIGN 5, decision 20).
+    """
+    offer = learner.offer_weights()
+    reason = offer.fell_back
+    if offer.transport == ADAPTER_TRANSPORT:
+        try:
+            return _sync(learner, rollouts, offer)
+        except Exception as error:  # of any kind: what the engines hold after it is proved by the full sync that follows
+            if not AdapterTerms.of(offer).falls_back:
+                raise _final(error) from error
+            reason = str(error)
+        learner.fall_back_to_full()
+        offer = learner.offer_weights()
+    if reason is not None:
+        _LOGGER.warning("the adapter sync failed, full weights are sent from now on: %s", reason)
+    return replace(_sync(learner, rollouts, offer), fell_back=reason)
+
+
+def _final(error: Exception) -> WeightSyncError:
+    """The failure of an adapter sync where it ends the run."""
+    remedy = "set rollout_matching.vllm.sync.fallback_to_full: true to go on with full weights, or sync.mode: full to begin with them"
+    if isinstance(error, WeightSyncError):
+        return WeightSyncError(f"of the adapter: {error.message}; {remedy}", actor=error.actor, phase=error.phase, quantity=error.quantity, size=error.size)
+    return WeightSyncError(f"of the adapter: {type(error).__name__}: {error}; {remedy}", actor="rollout actors", phase="adapter")
+
+
+def _sync(learner: SendsWeights, rollouts: TakesWeights, offer: WeightOffer) -> SyncReport:
+    """Both sides of one offer.
+
     Both futures are bounded by the offer's phase timeout. When one side fails it leaves the group, which ends the other side's wait:
     a few seconds are given to that, so that the error shown is the receiver's, with the sender's as its cause.
     """
-    offer = learner.offer_weights()
-    terms = Terms.of(offer)
+    timeout_s = AdapterTerms.of(offer).timeout_s if offer.transport == ADAPTER_TRANSPORT else Terms.of(offer).timeout_s
     receiving = rollouts.receive_weights(offer)
     sending = learner.send_weights(offer)
     sides: tuple[Future[Any], Future[Any]] = (receiving, sending)
-    limit_s = (len(SyncPhase) + 1) * (terms.timeout_s + 3 * MARGIN_S)
+    limit_s = (len(SyncPhase) + 1) * (timeout_s + 3 * MARGIN_S)
     wait(sides, timeout=limit_s, return_when=FIRST_EXCEPTION)
     wait(sides, timeout=3 * MARGIN_S)
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
@@ -212,7 +251,8 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
     for side, who in zip(sides, ("rollout actors", "learner"), strict=True):
         if not side.done():
-            late = f"no answer in {limit_s:.0f} s (timeouts.sync_phase_s is {terms.timeout_s:g}); check that its process is alive"
+            late = f"no answer in {limit_s:.0f} s (timeouts.sync_phase_s is {timeout_s:g}); check that its process is alive"
             raise WeightSyncError(late, actor=who, phase="wire")
     sent, report = sending.result(), receiving.result()
+    learner.sync_done()
     return replace(report, phase_s={**report.phase_s, **sent.phase_s})

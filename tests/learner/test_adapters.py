@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from learner.adapters import adapted_layers, adapter_terms, apply_adapter, save_adapter
+from learner.adapters import adapted_layers, adapter_files, apply_adapter
 from learner.checkpoint import save_checkpoint
 from learner.weight_source import FullWeights, MergedWeights, weight_source
 from shared.adapter_terms import AdapterTerms
@@ -116,29 +117,39 @@ def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_
 
 
 def test_a_model_without_adapters_offers_its_parameters_as_they_are(demo_checkpoint):
-    assert isinstance(weight_source(load(demo_checkpoint)), FullWeights)
+    model = load(demo_checkpoint)
+    assert isinstance(weight_source(model), FullWeights)
+    assert adapter_files(model) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_specs_are_known_before_anything_is_merged(demo_checkpoint, kind):
+    source = MergedWeights(adapted(demo_checkpoint, kind))
+    assert list(source.specs()) == [(name, tensor.dtype, tensor.shape) for name, tensor in source.tensors()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_adapter_loads_in_peft(demo_checkpoint, tmp_path, kind):
     model = adapted(demo_checkpoint, kind)
-    save_adapter(model, tmp_path / "adapter")
+    adapter_files(model).save(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "adapter").eval()
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_an_offered_adapter_is_two_files_with_a_digest_and_survives_json(demo_checkpoint):
+def test_an_offered_adapter_is_two_files_with_a_digest(demo_checkpoint):
     model = adapted(demo_checkpoint)
-    terms = adapter_terms(model, timeout_s=5.0)
+    files = adapter_files(model)
+    terms = AdapterTerms.make(files.tensors, files.config, timeout_s=5.0, falls_back=True)
     tensors = safetensors.torch.load(terms.tensors)
     assert len(tensors) == 2 * 3 * 7
     values = trainable(model)
     for name, tensor in tensors.items():
         assert torch.equal(tensor, values[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")])
     assert json.loads(terms.config)["r"] == 4
-    assert terms == adapter_terms(model, timeout_s=5.0) == AdapterTerms.from_json(json.loads(json.dumps(terms.to_json())))
+    assert files == adapter_files(model)
     assert terms.is_intact
-    assert not AdapterTerms(terms.tensors[:-1] + b"?", terms.config, terms.sha256, 5.0).is_intact
+    assert not replace(terms, tensors=terms.tensors[:-1] + b"?").is_intact
+    assert not replace(terms, config=terms.config + " ").is_intact
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +172,7 @@ def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kin
 def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(demo_checkpoint, tmp_path, kind):
     model = adapted(demo_checkpoint, kind)
     before = snapshot(model)
-    save_checkpoint(model, AutoProcessor.from_pretrained(demo_checkpoint), tmp_path / "saved")
+    save_checkpoint(model, AutoProcessor.from_pretrained(demo_checkpoint), tmp_path / "saved", adapter=adapter_files(model))
     assert same(before, snapshot(model))
     names = {path: set(safetensors.torch.load_file(path / "model.safetensors")) for path in (demo_checkpoint, tmp_path / "saved")}
     assert names[demo_checkpoint] == names[tmp_path / "saved"]

@@ -60,6 +60,15 @@ class SpoilableActor(EngineActor):
 
         await check_active(self._engine._llm, settings, self._engine.name)
 
+    async def keep_adapters(self, folder: Path | None) -> None:
+        """From now on an adapter stays in this folder, and a full sync does not take it away; None: as it should be."""
+        from stubborn_adapters import StubbornAdapters
+
+        from rollout_actors.adapter_intake import AdapterIntake
+
+        adapters = AdapterIntake(enabled=True) if folder is None else StubbornAdapters(folder)
+        self._engine._adapter = self._engine._intake._adapter = adapters
+
     async def process_ids(self) -> list[int]:
         return [os.getpid(), *(process.pid for process in self._engine._llm.engine_core.resources.engine_manager.processes)]
 
@@ -186,6 +195,9 @@ class SmallLearner:
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self.sender.send, offer)
+
+    def sync_done(self) -> None:
+        pass
 
     def close(self) -> None:
         self.sender.close()

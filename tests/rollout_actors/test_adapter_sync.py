@@ -1,0 +1,221 @@
+"""Syncs of a LoRA or DoRA learner to a real engine (spec: weight sync mode selection; DESIGN 5, decision 20, and 9)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import safetensors.torch
+import torch
+from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, engine_settings
+
+from learner.adapter_sender import AdapterSender
+from learner.adapters import apply_adapter
+from learner.place import ReceiverGroup
+from learner.weight_sender import WeightSender
+from learner.weight_source import weight_source
+from rollout_actors.pool import ActorPool
+from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
+from shared.config.model import AdapterSection
+from shared.errors import WeightSyncError
+from shared.rollouts import WeightOffer
+from shared.weight_sync import sync_weights
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray]
+
+Spoil = Callable[[AdapterTerms], AdapterTerms]
+
+
+class AdaptedLearner(SmallLearner):
+    """A small learner whose adapter is what learns; `spoil` changes what it offers once."""
+
+    def __init__(self, checkpoint: Path, kind: str = "lora", *, mode: str = "adapter", falls_back: bool = True) -> None:
+        super().__init__(checkpoint, num_receivers=1)
+        apply_adapter(self._model, AdapterSection(kind=kind, rank=4, alpha=8.0), base_path=str(checkpoint), seed=3)
+        self._trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        self._start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
+        full = WeightSender(
+            weight_source(self._model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=TIMEOUTS.sync_phase_s, bucket_bytes=1 << 20
+        )
+        self.sender: Any = full if mode == "full" else AdapterSender(self._model, full, timeout_s=TIMEOUTS.sync_phase_s, falls_back=falls_back)
+        self.spoil: Spoil | None = None
+
+    def learn(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                parameter.copy_(self._start[name] + 0.2 * torch.randn(parameter.shape, generator=generator))
+
+    def offer_weights(self) -> WeightOffer:
+        offer, spoil, self.spoil = super().offer_weights(), self.spoil, None
+        return offer if spoil is None else replace(offer, rendezvous={"terms": spoil(AdapterTerms.of(offer))})
+
+    def fall_back_to_full(self) -> None:
+        self.sender.fall_back_to_full()
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
+    """One engine that can serve adapters. Weights are whatever the test before left."""
+    actor = create_actor("actor-0", engine_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4), 0)
+    pool = ActorPool([actor], ["actor-0"], TIMEOUTS, decode_batch_size=8)
+    pool.start()
+    yield EnginePool({"actor-0": actor}, pool)
+    pool.close()
+
+
+@pytest.fixture
+def fresh(engine: EnginePool, demo_checkpoint: Path) -> EnginePool:
+    """The engine with the checkpoint's base weights, as a run finds it."""
+    base = SmallLearner(demo_checkpoint, num_receivers=1)
+    sync(base, engine)
+    base.close()
+    return engine
+
+
+def sync(learner: SmallLearner, engine: EnginePool) -> Any:
+    learner.version = max(learner.version, engine.pool.version)
+    return sync_weights(learner, engine.pool)
+
+
+def serves(engine: EnginePool, learner: SmallLearner) -> None:
+    requests = [learner.request(position) for position in range(2)]
+    for request, rollout in zip(requests, engine.generate(requests), strict=True):
+        tokens, logprobs = learner.greedy(request)
+        assert (rollout.response_token_ids, rollout.weight_version) == (tokens, learner.version)
+        assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.fixture
+def make_learner(demo_checkpoint: Path) -> Iterator[Callable[..., AdaptedLearner]]:
+    learners: list[AdaptedLearner] = []
+
+    def make(*args: Any, **kwargs: Any) -> AdaptedLearner:
+        learners.append(AdaptedLearner(demo_checkpoint, *args, **kwargs))
+        return learners[-1]
+
+    yield make
+    for learner in learners:
+        learner.close()
+
+
+def test_an_adapter_sync_makes_the_engine_generate_what_the_learner_would_and_the_next_replaces_it(fresh: EnginePool, make_learner: Any) -> None:
+    learner = make_learner()
+    untrained = sync(learner, fresh)  # the first of a run: the engine has the base weights from the checkpoint
+    assert (untrained.mode, untrained.fell_back) == ("adapter", None)
+    serves(fresh, learner)
+    seen = set()
+    for seed in (11, 12):  # the same prompts and images, so that every cache would hit
+        learner.learn(seed)
+        report = sync(learner, fresh)
+        assert (report.mode, report.fell_back, report.version) == ("adapter", None, learner.version)
+        assert 0 < report.bytes < 1_000_000
+        assert report.canary_max_abs <= 1e-4
+        assert {"pause", "load", "reset", "canary"} <= set(report.phase_s)
+        assert report.wire_gb_per_s is None
+        serves(fresh, learner)
+        seen.add(learner.greedy(learner.request(0))[0])
+    assert len(seen) == 2
+    assert not list(Path("/dev/shm").glob("rollmatch-adapter-*"))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_full_sync_carries_merged_weights_to_an_engine_that_could_take_adapters(fresh: EnginePool, make_learner: Any, kind: str) -> None:
+    learner = make_learner(kind, mode="full")
+    for seed in (21, 22):
+        learner.learn(seed)
+        report = sync(learner, fresh)
+        assert (report.mode, report.fell_back) == ("full", None)
+        serves(fresh, learner)
+
+
+def changed_on_the_way(terms: AdapterTerms) -> AdapterTerms:
+    return replace(terms, tensors=terms.tensors[:-1] + bytes([terms.tensors[-1] ^ 1]))
+
+
+def of_other_weights(terms: AdapterTerms) -> AdapterTerms:
+    tensors = {name: tensor.flip(0) for name, tensor in safetensors.torch.load(terms.tensors).items()}
+    return remade(terms, tensors, json.loads(terms.config))
+
+
+def of_unknown_modules(terms: AdapterTerms) -> AdapterTerms:
+    tensors = {name.replace("q_proj", "query"): tensor for name, tensor in safetensors.torch.load(terms.tensors).items()}
+    return remade(terms, tensors, json.loads(terms.config))
+
+
+def without_its_rank(terms: AdapterTerms) -> AdapterTerms:
+    return remade(terms, safetensors.torch.load(terms.tensors), {"lora_alpha": 8})
+
+
+def remade(terms: AdapterTerms, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> AdapterTerms:
+    return AdapterTerms.make(safetensors.torch.save(tensors), config, timeout_s=terms.timeout_s, falls_back=terms.falls_back)
+
+
+FAILURES = [
+    (changed_on_the_way, "wire on actor-0: the adapter did not arrive as it was sent"),
+    (of_other_weights, "canary on actor-0: .*log-probabilities differ"),
+    (of_unknown_modules, "wire on actor-0: .*expected target modules"),
+    (without_its_rank, "wire on actor-0: .*Missing required configuration fields"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), FAILURES)
+def test_a_failed_adapter_sync_falls_back_visibly_to_merged_weights_for_the_rest_of_the_run(
+    fresh: EnginePool, make_learner: Any, caplog: pytest.LogCaptureFixture, spoil: Spoil, reason: str
+) -> None:
+    learner = make_learner()
+    learner.learn(31)
+    sync(learner, fresh)
+    learner.learn(32)
+    learner.spoil = spoil
+    with caplog.at_level(logging.WARNING, logger="shared.weight_sync"):
+        report = sync(learner, fresh)
+    assert report.mode == "full"
+    assert re.search(reason, report.fell_back, re.DOTALL)
+    assert "full weights are sent from now on" in caplog.text
+    serves(fresh, learner)
+    learner.learn(33)
+    report = sync(learner, fresh)
+    assert (report.mode, report.fell_back) == ("full", None)
+    serves(fresh, learner)
+
+
+@pytest.mark.parametrize(("spoil", "reason"), FAILURES[1:3])
+def test_without_fallback_a_failed_adapter_sync_ends_the_run_with_the_key_to_change(fresh: EnginePool, make_learner: Any, spoil: Spoil, reason: str) -> None:
+    learner = make_learner(falls_back=False)
+    learner.learn(41)
+    learner.spoil = spoil
+    with pytest.raises(WeightSyncError, match=r"of the adapter: .*set rollout_matching.vllm.sync.fallback_to_full: true"):
+        sync(learner, fresh)
+    sync(learner, fresh)  # the engine itself is sound
+    serves(fresh, learner)
+
+
+def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(fresh: EnginePool, make_learner: Any, tmp_path: Path) -> None:
+    """Nothing else would notice: names, checksums and versions are all as they should be."""
+    ray.get(fresh.actors["actor-0"].keep_adapters.remote(tmp_path))
+    learner = make_learner()
+    learner.learn(51)
+    assert sync(learner, fresh).mode == "adapter"
+    learner.fall_back_to_full()
+    with pytest.raises(WeightSyncError, match=r"canary on actor-0: .*log-probabilities differ"):
+        sync(learner, fresh)
+    ray.get(fresh.actors["actor-0"].keep_adapters.remote(None))
+    sync(learner, fresh)
+    serves(fresh, learner)
+
+
+def test_an_engine_without_lora_says_what_to_set(engine_pool: EnginePool, make_learner: Any) -> None:
+    learner = make_learner(falls_back=False)
+    learner.version = engine_pool.pool.version
+    offer = learner.offer_weights()
+    assert offer.transport == ADAPTER_TRANSPORT
+    with pytest.raises(WeightSyncError, match=r"started without LoRA; set rollout_matching.vllm.enable_lora: true"):
+        engine_pool.over("actor-0").receive_weights(offer).result()
