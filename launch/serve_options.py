@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, ValidationError
 
 from rollout_actors.backends.http_client import is_loopback
 from rollout_actors.engine_settings import LORA_RANKS, Device, EngineSettings
-from shared.config.base import ConfigPath, Section
+from shared.config.base import ConfigPath, Section, plain
 from shared.config.explain import explain
 from shared.config.repeat_terminate import RepeatTerminateSection
 from shared.errors import ConfigError
@@ -134,7 +134,11 @@ def _guard(text: str | None) -> RepeatGuardSettings | None:
         return None
     try:
         section = yaml.safe_load(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-        return RepeatTerminateSection.model_validate(section).settings()
+        if not isinstance(section, dict):
+            raise ConfigError(
+                f'repeat_terminate: {text!r} holds no mapping; give the run\'s rollout_matching.repeat_terminate, for example {{"enabled": true}}'
+            )
+        return RepeatTerminateSection.model_validate(plain(section)).settings()
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
             f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON in braces, or the path of a file of it"

@@ -1,0 +1,109 @@
+"""The command line of `launch.serve`: every problem at once, with what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.arguments import read_arguments
+from launch.serve_options import ServeOptions, settings_of
+from rollout_actors.engine_settings import Device, EngineSettings
+from shared.errors import ConfigError
+from shared.repeat_guard import RepeatGuardSettings
+
+GUARD = {"enabled": True, "min_new_tokens": 5, "max_consecutive_token_repeats": 6, "ngram_size": 7, "ngram_repeats": 8, "max_object_keys": 9}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    return folder
+
+
+def settings(*arguments: str) -> EngineSettings:
+    return settings_of(read_arguments(ServeOptions, arguments))
+
+
+def problems(*arguments: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        settings(*arguments)
+    return caught.value.problems
+
+
+def test_a_model_is_enough(model: Path) -> None:
+    options = read_arguments(ServeOptions, [f"model={model}"])
+    assert (options.host, options.port, options.token_env) == ("127.0.0.1", 8000, None)
+    made = settings(f"model={model}", "device=cpu")
+    assert (made.model_path, made.device, made.transport, made.repeat_guard) == (str(model), Device.CPU, "rollmatch_gloo", None)
+
+
+def test_gpus_mean_nccl(model: Path) -> None:
+    assert settings(f"model={model}", "device=cuda").transport == "nccl"
+    assert settings(f"model={model}", "device=cuda", "transport=rollmatch_gloo").transport == "rollmatch_gloo"
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_the_repeat_guard_comes_whole_as_json_or_as_a_file(model: Path, tmp_path: Path, as_file: bool) -> None:
+    text = json.dumps(GUARD)
+    if as_file:
+        (tmp_path / "guard.json").write_text(text)
+        text = str(tmp_path / "guard.json")
+    assert settings(f"model={model}", f"repeat_terminate={text}").repeat_guard == RepeatGuardSettings(5, 6, 7, 8, 9)
+
+
+def test_a_guard_that_is_not_enabled_is_none(model: Path) -> None:
+    assert settings(f"model={model}", "repeat_terminate={}").repeat_guard is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"enabled": 1}', "repeat_terminate.enabled: must be true or false"),
+        ('{"enabledd": true}', "repeat_terminate.enabledd: is not a known key; did you mean 'enabled'?"),
+        ('{"enabled": ', "repeat_terminate: cannot read"),
+        ("/nope.json", "repeat_terminate: cannot read '/nope.json'"),
+        ("/dev/null", "repeat_terminate: '/dev/null' holds no mapping"),
+    ],
+)
+def test_a_guard_that_cannot_be_read_is_refused(model: Path, text: str, problem: str) -> None:
+    (one,) = problems(f"model={model}", f"repeat_terminate={text}")
+    assert one.startswith(problem)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org"])
+def test_other_machines_need_a_token(model: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = problems(f"model={model}", f"host={host}")
+    assert one.startswith(f"host: {host} lets other machines")
+    assert "token_env" in one
+    monkeypatch.setenv("SERVE_TEST_TOKEN", "x")
+    settings(f"model={model}", f"host={host}", "token_env=SERVE_TEST_TOKEN")
+
+
+def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
+    found = problems(
+        f"model={tmp_path}",
+        "host=0.0.0.0",
+        "device=cpu",
+        "transport=nccl",
+        f"image_root={tmp_path}/nope",
+        "repeat_terminate={x: 1}",
+        "enable_lora=true",
+        "max_lora_rank=4096",
+    )
+    assert {one.partition(":")[0] for one in found} == {"model", "host", "transport", "image_root", "repeat_terminate.x", "max_lora_rank"}
+    assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith("token_env: the environment variable NOT_THERE is not set")
+
+
+def test_a_port_that_is_taken_is_known_before_anything_is_loaded(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run([sys.executable, "-m", "launch.serve", f"model={model}", f"port={port}"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"port: cannot listen on 127.0.0.1:{port}" in done.stderr

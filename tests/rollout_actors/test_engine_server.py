@@ -1,0 +1,130 @@
+"""A real `python -m launch.serve`: rollouts with images, weights from a learner, and an end that leaves nothing."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from backend_support import what_was_said
+from engine_support import EnginePool, SmallLearner, engine_settings
+from serve_support import ServeProcess, ServerPool, serve_arguments, serve_process
+from server_support import eventually
+
+from rollout_actors.backends.vllm_server import ServerClient
+from shared.errors import RolloutError, WeightSyncError
+from shared.weight_sync import sync_weights
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def server(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    with serve_process(serve_arguments(engine_settings(demo_checkpoint)), tmp_path_factory.mktemp("serve")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[ServerPool]:
+    pool = ServerPool(ServerClient("server-0", server.address(), index=0, expected=engine_settings(demo_checkpoint)))
+    assert pool.start() == 1
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+    yield learner
+    learner.close()
+
+
+def test_after_a_sync_the_server_generates_what_the_learner_would(pool: ServerPool, learner: SmallLearner) -> None:
+    for seed in (51, 52):  # the second goes over the group that the first has opened
+        learner.learn(seed)
+        report = sync_weights(learner, pool)
+        assert (report.version, pool.version) == (learner.version, learner.version)
+        assert report.canary_max_abs <= 1e-4
+        assert report.phase_s["wire"] > 0
+        requests = [learner.request(position) for position in range(3)]
+        for request, rollout in zip(requests, pool.generate(requests), strict=True):
+            tokens, logprobs = learner.greedy(request)
+            assert (rollout.response_token_ids, rollout.weight_version, rollout.actor) == (tokens, learner.version, "server-0")
+            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+            assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
+
+
+def test_the_same_requests_get_the_same_rollouts_from_a_server_and_from_actors(
+    pool: ServerPool, learner: SmallLearner, engine_pool: EnginePool, demo_checkpoint: Path
+) -> None:
+    learner.learn(61)
+    sync_weights(learner, pool)
+    other = SmallLearner(demo_checkpoint, num_receivers=3)
+    other.learn(61)
+    sync_weights(other, engine_pool.pool)
+    other.close()
+    requests = [other.request(position, temperature=1.0, max_new_tokens=32) for position in range(9)]
+    by_server = what_was_said(pool.generate(requests))
+    assert by_server == what_was_said(engine_pool.generate(requests))
+    assert by_server == what_was_said(pool.generate(requests[:4]) + pool.generate(requests[4:]))
+
+
+def test_a_server_refuses_what_its_engine_would(pool: ServerPool, learner: SmallLearner) -> None:
+    request = learner.request(0)
+    with pytest.raises(RolloutError, match=r"refused the call: HTTP 400: requests\[0\]\.prompt_token_ids"):
+        pool.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 64)])
+    assert len(pool.generate([request])) == 1
+
+
+@pytest.mark.parametrize("phase", ["rendezvous", "wire"])
+def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(pool: ServerPool, learner: SmallLearner, phase: str) -> None:
+    if phase == "rendezvous":
+        learner.sender.close()  # or the group that is open already would be kept
+    offer = learner.offer_weights()
+    terms = offer.rendezvous["terms"]
+    with pytest.raises(WeightSyncError, match=f"{phase} on server-0"):
+        pool.receive_weights(replace(offer, rendezvous={"terms": replace(terms, timeout_s=2.0)})).result(timeout=30)
+    with pytest.raises(RolloutError, match="a sync to version"):
+        pool.generate([learner.request(0)])
+    learner.sender.close()  # a sender whose broadcast failed does so itself
+    sync_weights(learner, pool)
+    assert pool.generate([learner.request(0)])[0].weight_version == learner.version
+
+
+def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint: Path, tmp_path: Path) -> None:
+    with serve_process(serve_arguments(engine_settings(demo_checkpoint)), tmp_path) as one:
+        pool = ServerPool(ServerClient("server-0", one.address(), index=0, expected=engine_settings(demo_checkpoint)))
+        pool.start()
+        pool.close()
+        _, *children = one.family()
+        (core,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+        core.kill()
+        assert one.process.wait(30) == 1
+        assert "the engine's process has ended" in one.errors.read_text()
+        assert eventually(lambda: not any(child.is_running() for child in children))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_is_loading_and_all_its_processes(demo_checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with serve_process(serve_arguments(engine_settings(demo_checkpoint)), tmp_path) as one:
+        assert eventually(lambda: len(one.family()) > 1, within_s=60)
+        ends_on_a_signal(one, number)
+
+
+def test_a_signal_ends_a_server_and_all_its_processes(server: ServeProcess, pool: ServerPool) -> None:
+    """The module's server: last."""
+    ends_on_a_signal(server, signal.SIGTERM)
+
+
+def ends_on_a_signal(one: ServeProcess, number: signal.Signals) -> None:
+    family = one.family()
+    started = time.monotonic()
+    one.process.send_signal(number)
+    assert one.process.wait(30) == 130
+    assert time.monotonic() - started < 15
+    assert eventually(lambda: not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family))
+    assert "Traceback" not in one.errors.read_text()

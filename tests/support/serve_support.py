@@ -1,0 +1,119 @@
+"""A real `python -m launch.serve`, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rollout_actors.backends.http_client import ServerAddress
+from rollout_actors.backends.vllm_server import ServerClient, ServerEngine
+from rollout_actors.engine_settings import EngineSettings
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import SyncPhase
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class ServeProcess:
+    process: subprocess.Popen[str]
+    url: str
+    """Before it is ready, too."""
+    errors: Path
+    """What it wrote to its standard error."""
+
+    def address(self, index: int = 0) -> ServerAddress:
+        return ServerAddress(f"rollout_matching.vllm.server.servers[{index}]", self.url, 120.0, None)
+
+    def engine(self, name: str, expected: EngineSettings, index: int = 0) -> ServerEngine:
+        return ServerEngine(name, self.address(index), index, expected)
+
+    def family(self) -> list[psutil.Process]:
+        """The server and the processes of its engine."""
+        server = psutil.Process(self.process.pid)
+        return [server, *server.children(recursive=True)]
+
+
+def serve_arguments(settings: EngineSettings) -> list[str]:
+    return [
+        f"model={settings.model_path}",
+        "port=0",
+        "device=cpu",
+        f"dtype={settings.dtype}",
+        f"max_model_len={settings.max_model_len}",
+        f"max_num_seqs={settings.max_num_seqs}",
+        f"kv_cache_memory_bytes={settings.kv_cache_memory_bytes}",
+        "enforce_eager=true",
+    ]
+
+
+@contextmanager
+def serve_process(arguments: Sequence[str], folder: Path) -> Iterator[ServeProcess]:
+    """Started, and killed at the end if it is still there. Its engine may still be loading."""
+    errors = folder / "serve.err"
+    with (
+        errors.open("w") as err,
+        subprocess.Popen(
+            [sys.executable, "-m", "launch.serve", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("loading"), errors.read_text()
+        one = ServeProcess(process, first.split()[-1], errors)
+        family: list[psutil.Process] = []
+        try:
+            yield one
+            family = one.family() if process.poll() is None else []
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            finally:
+                for member in family:
+                    if member.is_running():
+                        member.kill()
+
+
+class ServerPool:
+    """One client as `sync_weights` and a test need it: a loop in a thread."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self._thread = ThreadPoolExecutor(1)
+
+    def start(self) -> int:
+        return asyncio.run(self._client.start())
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        return asyncio.run(self._client.generate(requests))
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        return self._thread.submit(lambda: asyncio.run(self._receive(offer)))
+
+    @property
+    def version(self) -> int:
+        return self._client.version
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def _receive(self, offer: WeightOffer) -> SyncReport:
+        for phase in SyncPhase:
+            report = await self._client.run_sync_phase(phase, offer)
+        assert report is not None
+        return report
