@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from launch.coord_embeddings import NUM_WAVES, mixed_waves
 from launch.make_demo_data import CANVAS, GRID, NAMES
 from launch.make_once import make_once
 from shared.grounding.serialize import serialize_objects
@@ -39,7 +40,6 @@ TEMPORAL_PATCH = 2
 HIDDEN = 128
 INITIALIZER_RANGE = 0.06
 """Near 1 / sqrt(HIDDEN): with transformers' 0.02, made for wide models, the first hundred steps go into growing the weights."""
-NUM_FREQUENCIES = 32
 MAX_LENGTH = 4096
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -161,17 +161,10 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
 
 
 def _order_coord_embeddings(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give near bins near embeddings: random mixtures of cosines and sines over the axis, low frequencies strongest, at the scale of the others.
-
-    With 1,000 independent rows the model first has to learn that 499 lies beside 500, bin by bin, and the demo ends before it has.
-    """
+    """Give near bins near embeddings, at the scale of the others. With 1,000 independent rows the demo ends before the model knows their order."""
     embeddings = model.get_input_embeddings().weight
     first = tokenizer.convert_tokens_to_ids(coord_token(0))
-    position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
-    frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
-    angle_FC = torch.pi * frequency_F[:, None] * position_C
-    waves = torch.cat([torch.cos(angle_FC), torch.sin(angle_FC)]) / frequency_F.sqrt().repeat(2)[:, None]
-    mixed_CD = (torch.randn(HIDDEN, 2 * NUM_FREQUENCIES) @ waves).T
+    mixed_CD = mixed_waves(torch.randn(HIDDEN, NUM_WAVES))
     with torch.no_grad():
         embeddings[first : first + NUM_BINS] = mixed_CD * (embeddings.std() / mixed_CD.std())
 

@@ -133,4 +133,6 @@ def engine_settings(config: RunConfig, placement: Placement, *, max_images: int)
         gpu_memory_utilization=vllm.resolved_gpu_memory_utilization,
         enforce_eager=vllm.enforce_eager,
         max_images_per_prompt=max_images,
+        enable_lora=vllm.enable_lora,
+        max_lora_rank=1 if config.model.adapter is None else config.model.adapter.rank,
     )

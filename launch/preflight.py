@@ -109,14 +109,18 @@ def _describe(config: RunConfig, placement: Placement, resources: Resources) -> 
     where = "this machine" if config.cluster.address == "local" else f"the cluster at {config.cluster.address}"
     lines = [f"cluster   {where}: {resources.get('CPU', 0):g} CPU, {resources.get('GPU', 0):g} GPU"]
     for index, engine in enumerate(placement.engines):
-        lines.append(f"place     rollout-actor-{index}: {engine['GPU']:g} GPU, {engine['CPU']:g} CPU, an engine of {placement.devices_per_engine} devices")
+        lines.append(f"place     rollout-actor-{index}: {engine['GPU']:g} GPU, {engine['CPU']:g} CPU, an engine of {_devices(placement)}")
     for rank, resources_of_rank in enumerate(placement.ranks):
         name = "learner" if len(placement.ranks) == 1 else f"learner-{rank}"
-        beside = f", with an engine of {placement.devices_per_engine} devices beside it" if generates_in_ranks(config) else ""
+        beside = f", with an engine of {_devices(placement)} beside it" if generates_in_ranks(config) else ""
         lines.append(f"place     {name}: {resources_of_rank['GPU']:g} GPU, {resources_of_rank['CPU']:g} CPU{beside}")
     if (server := config.rollout_matching.vllm.server) and not placement.engines and not generates_in_ranks(config):
         lines += [f"server    {entry.base_url}, group port {entry.group_port or 'any'}" for entry in server.servers]
     return [*lines, f"weights   travel by {placement.transport}"]
+
+
+def _devices(placement: Placement) -> str:
+    return "1 device" if placement.devices_per_engine == 1 else f"{placement.devices_per_engine} devices"
 
 
 def _memory(config: RunConfig, placement: Placement, shape: ModelShape, findings: Findings) -> list[str]:

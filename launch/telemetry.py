@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 
 from launch.ray_metrics import RayMetrics
 from launch.report import make_report
@@ -78,6 +79,7 @@ class Telemetry:
         self._engines: tuple[str, ...] = ()
         self._ray_metrics: RayMetrics | None = None
         self._sync_mode: str = resolved_sync_mode(config)
+        self._sync_fallback: str | None = None
         server = config.rollout_matching.vllm.server
         serves = config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode == "server"
         self._servers = server.servers if serves and server is not None else ()
@@ -134,6 +136,7 @@ class Telemetry:
                 "rounds": _positions(self._algebra) if plan.channel is Channel.B else [],
                 "engines": self._engines,
                 "sync_mode": self._sync_mode,
+                "sync_fallback": self._sync_fallback,
             },
         )
         started_s = time.time()
@@ -144,6 +147,7 @@ class Telemetry:
 
     def sync(self, report: SyncReport) -> None:
         """A sync outside any step, that ended now."""
+        self._note_mode(report)
         self._trace_spans([_span_until_now(f"sync v{report.version}", _total_s(report))])
         self._console.print(
             f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {_total_s(report):.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
@@ -185,6 +189,7 @@ class Telemetry:
             metrics["time/queue_wait_s"] = queue_wait_s
             metrics["rollout/decode_mode"] = self._config.rollout_matching.resolved_decode_mode
         if sync is not None:
+            self._note_mode(sync)
             metrics |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/canary_max_abs": sync.canary_max_abs, "time/sync_s": _total_s(sync)}
             if sync.wire_gb_per_s is not None:
                 metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
@@ -197,6 +202,15 @@ class Telemetry:
         sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
         self._trace_spans([span, *report.spans, *sync_span])
         self._console.print(_progress_line(report, metrics, self._config.training.max_steps), highlight=False)
+
+    def _note_mode(self, sync: SyncReport) -> None:
+        """Every later plan says what is sent, and why it is not the adapter any more."""
+        self._sync_mode = sync.mode
+        if sync.fell_back is not None:
+            self._sync_fallback = sync.fell_back
+            self._console.print(
+                f"[bold yellow]warning[/]   the adapter sync failed, full weights are sent from now on: {escape(sync.fell_back)}", highlight=False
+            )
 
     def _trace_spans(self, spans: Sequence[Span]) -> None:
         if self._trace is not None:

@@ -1,0 +1,110 @@
+"""`python -m launch.preflight`: every problem with its remedy at once, and what goes where, without starting an engine."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from config_support import configuration
+
+from launch.path_checks import path_problems
+from launch.port_checks import port_problems, server_problems
+from launch.preflight import preflight
+from launch.version_checks import version_problems
+
+ROOT = Path(__file__).parents[2]
+FITTING = {"global_max_length": 512, "rollout_matching__max_new_tokens": 96}
+HALVES = {
+    "learner__cpus": 0.25,
+    "rollout_matching__vllm__actors": {"num_actors": 3, "cpus_per_actor": 0.25},
+    "rollout_matching__vllm__kv_cache_memory_bytes": 2**26,
+}
+
+
+@pytest.fixture
+def config(demo_checkpoint, demo_data, tmp_path):
+    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path / "run", **{**FITTING, **HALVES, **changes})
+
+
+def in_server_mode(base_url, group_port=0, **section):
+    return {"rollout_matching__vllm": {"mode": "server", "server": {"servers": [{"base_url": base_url, "group_port": group_port}], **section}}}
+
+
+def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config):
+    findings = preflight(config())
+    assert findings.problems == []
+    text = "\n".join(findings.lines)
+    for index in range(3):
+        assert f"place     rollout-actor-{index}: 0 GPU, 0.25 CPU, an engine of 1 device" in text
+    assert "place     learner: 0 GPU, 0.25 CPU" in text
+    assert "weights   travel by rollmatch_gloo" in text
+    assert "memory    learner rank: " in text and "optimizer" in text
+    assert "memory    engine device: " in text and "6 are decoded" in text
+
+
+def test_every_problem_is_reported_at_once(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    findings = preflight(
+        config(
+            **in_server_mode("http://127.0.0.1:9", token_env="ROLLMATCH_TEST_TOKEN_THAT_IS_NOT_SET"),
+            global_max_length=128,
+            cluster__temp_dir="/tmp/" + "long" * 20,
+            learner__cpus=4096.0,
+        )
+    )
+    assert [problem.split(": ")[0] for problem in findings.problems] == [
+        "telemetry.run_dir",
+        "cluster.temp_dir",
+        "rollout_matching.vllm.server.token_env",
+        "global_max_length",
+        "learner.world_size",
+    ]
+    assert all("; " in problem for problem in findings.problems)
+
+
+def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config):
+    (problem,) = server_problems(config(**in_server_mode("http://127.0.0.1:9")))
+    assert problem.startswith("rollout_matching.vllm.server.servers[0].base_url: http://127.0.0.1:9 does not answer (")
+    assert problem.endswith("launch it, check the address, or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf")
+
+
+def test_a_group_port_that_is_taken_is_named(config):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (problem,) = port_problems(config(**in_server_mode("http://127.0.0.1:9", port)))
+    assert problem == f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine; choose another, or 0 for any free one"
+
+
+def test_a_folder_that_cannot_be_made_is_named(config, tmp_path):
+    # A file in the way stops everybody, root too, who may write where others may not.
+    (tmp_path / "file").write_text("")
+    (problem,) = path_problems(config(telemetry={"run_dir": str(tmp_path / "file" / "run")}))
+    assert f"cannot be made, {tmp_path / 'file'} permits no writing; choose another folder, or permit it" in problem
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
+    (problem,) = path_problems(config(checkpoint__save_steps=1, checkpoint__keep_last=10**9))
+    assert problem.startswith("telemetry.run_dir: the checkpoints that are kept need about ") and "keep fewer" in problem
+
+
+def test_the_installed_packages_are_those_that_were_run_together(config):
+    assert list(version_problems(config())) == []
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_refused(config):
+    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
+    assert findings.problems == ["rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"]
+
+
+def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(demo_checkpoint, demo_data, tmp_path):
+    overrides = [f"model.path={demo_checkpoint}", f"data.train={demo_data}/train.jsonl", f"data.val={demo_data}/val.jsonl", f"telemetry.run_dir={tmp_path}/run"]
+    command = [sys.executable, "-m", "launch.preflight", "+experiment=stage2_3v1", *overrides]
+    for further, status, said in ([], 0, "nothing stands in the way"), (["data.val=/nowhere.jsonl"], 1, "data.val: there is no file /nowhere.jsonl; "):
+        done = subprocess.run([*command, *further], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+        assert said in done.stdout
+    assert not (tmp_path / "run").exists()
