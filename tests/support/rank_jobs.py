@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from learner_support import half_right
+from transformers import AutoModelForImageTextToText
 
 from learner.learner import Learner
 from learner.place import LearnerPlace
-from learner.ranks import Rendezvous
+from learner.ranks import BUCKET_ELEMENTS, Rendezvous, join_ranks
 from shared.chunking import rank_rounds, rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.reports import RankReport
+from shared.rollouts import WeightOffer
 from shared.schedule import RunSchedule
 
 
@@ -56,3 +61,101 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
     weights = {name: tensor.float().clone() for name, tensor in learner._parallel.weights.tensors()}
     learner._parallel.drop()
     return weights
+
+
+def own_config(place: LearnerPlace, rendezvous: Rendezvous | None, configs: list[RunConfig]) -> None:
+    """Ranks that were given different configurations start."""
+    Learner(configs[place.rank], place, rendezvous)
+
+
+def collectives(place: LearnerPlace, rendezvous: Rendezvous | None) -> dict[str, Any]:
+    ranks = join_ranks(place, rendezvous, timeout_s=20.0, sums_in_backward=False)
+    generator = torch.Generator().manual_seed(place.rank)
+    # More than a bucket, and numbers of both kinds.
+    gradients = [torch.randn(shape, generator=generator) for shape in ((3, 5), (BUCKET_ELEMENTS + 7,), (2,), ())]
+    gradients.append(torch.randn(4, generator=generator).to(torch.bfloat16))
+    before = [gradient.clone() for gradient in gradients]
+    ranks.sum_gradients(gradients)
+    return {
+        "sum": ranks.sum(place.rank + 1),
+        "max": ranks.max(place.rank * 10),
+        "same": ranks.first_difference([1, -5, 2**40]),
+        "different": ranks.first_difference([1, place.rank, 2 + place.rank]),
+        # Of the big one its ends: the rest is like them.
+        "before": [ends(tensor) for tensor in before],
+        "after": [ends(tensor) for tensor in gradients],
+        "times": [(wait.name, wait.start_s, wait.end_s) for wait in ranks.take_times()],
+        "default_group": torch.distributed.is_initialized(),
+    }
+
+
+def ends(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1)[:8], tensor.reshape(-1)[-8:]])
+
+
+def fails_on_rank_1(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig) -> None:
+    """A step in which rank 1 gets a rollout of another prompt, and rank 0 goes on to the step's end."""
+    learner = Learner(config, place, rendezvous)
+    rollouts = half_right(learner, RunSchedule(config).plan(1))
+    if place.rank == 1:
+        rollouts = [replace(rollout, prompt_token_ids=rollout.prompt_token_ids[1:]) for rollout in rollouts]
+    learner.accumulate(rollouts)
+    learner.finish_step()
+
+
+def not_finite(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig) -> None:
+    """Rank 1 alone comes to a gradient that is no number."""
+    learner = Learner(config, place, rendezvous)
+    learner.accumulate(half_right(learner, RunSchedule(config).plan(1)))
+    if place.rank == 1:
+        parameter = next(learner._loaded.model.parameters())
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    learner.finish_step()
+
+
+def ends_itself_on_rank_1(place: LearnerPlace, rendezvous: Rendezvous | None) -> None:
+    ranks = join_ranks(place, rendezvous, timeout_s=60.0, sums_in_backward=False)
+    ranks.barrier()
+    if place.rank == 1:
+        os._exit(1)
+    with ranks.of_phase("finish_step"):
+        ranks.barrier()
+
+
+@dataclass
+class Synced:
+    offer: WeightOffer | None
+    weights: dict[str, torch.Tensor]
+    """What would be sent, in the offer's number type; empty where nothing is."""
+    versions: list[int]
+    """Before the offer, after it and after the sync."""
+    held_out: list[int]
+    """Positions of the held-out requests."""
+    saved: dict[str, torch.Tensor]
+    """The checkpoint, loaded by transformers."""
+    tied: bool
+
+
+def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, folder: Path) -> Synced:
+    learner = Learner(config, place, rendezvous)
+    versions = [learner._version]
+    offer = learner.offer_weights()
+    versions.append(learner._version)
+    weights = dict(learner._parallel.weights.tensors()) if place.rank == 0 else {}
+    learner.sync_done()
+    versions.append(learner._version)
+    learner.save(folder)
+    loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    saved = dict(loaded.named_parameters())
+    held_out = [request.position for request in learner.held_out_requests(0)]
+    learner.close()
+    return Synced(offer, weights, versions, held_out, saved, loaded.lm_head.weight is loaded.model.language_model.embed_tokens.weight)
+
+
+def drifts(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig) -> None:
+    """One bit of one of rank 1's weights is another."""
+    learner = Learner(config, place, rendezvous)
+    if place.rank == 1:
+        weight = learner._loaded.model.get_parameter("model.language_model.layers.1.mlp.up_proj.weight")
+        weight.data.view(torch.int32)[0, 0] ^= 1
+    learner.offer_weights()

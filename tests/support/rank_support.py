@@ -37,7 +37,7 @@ class RankProcesses:
         return results
 
     def outcomes(self, job: RankJob, *arguments: Any) -> list[Any]:
-        """As `run`, with an exception in the place of a result."""
+        """As `run`, with an exception in the place of a result: EOFError of a process that ended."""
         world_size = len(self._pipes)
         address = ""
         if world_size > 1:
@@ -59,7 +59,10 @@ class RankProcesses:
     @staticmethod
     def _answer(pipe: Connection) -> Any:
         assert pipe.poll(_TIMEOUT_S), f"a rank did not answer in {_TIMEOUT_S:g} s"
-        return pipe.recv()
+        try:
+            return pipe.recv()
+        except EOFError as error:
+            return error
 
 
 def _serve(pipe: Connection) -> None:
