@@ -19,7 +19,6 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, process_dict_updates
@@ -28,23 +27,14 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from rollout_actors.engine_settings import GUARD_CONFIG, GUARD_PROCESSOR
+from rollout_actors.repeat_rule import check_answers, repeat_rule
 from shared.config.repeat_terminate import RepeatTerminateSection
-from shared.errors import RolloutError
 from shared.object_keys import START, token_steps
 from shared.repeat_guard import RepeatGuard, RepeatGuardSettings, RepeatRule
-from shared.tokens.hf_codec import token_pieces
 
 FORCED_LOGIT = 1e9
 """Far above every logit there is, so that its probability is 1 to the last bit under any temperature, penalty, top-k and top-p; and finite, so that nothing
 becomes NaN on the way."""
-
-
-def repeat_rule(settings: RepeatGuardSettings, tokenizer: str) -> RepeatRule:
-    """`tokenizer` is its folder, read only where keys are counted."""
-    if settings.max_object_keys is None:
-        return RepeatRule(settings)
-    pieces = token_pieces(AutoTokenizer.from_pretrained(tokenizer))
-    return RepeatRule(settings, lambda token_id: pieces[token_id] if token_id < len(pieces) else b"")
 
 
 class RepeatGuardProcessor(LogitsProcessorV1, LogitsProcessorV2):
@@ -278,20 +268,3 @@ class AnsweringWorkers(Protocol):
 async def check_active(engine: AnsweringWorkers, settings: RepeatGuardSettings | None, actor: str) -> None:
     """Raises RolloutError(phase="start") unless every worker of a started engine guards by these settings, or by none."""
     check_answers(await engine.collective_rpc("active_guard"), settings, actor)
-
-
-def check_answers(answers: list[dict[str, Any]], settings: RepeatGuardSettings | None, actor: str) -> None:
-    """The same for an engine whose workers were asked already."""
-    asked = None if settings is None else asdict(settings)
-    for rank, answer in enumerate(answers):
-        if answer["settings"] == asked:
-            continue
-        held = "no repeat guard" if answer["settings"] is None else f"a repeat guard with {answer['settings']}"
-        wanted = "none is configured" if asked is None else f"rollout_matching.repeat_terminate asks for {asked}"
-        raise RolloutError(
-            f"the {answer['runner']} model runner of worker {rank} holds {held}, and {wanted}; the path is the engine arguments logits_processors="
-            f"['{GUARD_PROCESSOR}'] and additional_config={{'{GUARD_CONFIG}': ...}} in an environment with this package installed"
-            + ("" if answer["runner"] == "V1" else "; VLLM_USE_V2_MODEL_RUNNER=0 goes back to the V1 model runner"),
-            actor=actor,
-            phase="start",
-        )

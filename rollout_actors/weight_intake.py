@@ -80,7 +80,7 @@ class WeightIntake:
         self._rank_offset = rank_offset
         self._score = score
         self._adapter = adapter
-        self._fatal = fatal
+        self._passed_on: tuple[type[Exception], ...] = (WeightSyncError, *fatal)
         self._joined = ""
         # A new sync begins when the clean-up of a failed one is over.
         self._turn = asyncio.Lock()
@@ -205,10 +205,10 @@ class WeightIntake:
         self._joined = ""
         await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), timeout_s)
 
-    async def _bounded(self, phase: SyncPhase, work: Awaitable[None], timeout_s: float) -> None:
+    async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], timeout_s: float) -> None:
         try:
             await asyncio.wait_for(work, timeout_s + MARGIN_S)
-        except (WeightSyncError, *self._fatal):
+        except self._passed_on:
             raise
         except TimeoutError as error:
             late = f"not done after timeouts.sync_phase_s = {timeout_s:g} s; check that the learner and every other actor are alive"

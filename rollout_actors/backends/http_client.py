@@ -85,9 +85,9 @@ class RefusedError(Exception):
 class HttpClient:
     """The calls to one server. Holds no connection."""
 
-    def __init__(self, name: str, address: ServerAddress, *, command: str, watch_s: float = WATCH_S) -> None:
-        """`name` is the server's among the rollout actors; `command` is how such a server is started, for messages."""
-        self._watch_s = watch_s
+    def __init__(self, name: str, address: ServerAddress, *, command: str, health: str = HEALTH, watch_s: float = WATCH_S) -> None:
+        """`name` is the server's among the rollout actors; `command` is how such a server is started, for messages; `health` is the route that is watched."""
+        self._health, self._watch_s = health, watch_s
         self.name, self.address = name, address
         self._command = command
         self._headers = {} if address.token is None else {"Authorization": f"Bearer {address.token}"}
@@ -101,13 +101,13 @@ class HttpClient:
         deadline = time.monotonic() + self.address.timeout_s
         while True:
             try:
-                await self.get(HEALTH, timeout_s=max(POLL_S, deadline - time.monotonic()))
+                await self.get(self._health, timeout_s=max(POLL_S, deadline - time.monotonic()))
                 return
             except UnansweredError as error:
                 last = str(error)
             except RefusedError as error:
                 if error.status not in NOT_YET:
-                    raise self.error(f"answers {HEALTH} with {error}, so it is no rollout server; {self._remedy()}", "start") from error
+                    raise self.error(f"answers {self._health} with {error}, so it is no rollout server; {self._remedy()}", "start") from error
                 last = str(error)
             if time.monotonic() + POLL_S >= deadline:
                 late = f"did not get ready within {SECTION}.timeout_s = {self.address.timeout_s:g} s (last: {last}); {self._remedy()}"
@@ -178,9 +178,9 @@ class HttpClient:
         while True:
             await asyncio.sleep(self._watch_s)
             try:
-                await self.get(HEALTH, timeout_s=self.address.timeout_s)
+                await self.get(self._health, timeout_s=self.address.timeout_s)
             except RefusedError as error:
-                raise UnansweredError(f"{HEALTH}: {error}") from error
+                raise UnansweredError(f"{self._health}: {error}") from error
 
     def _remedy(self) -> str:
         return (

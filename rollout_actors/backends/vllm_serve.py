@@ -1,0 +1,211 @@
+"""The client of a stock `vllm serve` in whose environment this package is installed: `server.kind: vllm` (docs/vllm_serve.md).
+
+Its own routes are used directly: token-in/token-out for rollouts and canary, the weight-transfer routes for syncs. What this package adds on the server's side
+(the transport, the worker's receipts, the repeat guard) is named on its command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_actors.backends.http_client import WATCH_S, HttpClient, RefusedError, ServerAddress, UnansweredError
+from rollout_actors.backends.vllm_messages import Generated, probe_body, read_probe, read_rollout, rollout_body
+from rollout_actors.backends.vllm_routes import UNVERIFIED, ServerInfo, StockEngine, disagreements
+from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.repeat_rule import check_answers, repeat_rule
+from rollout_actors.weight_intake import WeightIntake
+from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
+from shared.canary import CanaryProbe
+from shared.errors import RolloutError
+from shared.protocols import RolloutEngine
+from shared.repeat_guard import mark_forced
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import SyncPhase, Terms
+
+COMMAND = "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-scale-out ..., see docs/vllm_serve.md"
+GENERATE = "/inference/v1/generate"
+CHECKPOINT = ("default", "-0")
+"""How the label ends that weights have which nobody sent: vLLM's own, or version 0 of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockServerEngine:
+    """Makes the client of one server: `EngineActor(StockServerEngine(...))`."""
+
+    name: str
+    address: ServerAddress
+    index: int
+    """The server's place among the servers of the run, and so its group's in a weight sync."""
+    expected: EngineSettings
+    """What the run would start an engine of its own with: the server must agree."""
+
+    def __call__(self) -> RolloutEngine:
+        return StockClient(self.name, self.address, index=self.index, expected=self.expected)
+
+
+class StockClient:
+    """A `RolloutEngine`. Holds no connection; the door is shut while the server's weights are not this run's, or not verified."""
+
+    def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
+        self._http = HttpClient(name, address, command=COMMAND, health="/health", watch_s=watch_s)
+        self._index, self._expected = index, expected
+        self._engine = StockEngine(self._http, run=uuid.uuid4().hex[:8])
+        # A group of its own: its workers' ranks begin behind the sender's.
+        self._intake = WeightIntake(name, self._engine, transport=expected.transport, rank_offset=1, score=self._score, adapter=NoAdapters())
+        self._rule = None if expected.repeat_guard is None else repeat_rule(expected.repeat_guard, expected.model_path)
+        self._version = 0
+        self._shut = "it was not started"
+
+    async def start(self) -> int:
+        """Waits for the server and checks what it was started with. Returns its rollout devices.
+
+        Raises RolloutError(phase="start") naming every argument and variable of `vllm serve` that is missing or other than the run's.
+        """
+        await self._http.wait_until_up()
+        await self._check_routes()
+        world_size = await self._engine.world_size()
+        problems = list(disagreements(await self._info(), self._expected, world_size=world_size))
+        if problems:
+            raise self._http.error("does not suit the run: " + "; ".join(problems), "start")
+        check_answers(await self._engine.collective_rpc("active_guard"), self._expected.repeat_guard, self._http.name)
+        await self._claim()
+        return world_size
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """All requests at once; where one fails or takes too long, all of them once more with the same seeds. Raises RolloutError."""
+        if not requests:
+            return []
+        if self._shut:
+            raise self._http.error(f"serves no rollouts: {self._shut}", "generate")
+        started_s, started = time.time(), time.perf_counter()
+        bodies = [rollout_body(request, self._http.name) for request in requests]
+        answers, attempt = await self._http.asked_twice(lambda: self._share(requests, bodies))
+        label = self._engine.label(str(self._version))
+        rollouts = []
+        for request, (answer, ended) in zip(requests, answers, strict=True):
+            read = read_rollout(answer, request, actor=self._http.name, version=self._version, label=label, started_s=started_s, generate_s=ended - started)
+            if self._rule is not None and request.decode.stop_token_ids:
+                read = mark_forced(read, self._rule)
+            rollouts.append(replace(read, attempt=attempt))
+        return rollouts
+
+    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        """By the server's own routes, each called once: a phase is not what it was once it has been tried."""
+        if phase is SyncPhase.PAUSE:
+            self._shut = f"its sync to version {offer.version} was not completed"
+        is_adapter = offer.transport == ADAPTER_TRANSPORT
+        mine = offer if is_adapter else replace(offer, rendezvous={**offer.rendezvous, "terms": Terms.of(offer).for_group(self._index)})
+        await self._intake.run(phase, mine)
+        if phase is not SyncPhase.CANARY:
+            return None
+        self._version = offer.version
+        self._shut = ""
+        return self._intake.report(mine)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that this client saw verified; 0 is the checkpoint's."""
+        return self._version
+
+    @property
+    def is_dead(self) -> bool:
+        """Never: a server that has ended may be started again. Its weights are then no longer this run's, and their label says so."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is held, and the server was launched by somebody else."""
+
+    async def _check_routes(self) -> None:
+        """That every route is open to this client. Raises RolloutError naming what opens the one that is not."""
+        limit_s = self._http.address.timeout_s
+        try:
+            await self._http.post(GENERATE, b"{}", timeout_s=limit_s)  # refused, for what is wrong with it, where the route is open
+        except UnansweredError as error:
+            raise self._http.error(f"{GENERATE}: {error}", "start") from error
+        except RefusedError as error:
+            remedy = {
+                401: "it was started with --api-key: export the same key in a variable and name it in rollout_matching.vllm.server.token_env",
+                403: "start it with --enable-scale-out",
+                404: f"it is no `vllm serve` of vLLM 0.32; is rollout_matching.vllm.server.kind right? (`{COMMAND}`)",
+            }
+            if error.status in remedy:
+                raise self._http.error(f"does not open {GENERATE} ({error}); {remedy[error.status]}", "start") from error
+        try:
+            await self._http.get("/is_paused", timeout_s=limit_s)
+        except UnansweredError as error:
+            raise self._http.error(f"/is_paused: {error}", "start") from error
+        except RefusedError as error:
+            closed = f"does not open its weight-transfer routes ({error}); start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+            raise self._http.error(closed, "start") from error
+
+    async def _info(self) -> ServerInfo:
+        try:
+            return await self._engine.info()
+        except ValueError as error:
+            raise self._http.error(f"/server_info has another form: {error}; is it vLLM 0.32?", "start") from error
+
+    async def _claim(self) -> None:
+        """Label the server's weights as this run's version 0 where they are the checkpoint's; else nothing is served until a sync."""
+        label = await self._engine.weight_label()
+        if label == UNVERIFIED:
+            # A run ended in the middle of an update, which may have left the model in pieces.
+            await self._engine.collective_rpc("abandon_update")
+        if not label.endswith(CHECKPOINT):
+            self._shut = f"it holds weights that another run has sent ({label}), until this run sends its own"
+            return
+        await self._engine.resume_generation()
+        await self._engine.update_weight_version(str(self._version))
+        self._shut = ""
+
+    async def _share(self, requests: Sequence[RolloutRequest], bodies: Sequence[bytes]) -> list[tuple[Generated, float]]:
+        """Every answer with the time of its end, or the first error; a connection that closes ends its request in the server."""
+        work = self._all([self._complete(body, request.sample_id) for request, body in zip(requests, bodies, strict=True)])
+        return await (work if self._http.address.infer_timeout_s is not None else self._http.watched(work))
+
+    async def _all(self, calls: Sequence[Coroutine[Any, Any, tuple[Generated, float]]]) -> list[tuple[Generated, float]]:
+        tasks = [asyncio.create_task(call) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _complete(self, body: bytes, sample_id: str) -> tuple[Generated, float]:
+        try:
+            answer = await self._http.post(GENERATE, body, timeout_s=self._http.address.infer_timeout_s)
+        except RefusedError as error:
+            if error.may_be_tried_again:
+                raise
+            raise self._http.error(f"refused sample {sample_id}: {error}", "generate") from error
+        return self._read(answer, "generate"), time.perf_counter()
+
+    async def _score(self, probe: CanaryProbe) -> tuple[list[int], list[float]]:
+        try:
+            answer = await self._http.post(GENERATE, probe_body(probe, self._http.name), timeout_s=None)
+            return read_probe(self._read(answer, "canary"))
+        except (UnansweredError, RefusedError, ValueError) as error:
+            raise self._http.error(f"does not score the canary: {error}", "canary") from error
+
+    def _read(self, body: bytes, phase: str) -> Generated:
+        try:
+            return Generated.model_validate_json(body)
+        except ValueError as error:
+            raise self._http.error(f"answered something else: {error}; is it vLLM 0.32?", phase) from error
+
+
+class NoAdapters:
+    """In place of an adapter intake: vLLM's route for adapters reads a folder of the server's machine, and does not say whether it replaced the last one."""
+
+    async def take(self, terms: AdapterTerms, llm: Any) -> None:
+        raise RolloutError("a stock vllm serve takes no adapter alone; set rollout_matching.vllm.sync.mode: full", actor="", phase="wire")
+
+    async def verify(self, llm: Any) -> None:
+        raise AssertionError("take comes first, and refuses")
+
+    async def drop(self, llm: Any) -> None:
+        """There is none."""

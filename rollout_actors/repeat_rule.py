@@ -1,0 +1,38 @@
+"""What whoever receives an engine's rollouts knows of its repeat guard, without importing vllm: the rule, and whether the workers hold it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rollout_actors.engine_settings import GUARD_CONFIG, GUARD_PROCESSOR
+from shared.errors import RolloutError
+from shared.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.tokens.hf_codec import token_pieces
+
+
+def repeat_rule(settings: RepeatGuardSettings, tokenizer: str) -> RepeatRule:
+    """`tokenizer` is its folder, read only where keys are counted."""
+    if settings.max_object_keys is None:
+        return RepeatRule(settings)
+    pieces = token_pieces(AutoTokenizer.from_pretrained(tokenizer))
+    return RepeatRule(settings, lambda token_id: pieces[token_id] if token_id < len(pieces) else b"")
+
+
+def check_answers(answers: list[dict[str, Any]], settings: RepeatGuardSettings | None, actor: str) -> None:
+    """The same for an engine whose workers were asked already."""
+    asked = None if settings is None else asdict(settings)
+    for rank, answer in enumerate(answers):
+        if answer["settings"] == asked:
+            continue
+        held = "no repeat guard" if answer["settings"] is None else f"a repeat guard with {answer['settings']}"
+        wanted = "none is configured" if asked is None else f"rollout_matching.repeat_terminate asks for {asked}"
+        raise RolloutError(
+            f"the {answer['runner']} model runner of worker {rank} holds {held}, and {wanted}; the path is the engine arguments logits_processors="
+            f"['{GUARD_PROCESSOR}'] and additional_config={{'{GUARD_CONFIG}': ...}} in an environment with this package installed"
+            + ("" if answer["runner"] == "V1" else "; VLLM_USE_V2_MODEL_RUNNER=0 goes back to the V1 model runner"),
+            actor=actor,
+            phase="start",
+        )
