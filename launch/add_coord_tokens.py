@@ -1,0 +1,220 @@
+"""Turns a stock Qwen2.5-VL or Qwen3-VL checkpoint into one with the 1,000 coord tokens.
+
+`python -m launch.add_coord_tokens model=/models/Qwen3-VL-4B-Instruct out=/models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576` writes an ordinary
+checkpoint: weights, configuration, tokenizer and processor, which transformers, vLLM and this project load. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from rich.console import Console
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers.image_utils import SizeDict
+from transformers.utils import logging
+
+from launch.arguments import read_arguments
+from launch.command import explained
+from launch.coord_embeddings import CoordInit, coord_rows
+from launch.make_once import make_once
+from learner.checkpoint_folder import checkpoint_problems
+from learner.loading import MODEL_TYPES
+from shared.config.base import ConfigPath, Section
+from shared.errors import ConfigError, StorageError
+from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
+from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS
+
+ROW_MULTIPLE = 128
+"""Where rows have to be added, so many in all that tensor-parallel engines split them evenly."""
+
+
+class AddOptions(Section):
+    model: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct"])]
+    """Folder of the stock checkpoint. It is read, not changed."""
+
+    out: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct-coord"])]
+    """Folder to make. It must not exist."""
+
+    init: CoordInit = "spread"
+    """First embeddings: spread (the digits' mean, neighbouring bins near each other) or mean (that of all tokens, for every bin)."""
+
+    seed: NonNegativeInt = 17
+    """Of init=spread."""
+
+    min_pixels: PositiveInt | None = None
+    """Smaller images are enlarged to it; null: as the checkpoint has it. Written into the processor, so that learner and engines agree."""
+
+    max_pixels: PositiveInt | None = None
+    """Larger images are reduced to it; null: as the checkpoint has it, which for Qwen's own is far more than a packed row holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stock:
+    """A checkpoint as it came, without its weights."""
+
+    config: Any
+    processor: Any
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.processor.tokenizer
+
+
+def make_coord_model(options: AddOptions) -> list[str]:
+    """Write the checkpoint and say what was done. ConfigError with every problem that shows before the weights are read; StorageError for a full disk."""
+    stock = _read_stock(options)
+    lines: list[str] = []
+
+    def make(folder: Path) -> None:
+        lines.extend(_make(stock, options, folder))
+
+    try:
+        make_once(options.out, options.model_dump(mode="json", exclude={"out"}, exclude_none=True), make)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(str(options.out), str(error)) from error
+    return [*lines, f"saved     {options.out}"]
+
+
+def _read_stock(options: AddOptions) -> _Stock:
+    problems = list(checkpoint_problems(options.model, key="model", remedy="give the folder of a downloaded Qwen2.5-VL or Qwen3-VL checkpoint"))
+    stock = None if problems else _load_stock(options.model, problems)
+    if options.out.exists():
+        problems.append(f"out: {options.out} exists; remove it, or choose another folder")
+    if stock is not None:
+        problems += _token_problems(stock.tokenizer, options.model)
+        problems += _pixel_problems(stock.processor.image_processor, options)
+    if problems:
+        raise ConfigError(problems)
+    assert stock is not None
+    return stock
+
+
+def _load_stock(folder: Path, problems: list[str]) -> _Stock | None:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if config.model_type not in MODEL_TYPES:
+            problems.append(f"model: {folder} is a {config.model_type} model; this version trains {', '.join(MODEL_TYPES)}")
+            return None
+        return _Stock(config, AutoProcessor.from_pretrained(folder))
+    except (ValueError, OSError) as error:
+        problems.append(f"model: {folder} cannot be loaded ({error}); give the folder of a complete checkpoint")
+        return None
+
+
+def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
+    vocabulary = tokenizer.get_vocab()
+    num_there = sum(token in vocabulary for token in COORD_TOKENS)
+    if num_there == NUM_BINS:
+        yield f"model: {folder} has the coord tokens already; use it as model.path"
+    elif num_there:
+        yield f"model: {folder} has {num_there} of the {NUM_BINS} coord tokens; give the stock checkpoint"
+    if END_OF_TURN not in vocabulary:
+        yield f"model: {folder} has no {END_OF_TURN}, which ends a response; give a chat (Instruct) checkpoint"
+
+
+def _pixel_problems(image_processor: Any, options: AddOptions) -> Iterator[str]:
+    low, high = _limits(image_processor, options)
+    one_token = (image_processor.patch_size * image_processor.merge_size) ** 2
+    if high < one_token:
+        yield f"max_pixels: {high} is less than one image token ({one_token} pixels); raise it"
+    if low > high:
+        yield f"min_pixels: {low} is more than max_pixels, {high}; lower it, or raise max_pixels"
+
+
+def _limits(image_processor: Any, options: AddOptions) -> tuple[int, int]:
+    """Fewest and most pixels of an image."""
+    size = image_processor.size
+    return options.min_pixels or size.shortest_edge, options.max_pixels or size.longest_edge
+
+
+def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(options.model, dtype="auto")
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ConfigError(f"model: the weights in {options.model} cannot be read ({error}); give the folder of a complete checkpoint") from error
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    yield f"model     {stock.config.model_type}, {numbers:,} parameters in {str(model.dtype).removeprefix('torch.')}, from {options.model}"
+    tokenizer, num_stock_tokens = stock.tokenizer, len(stock.tokenizer)
+    digit_ids = sorted(set(tokenizer.encode("0123456789", add_special_tokens=False)))
+    add_coord_tokens(tokenizer)
+    coord_ids = _checked_ids(tokenizer)
+    yield f"tokens    {NUM_BINS:,} coord tokens, ids {coord_ids[0]} to {coord_ids[-1]}; each is one token, inside JSON quotes too"
+    yield _make_room(model, num_stock_tokens, len(tokenizer))
+    yield _initialise(model, num_stock_tokens, coord_ids, digit_ids, options)
+    low, high = _limits(stock.processor.image_processor, options)
+    stock.processor.image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
+    tokens = high // (stock.processor.image_processor.patch_size * stock.processor.image_processor.merge_size) ** 2
+    yield f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
+    model.save_pretrained(folder)
+    stock.processor.save_pretrained(folder)
+    # What was written, and not what was meant to be.
+    assert _checked_ids(AutoProcessor.from_pretrained(folder).tokenizer) == coord_ids
+
+
+def _checked_ids(tokenizer: Any) -> list[int]:
+    """The ids of the coord tokens in the order of their bins. ConfigError where they are not as the rest of the project needs them."""
+    codec = HFTokenCodec(tokenizer)
+    ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
+    if ids != list(range(ids[0], ids[0] + NUM_BINS)):
+        raise ConfigError(
+            f"model: its tokenizer gives coord tokens the ids {ids[0]} to {ids[-1]}, which are not {NUM_BINS} in a row; give the stock checkpoint"
+        )
+    quoted = codec.encode("[" + ", ".join(f'"{token}"' for token in COORD_TOKENS) + "]")
+    if [token_id for token_id in quoted if codec.coord_bin(token_id) is not None] != ids:
+        raise ConfigError("model: its tokenizer splits coord tokens inside JSON quotes; give a byte-level BPE tokenizer as Qwen's is")
+    return ids
+
+
+def _make_room(model: Any, num_stock_tokens: int, num_tokens: int) -> str:
+    """As many rows as tokens. Qwen's embeddings have more rows than its tokenizer has tokens: they are taken first."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    num_rows, tied = embeddings.weight.shape[0], head.weight is embeddings.weight
+    free = f"{num_rows - num_stock_tokens} of {num_rows} embedding rows had no token"
+    if num_tokens <= num_rows:
+        return f"rows      {free}: enough, none were added"
+    wanted = -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+    model.resize_token_embeddings(wanted, mean_resizing=False)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    assert model.config.get_text_config().vocab_size == wanted
+    with torch.no_grad():
+        for weight in _embeddings(model):
+            # Rows without a token can be asked for and sampled: they are like no token in particular.
+            weight[num_rows:] = weight[:num_stock_tokens].float().mean(dim=0).to(weight.dtype)
+    return f"rows      {free}, {NUM_BINS} are needed: now {wanted}, a multiple of {ROW_MULTIPLE}"
+
+
+def _initialise(model: Any, num_stock_tokens: int, coord_ids: list[int], digit_ids: list[int], options: AddOptions) -> str:
+    generator = torch.Generator().manual_seed(options.seed)
+    weights = _embeddings(model)
+    with torch.no_grad():
+        for weight in weights:
+            rows = coord_rows(weight[:num_stock_tokens], digit_ids, options.init, generator)
+            weight[coord_ids[0] : coord_ids[-1] + 1] = rows.to(weight.dtype)
+    how = f"the digits' mean and waves around it, seed {options.seed}" if options.init == "spread" else "the mean of all tokens"
+    return (
+        f"init      {options.init} ({how}), of the embedding and {'the head tied to it' if len(weights) == 1 else 'of the head, which has weights of its own'}"
+    )
+
+
+def _embeddings(model: Any) -> list[torch.Tensor]:
+    """The input embedding and, where it is not the same tensor, the head."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return [embeddings] if head is embeddings else [embeddings, head]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with explained(Console(stderr=True, soft_wrap=True)):
+        options = read_arguments(AddOptions, sys.argv[1:] if arguments is None else arguments)
+        logging.disable_progress_bar()
+        print("\n".join(make_coord_model(options)))
+
+
+if __name__ == "__main__":
+    main()
