@@ -15,12 +15,13 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
+from rich.markup import escape
 
 from launch.ray_metrics import RayMetrics
 from launch.report import make_report
 from launch.report_folder import write_report
 from shared.config import RunConfig
-from shared.config.derive import BatchAlgebra, resolved_sync_mode
+from shared.config.derive import BatchAlgebra, resolved_sync_mode, warmup_steps
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.evaluation import Evaluation
@@ -72,7 +73,8 @@ class Telemetry:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-            self._metrics, self._plans, self._evaluations = ((folder / f"{name}.jsonl").open("w", buffering=1) for name in ("metrics", "plan", "evaluations"))
+            names = ("metrics", "plan", "evaluations", "events")
+            self._metrics, self._plans, self._evaluations, self._events = ((folder / f"{name}.jsonl").open("w", buffering=1) for name in names)
             self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
         except OSError as error:
             raise StorageError(str(folder), str(error)) from error
@@ -82,7 +84,7 @@ class Telemetry:
         self._sync_fallback: str | None = None
         server = config.rollout_matching.vllm.server
         serves = config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode == "server"
-        self._servers = server.servers if serves and server is not None else ()
+        self._servers = [entry.model_dump() for entry in server.servers] if serves and server is not None else []
         self.evaluations: list[HeldOutF1] = []
 
     def __enter__(self) -> Telemetry:
@@ -96,7 +98,7 @@ class Telemetry:
             self._console.print(
                 f"the run ended; details in {details}, what the actors said in Ray's session folder (/tmp/ray/session_latest/logs)", highlight=False
             )
-        for file in (self._metrics, self._plans, self._evaluations):
+        for file in (self._metrics, self._plans, self._evaluations, self._events):
             file.close()
         if self._trace is not None:
             self._trace.close()
@@ -119,7 +121,7 @@ class Telemetry:
                     "vllm_mode": self._config.rollout_matching.vllm.mode,
                     "engines": engines,
                     "devices": algebra.engine_devices,
-                    "servers": [server.model_dump() for server in self._servers],
+                    "servers": self._servers,
                     "learner_ranks": algebra.learner_world_size,
                     "learner_threads": learner_threads,
                 },
@@ -135,6 +137,7 @@ class Telemetry:
                 **asdict(plan),
                 "rounds": _positions(self._algebra) if plan.channel is Channel.B else [],
                 "engines": self._engines,
+                "servers": self._servers,
                 "sync_mode": self._sync_mode,
                 "sync_fallback": self._sync_fallback,
             },
@@ -147,6 +150,7 @@ class Telemetry:
 
     def sync(self, report: SyncReport) -> None:
         """A sync outside any step, that ended now."""
+        self._synced(report)
         self._note_mode(report)
         self._trace_spans([_span_until_now(f"sync v{report.version}", _total_s(report))])
         self._console.print(
@@ -177,9 +181,8 @@ class Telemetry:
         """The F1 of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
         if len(self.evaluations) < 2:
             return None
-        assert self._algebra is not None, "placed comes before the first step"
-        warmup_steps = self._algebra.warmup_steps
-        at_warmups_end = [report for report in self.evaluations if report.step == warmup_steps > 0]
+        warm = warmup_steps(self._config)
+        at_warmups_end = [report for report in self.evaluations if report.step == warm > 0]
         (name, before), after = ("warm-up", at_warmups_end[0]) if at_warmups_end else ("first", self.evaluations[0]), self.evaluations[-1]
         return f"val F1@{after.iou_threshold:g} {name} {before.f1:.2f} -> final {after.f1:.2f}"
 
@@ -211,6 +214,15 @@ class Telemetry:
             self._console.print(
                 f"[bold yellow]warning[/]   the adapter sync failed, full weights are sent from now on: {escape(sync.fell_back)}", highlight=False
             )
+
+    def _synced(self, sync: SyncReport) -> None:
+        self._sync_mode = sync.mode
+        if sync.fell_back is None:
+            return
+        _write(self._events, {"event": "sync fell back to full", "weight_version": sync.version, "reason": sync.fell_back})
+        self._console.print(
+            f"[bold red]fallback[/]  the adapter sync failed, full weights are sent for the rest of the run: {escape(sync.fell_back)}", highlight=False
+        )
 
     def _trace_spans(self, spans: Sequence[Span]) -> None:
         if self._trace is not None:

@@ -23,6 +23,7 @@ class AdapterSender:
         self._full = full
         self._timeout_s = timeout_s
         self._falls_back = falls_back
+        self._remedy = "" if falls_back else "; set rollout_matching.vllm.sync.fallback_to_full: true, or sync.mode: full"
         self._has_fallen_back = False
 
     def offer(self, version: int, canary: CanaryProbe) -> WeightOffer:
@@ -34,7 +35,7 @@ class AdapterSender:
             assert files is not None, "the configuration has an adapter"
             terms = AdapterTerms.make(files.tensors, files.config, timeout_s=self._timeout_s, falls_back=self._falls_back)
         except Exception as error:  # whatever peft and safetensors find wrong with it: the merged weights do without both
-            reason = WeightSyncError(f"the adapter cannot be written down ({type(error).__name__}: {error})", actor=LEARNER, phase="offer")
+            reason = WeightSyncError(f"the adapter cannot be written down ({type(error).__name__}: {error}){self._remedy}", actor=LEARNER, phase="offer")
             if not self._falls_back:
                 raise reason from error
             self.fall_back_to_full()

@@ -19,6 +19,8 @@ _PIPELINE = "rollout_matching.pipeline"
 _DECODING = "rollout_matching.decoding.temperature"
 _MODE = "rollout_matching.decode_mode"
 _VLLM = "rollout_matching.vllm"
+_MAX_SERVED_RANK = 512
+"""Of an adapter in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ def _adapter_sync(run: RunConfig) -> Iterator[Problem]:
     adapter, vllm, ranks = run.model.adapter, run.rollout_matching.vllm, run.learner.world_size
     if vllm.enable_lora and adapter is None:
         yield Problem(f"{_VLLM}.enable_lora", "true, and the learner trains no adapter", "set model.adapter, or remove the key")
+    if vllm.enable_lora and adapter is not None and adapter.rank > _MAX_SERVED_RANK:
+        yield Problem(
+            "model.adapter.rank", f"{adapter.rank} is more than the {_MAX_SERVED_RANK} that vLLM serves", f"lower it, or set {_VLLM}.enable_lora: false"
+        )
     if vllm.sync.mode == "adapter":
         if not vllm.enable_lora:
             yield Problem(f"{_VLLM}.sync.mode", "'adapter' needs engines that serve adapters", f"set {_VLLM}.enable_lora: true, or {_VLLM}.sync.mode: full")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.checksum import BucketChecksum
-from shared.errors import WeightSyncError
+from shared.errors import LearnerError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync import CHECKSUMS, Group, Sealed, SendReport, TensorSpec, Terms, buckets, offsets, sync_weights, terms_from_json, terms_to_json
 
@@ -51,6 +53,72 @@ SENT = SendReport(bytes=320, phase_s={"send_rendezvous": 0.1, "send_wire": 0.2})
 RECEIVED = SyncReport(version=4, bytes=320, phase_s={"wire": 0.3}, canary_max_abs=0.0)
 RECEIVER_ERROR = WeightSyncError("no room", actor="actor-1", phase="wire")
 SENDER_ERROR = WeightSyncError("connection closed", actor="learner", phase="wire")
+
+
+ADAPTER = AdapterTerms.make(b"tensors", {"r": 4}, timeout_s=0.05, falls_back=True)
+
+
+class AdapterSide(Side):
+    """The same with a learner that offers its adapter; `trouble` is how that ends."""
+
+    def __init__(self, trouble: SyncReport | Exception, *, falls_back: bool = True) -> None:
+        super().__init__(SENT, RECEIVED)
+        self._trouble = trouble
+        self._terms = replace(ADAPTER, falls_back=falls_back)
+        self._has_fallen_back = False
+
+    def offer_weights(self) -> WeightOffer:
+        return super().offer_weights() if self._has_fallen_back else WeightOffer(4, ADAPTER_TRANSPORT, {"terms": self._terms}, None)
+
+    def fall_back_to_full(self) -> None:
+        self._has_fallen_back = True
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        return self._future(SENT if self._has_fallen_back else SendReport(bytes=0, phase_s={}))
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        return self._future(RECEIVED if self._has_fallen_back else self._trouble)
+
+
+def test_an_adapter_sync_that_succeeds_is_all_there_is() -> None:
+    side = AdapterSide(replace(RECEIVED, mode="adapter"))
+    report = sync_weights(side, side)
+    assert (report.mode, report.fell_back, report.version, side.num_done) == ("adapter", None, 4, 1)
+
+
+TROUBLES = [RECEIVER_ERROR, KeyError("lora_A"), LearnerError("out of memory", phase="send_weights")]
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=["sync error", "key error", "learner error"])
+def test_an_adapter_sync_that_fails_in_any_way_is_followed_by_full_ones_with_a_warning(trouble: Any, caplog: pytest.LogCaptureFixture) -> None:
+    side = AdapterSide(trouble)
+    report = sync_weights(side, side)
+    assert (report.mode, report.version, side.num_done) == ("full", 4, 1)
+    assert report.fell_back is not None
+    assert str(trouble) in report.fell_back
+    assert f"full weights are sent from now on: {report.fell_back}" in caplog.text
+    again = sync_weights(side, side)
+    assert (again.mode, again.fell_back) == ("full", None)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES[:2], ids=["sync error", "key error"])
+def test_without_fallback_it_ends_the_run_with_what_failed_and_the_key_to_change(trouble: Any) -> None:
+    side = AdapterSide(trouble, falls_back=False)
+    with pytest.raises(WeightSyncError, match=r"of the adapter: .*set rollout_matching.vllm.sync.fallback_to_full: true") as caught:
+        sync_weights(side, side)
+    assert caught.value.__cause__ is trouble
+    assert ("no room" if trouble is RECEIVER_ERROR else "KeyError: 'lora_A'") in str(caught.value)
+    assert side.num_done == 0
+
+
+def test_a_learner_that_could_not_even_offer_its_adapter_says_so_with_its_first_full_offer(caplog: pytest.LogCaptureFixture) -> None:
+    class Unwritable(Side):
+        def offer_weights(self) -> WeightOffer:
+            return replace(super().offer_weights(), fell_back="no such layer")
+
+    side = Unwritable(SENT, RECEIVED)
+    assert sync_weights(side, side).fell_back == "no such layer"
+    assert "no such layer" in caplog.text
 
 
 def test_a_bucket_is_closed_by_the_tensor_that_takes_it_past_its_size() -> None:

@@ -34,6 +34,10 @@ REFUSED = [
     ),
     ({f"{MATCHING}.max_staleness": 2}, f"{MATCHING}.max_staleness: must be at most 1, got 2; "),
     ({f"{VLLM}.enable_lora": True}, f"{VLLM}.enable_lora: true, and the learner trains no adapter; set model.adapter, or remove the key"),
+    (
+        {"model.adapter": {"kind": "lora", "rank": 513}, f"{VLLM}.enable_lora": True},
+        f"model.adapter.rank: 513 is more than the 512 that vLLM serves; lower it, or set {VLLM}.enable_lora: false",
+    ),
     ({**LORA, f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode: 'adapter' needs engines that serve adapters; set {VLLM}.enable_lora: true"),
     (
         {"model.adapter": {"kind": "dora"}, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "adapter"},

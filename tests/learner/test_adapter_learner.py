@@ -1,0 +1,130 @@
+"""A whole learner with an adapter: what its steps change, what it offers, and what it goes on with after a failure (spec: weight sync mode selection)."""
+
+from __future__ import annotations
+
+import pytest
+import safetensors.torch
+import torch
+from config_support import configuration
+from learner_support import make_learner
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from learner.adapter_sender import AdapterSender
+from learner.adapters import apply_adapter
+from learner.place import ReceiverGroup
+from learner.weight_sender import WeightSender
+from learner.weight_source import weight_source
+from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
+from shared.canary import CanaryProbe
+from shared.config.model import AdapterSection
+from shared.errors import WeightSyncError
+from shared.schedule import RunSchedule
+from shared.weight_sync import Terms
+
+VLLM = "rollout_matching__vllm"
+CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
+SMALL = {
+    "global_max_length": 512,
+    "training__max_steps": 4,
+    "training__effective_batch_size": 4,
+    "training__learning_rate": 1e-2,
+    "stage2_ab__schedule__warmup_steps": 4,
+}
+
+
+@pytest.fixture
+def learner(demo_checkpoint, demo_data, tmp_path):
+    learners = []
+
+    def make(kind="lora", mode="adapter", **changes):
+        adapter = {"kind": kind, "rank": 4, "alpha": 8.0}
+        sync = {f"{VLLM}__enable_lora": mode != "full", f"{VLLM}__sync": {"mode": mode}}
+        learners.append(make_learner(configuration(demo_checkpoint, demo_data, tmp_path / "run", model__adapter=adapter, **SMALL, **sync, **changes)))
+        return learners[-1]
+
+    yield make
+    for one in learners:
+        one.close()
+
+
+def steps(learner, count):
+    for plan in list(RunSchedule(learner._config).plans())[:count]:
+        learner.next_requests(plan)
+        yield learner.finish_step()
+
+
+def weights(learner):
+    return {name: parameter.detach().clone() for name, parameter in learner._loaded.model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_checkpointing):
+    one = learner(kind, "full", model__gradient_checkpointing=gradient_checkpointing)
+    before = weights(one)
+    assert all(report.step_metrics["optim/grad_norm"] > 0 for report in steps(one, 2))
+    after = weights(one)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".lora_" in name}
+
+
+def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learner):
+    one = learner()
+    list(steps(one, 1))
+    offer = one.offer_weights()
+    assert (offer.transport, offer.version, offer.fell_back) == (ADAPTER_TRANSPORT, 1, None)
+    assert AdapterTerms.of(offer).falls_back
+    assert len(safetensors.torch.load(AdapterTerms.of(offer).tensors)) == 2 * 3 * 7
+    assert one.send_weights(offer).bytes == 0
+    one.sync_done()
+    one.fall_back_to_full()
+    for version in (2, 3):
+        offer = one.offer_weights()
+        assert (offer.transport, offer.version) == ("rollmatch_gloo", version)
+        assert not any("lora" in tensor.name or "base_layer" in tensor.name for tensor in Terms.of(offer).tensors)
+        one.sync_done()
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("dora", "auto"), ("dora", "full"), ("lora", "full")])
+def test_a_learner_that_resolves_to_full_offers_merged_weights_from_the_start(learner, kind, mode):
+    assert learner(kind, mode).offer_weights().transport == "rollmatch_gloo"
+
+
+def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_it_too(learner, demo_checkpoint, tmp_path):
+    one = learner(mode="auto")
+    untrained = one.offer_weights().canary
+    one.sync_done()
+    list(steps(one, 2))
+    trained = one.offer_weights().canary
+    one.sync_done()
+    assert trained.expanded_token_ids == untrained.expanded_token_ids
+    assert max(abs(a - b) for a, b in zip(trained.expected_logprobs, untrained.expected_logprobs, strict=True)) > 0.01
+    one.save(tmp_path / "saved")
+    base = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
+    models = (AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32), PeftModel.from_pretrained(base, tmp_path / "saved/adapter"))
+    ids_1T = torch.tensor([trained.expanded_token_ids[-20:]])
+    with torch.no_grad():
+        expected = one._loaded.model.eval()(input_ids=ids_1T, use_cache=False).logits
+        for model in models:
+            torch.testing.assert_close(model.eval()(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+
+
+def broken_sender(checkpoint, *, falls_back):
+    """Of a model whose adapter cannot be written down."""
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    apply_adapter(model, AdapterSection(kind="lora", rank=4), base_path="here", seed=0)
+    full = WeightSender(weight_source(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=1.0)
+    model.peft_config.clear()
+    return AdapterSender(model, full, timeout_s=1.0, falls_back=falls_back)
+
+
+def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_checkpoint):
+    sender = broken_sender(demo_checkpoint, falls_back=True)
+    first, second = sender.offer(1, CANARY), sender.offer(2, CANARY)
+    assert first.transport == second.transport == "rollmatch_gloo"
+    assert "KeyError: 'default'" in first.fell_back
+    assert second.fell_back is None
+    sender.close()
+    with pytest.raises(WeightSyncError, match=r"offer on learner: .*fallback_to_full"):
+        broken_sender(demo_checkpoint, falls_back=False).offer(1, CANARY)
