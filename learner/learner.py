@@ -28,6 +28,7 @@ from learner.collate import PackedRow, collate
 from learner.counters import StepTally
 from learner.heldout import HeldOut
 from learner.lengths import require_lengths
+from learner.loading import LoadedModel
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.optimizer import Updater
@@ -43,6 +44,7 @@ from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step import RowResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from learner.weight_sender import WeightSender
+from learner.weight_source import WeightSource
 from shared.canary import CanaryProbe
 from shared.chunking import rank_share
 from shared.config import RunConfig
@@ -206,6 +208,21 @@ class Learner:
             self._sender.close()
         if self._log is not None:
             self._log.close()
+
+    # What a backend in this process works with
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._loaded
+
+    @property
+    def updater(self) -> Updater:
+        return self._updater
+
+    @property
+    def weights(self) -> WeightSource:
+        """What a sync sends, adapters merged."""
+        return self._parallel.weights
 
     # The held-out report
 

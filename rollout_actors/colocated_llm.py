@@ -19,6 +19,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 
+from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.inproc_intake import InProcessIntake
 from rollout_actors.repeat_rule import check_answers, repeat_rule
@@ -69,7 +70,8 @@ class ColocatedLLM:
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
         check_answers(self._llm.collective_rpc("active_guard"), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
-        self._intake = InProcessIntake(name, self._llm, score=self._score)
+        self._adapter = AdapterIntake(enabled=settings.enable_lora)
+        self._intake = InProcessIntake(name, self._llm, transport=settings.transport, adapter=self._adapter, score=self._score)
         self._asleep = False
 
     def generate(self, requests: Sequence[RolloutRequest], *, version: int) -> list[Rollout]:
@@ -86,7 +88,7 @@ class ColocatedLLM:
         return rollouts
 
     def take_weights(self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
-        """Raises WeightSyncError naming the phase."""
+        """The weights, or the adapter that the offer brings. Raises WeightSyncError naming the phase."""
         return self._intake.take(offer, weights)
 
     def fall_asleep(self) -> None:
@@ -111,7 +113,7 @@ class ColocatedLLM:
         for request in requests:
             try:
                 prompt, params = request_prompt(request, self._name), sampling_params(request.decode, request.seed)
-                queued += self._llm.enqueue([prompt], params, use_tqdm=False)
+                queued += self._llm.enqueue([prompt], params, lora_request=self._adapter.request, use_tqdm=False)
             except (VLLMClientError, RolloutError) as error:
                 self._llm.llm_engine.abort_request(queued, internal=True)
                 if isinstance(error, RolloutError):
@@ -127,7 +129,7 @@ class ColocatedLLM:
         self._llm.beam_decode = decode
         prompts = [request_prompt(request, self._name) for request in requests]
         try:
-            outputs = self._llm.beam_search(prompts, params)
+            outputs = self._llm.beam_search(prompts, params, lora_request=self._adapter.request)
         except VLLMClientError as error:
             samples = ", ".join(request.sample_id for request in requests)
             raise RolloutError(f"one of the samples {samples} was refused: {error}", actor=self._name, phase="generate") from error
@@ -161,5 +163,5 @@ class ColocatedLLM:
         )
 
     def _score(self, probe: CanaryProbe) -> tuple[list[int], list[float]]:
-        (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False)
+        (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False, lora_request=self._adapter.request)
         return probe_scores(output)

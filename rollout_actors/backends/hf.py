@@ -18,9 +18,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from rollout_actors.backends.hf_decoding import BeamScores, Chooser
 from rollout_actors.images import decode_images
 from rollout_actors.random_state import random_state_kept
+from rollout_actors.repeat_guard_hf import RepeatGuardProcessor
 from shared.errors import RolloutError
 from shared.protocols import BackendHost
+from shared.repeat_guard import RepeatGuardSettings, RepeatRule, mark_forced
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.tokens.hf_codec import token_pieces
 
 NO_STOP_TOKEN = -1
 """Where a request has none: transformers would take the checkpoint's for want of any."""
@@ -32,9 +35,10 @@ class HFBackendSpec:
 
     name: str
     decode_batch_size: int
+    repeat_guard: RepeatGuardSettings | None = None
 
     def __call__(self, host: BackendHost) -> HFBackend:
-        return HFBackend(host, self.name, decode_batch_size=self.decode_batch_size)
+        return HFBackend(host, self.name, decode_batch_size=self.decode_batch_size, repeat_guard=self.repeat_guard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +65,12 @@ class HFBackend:
     padded batch differ from those of a prompt alone by the rounding of the sums (under 1e-5).
     """
 
-    def __init__(self, host: BackendHost, name: str, *, decode_batch_size: int) -> None:
+    def __init__(self, host: BackendHost, name: str, *, decode_batch_size: int, repeat_guard: RepeatGuardSettings | None = None) -> None:
         """At most `decode_batch_size` sequences are decoded at a time; the beams of one prompt are never separated."""
         self._host = host
         self._name = name
         self._decode_batch_size = decode_batch_size
+        self._rule = _rule(repeat_guard, host.processor.tokenizer)
         self._version = 0
         self._closed = False
 
@@ -124,13 +129,18 @@ class HFBackend:
         num_prompt_tokens = inputs["input_ids"].shape[1]
         if decode.mode is DecodeMode.BEAM:
             beams = BeamScores(decode, prompts)
-            output = self._generate(inputs, decode, [beams])
+            output = self._generate(inputs, decode, [*self._guards(decode, num_prompt_tokens), beams])
             responses = _cut(output.sequences[:, num_prompt_tokens:].tolist(), decode)
             return [_Response(token_ids, beams.logprobs(rows, token_ids)) for token_ids, rows in zip(responses, output.beam_indices.tolist(), strict=True)]
         chooser = Chooser(decode, [request.seed for request in batch], prompts)
-        output = self._generate(inputs, decode, [chooser])
+        output = self._generate(inputs, decode, [*self._guards(decode, num_prompt_tokens), chooser])
         responses = _cut(output.sequences[:, num_prompt_tokens:].tolist(), decode)
         return [_Response(token_ids, logprobs[: len(token_ids)]) for token_ids, logprobs in zip(responses, chooser.logprobs(), strict=True)]
+
+    def _guards(self, decode: DecodeSettings, num_prompt_tokens: int) -> list[LogitsProcessor]:
+        if self._rule is None or not decode.stop_token_ids:
+            return []  # without a stop token there is nothing to force
+        return [RepeatGuardProcessor(self._rule, prompt_length=num_prompt_tokens, stop_token_id=decode.stop_token_ids[0])]
 
     def _inputs(self, encoded: list[_Encoded]) -> dict[str, torch.Tensor]:
         model, processor = self._host.model, self._host.processor
@@ -171,7 +181,7 @@ class HFBackend:
         token_ids, logprobs = response.token_ids, response.logprobs
         stopped = bool(token_ids) and token_ids[-1] in request.decode.stop_token_ids
         end = len(token_ids) - stopped
-        return Rollout(
+        rollout = Rollout(
             step=request.step,
             position=request.position,
             sample_id=request.sample_id,
@@ -189,6 +199,16 @@ class HFBackend:
             generate_s=generate_s,
             started_s=started_s,
         )
+        return mark_forced(rollout, self._rule) if self._rule is not None and request.decode.stop_token_ids else rollout
+
+
+def _rule(settings: RepeatGuardSettings | None, tokenizer: Any) -> RepeatRule | None:
+    if settings is None:
+        return None
+    if settings.max_object_keys is None:
+        return RepeatRule(settings)
+    pieces = token_pieces(tokenizer)
+    return RepeatRule(settings, lambda token_id: pieces[token_id] if token_id < len(pieces) else b"")
 
 
 def _cut(rows: list[list[int]], decode: DecodeSettings) -> list[list[int]]:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.surroundings import Surroundings
+from shared.adapter_terms import ADAPTER_TRANSPORT
 from shared.errors import ConfigError, RolloutError
 from shared.protocols import BackendHost
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.transports import Transport
 
 if TYPE_CHECKING:
     from rollout_actors.colocated_llm import ColocatedLLM
@@ -38,6 +40,14 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
             "leave it null, lower it, or give the rank more (learner.gpus)"
         )
     return given
+
+
+def _environment(settings: EngineSettings) -> dict[str, str]:
+    environment = engine_environment(settings)
+    if settings.transport == Transport.IPC:
+        # The handles of a GPU's memory are pickled on their way from this process to the engine's, which is its child.
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ class ColocatedBackend:
         self._name = name
         self._settings = settings
         self._sleep = sleep
-        self._surroundings = Surroundings(engine_environment(settings))
+        self._surroundings = Surroundings(_environment(settings))
         self._llm: ColocatedLLM | None = None
         self._version = 0
         self._shut = ""
@@ -97,7 +107,8 @@ class ColocatedBackend:
         """Afterwards no rollout is served until a sync has succeeded, where this one has not."""
         self.start()
         self._shut = f"its sync to version {offer.version} was not completed"
-        with self._host.away(weights=False), self._surroundings.entered():
+        # Full weights are read where they lie; an adapter comes with the offer.
+        with self._host.away(weights=offer.transport == ADAPTER_TRANSPORT), self._surroundings.entered():
             self._engine.wake()
             report = self._engine.take_weights(offer, self._host.weights())
         self._version, self._shut = offer.version, ""

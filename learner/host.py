@@ -1,0 +1,38 @@
+"""What a learner rank offers to a backend that lives in its process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from learner.learner import Learner
+from learner.offload import away, require_offload
+from shared.config import RunConfig
+
+
+class LearnerHost:
+    """`shared.protocols.BackendHost` of one rank."""
+
+    def __init__(self, config: RunConfig, learner: Learner) -> None:
+        """Raises ConfigError where `rollout_matching.offload` asks for what cannot be done here."""
+        self._config = config
+        self._learner = learner
+        require_offload(config, learner.loaded.device)
+
+    @property
+    def model(self) -> Any:
+        return self._learner.loaded.model
+
+    @property
+    def processor(self) -> Any:
+        return self._learner.loaded.processor
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._learner.weights.tensors()
+
+    def away(self, *, weights: bool = True) -> AbstractContextManager[None]:
+        loaded = self._learner.loaded
+        return away(self._config, loaded.model, self._learner.updater, loaded.device, weights=weights)

@@ -1,0 +1,193 @@
+"""What is moved away is gone while it is away, and back to the bit afterwards, whatever happened. The host stands in for a device: a move is a real copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from config_support import configuration
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from learner import offload
+from learner.offload import away, model_away, offloads, optimizer_away, require_offload
+from shared.config import RunConfig
+from shared.errors import ConfigError, LearnerError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ON = {
+    "stage2_ab__channel_b__enable_pipeline": False,
+    "rollout_matching__rollout_backend": "vllm",
+    "rollout_matching__vllm": {"mode": "colocate"},
+    "rollout_matching__offload": {"enabled": True, "offload_model": True, "offload_optimizer": True},
+}
+
+
+class Tied(nn.Module):
+    """Two names for one matrix, a buffer, and a parameter that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
+        self.register_buffer("scale", torch.arange(3.0), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids) @ self.turned @ self.turned.t()) * self.scale.sum()
+
+
+class SpyOptimizer:
+    def __init__(self, fail_at: int = -1) -> None:
+        self.moves: list[torch.device] = []
+        self._fail_at = fail_at
+
+    def move_to(self, device: torch.device) -> None:
+        self.moves.append(device)
+        if len(self.moves) - 1 == self._fail_at:
+            raise RuntimeError("no room on the host")
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(0)
+    model = Tied()
+    model(torch.tensor([1, 2])).sum().backward()
+    return model
+
+
+def everything(model: nn.Module) -> list[torch.Tensor]:
+    parameters = list(model.parameters())
+    return [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None), *model.buffers()]
+
+
+def facts(model: nn.Module) -> list[tuple[Any, ...]]:
+    return [(tensor.detach().clone(), tensor.stride(), tensor.dtype, tensor.device) for tensor in everything(model)]
+
+
+def same(before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]) -> bool:
+    return all(torch.equal(a[0], b[0]) and a[1:] == b[1:] for a, b in zip(before, after, strict=True))
+
+
+def test_the_memory_of_the_model_is_let_go_while_it_is_away_and_its_bits_come_back(model: Tied) -> None:
+    before, objects = facts(model), [id(tensor) for tensor in everything(model)]
+    held = [StorageWeakRef(tensor.untyped_storage()) for tensor in everything(model)]
+    assert not any(storage.expired() for storage in held)
+    with model_away(model):
+        assert all(storage.expired() for storage in held)
+        assert same(before, facts(model)), "the values are readable in the host's memory"
+        on_host = [StorageWeakRef(tensor.untyped_storage()) for tensor in everything(model)]
+    assert all(storage.expired() for storage in on_host)
+    assert same(before, facts(model))
+    assert [id(tensor) for tensor in everything(model)] == objects
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_step_behind_it_is_the_step_it_would_have_been(model: Tied) -> None:
+    torch.manual_seed(0)
+    other = Tied()
+    other(torch.tensor([1, 2])).sum().backward()
+    updates = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other)]
+    for _ in range(2):
+        with model_away(model):
+            pass
+        for one, update in zip((model, other), updates, strict=True):
+            one(torch.tensor([3, 1])).square().sum().backward()
+            update.step()
+    assert same(facts(other), facts(model))
+
+
+def test_it_comes_back_behind_an_exception(model: Tied) -> None:
+    before, optimizer = facts(model), SpyOptimizer()
+    with pytest.raises(ZeroDivisionError), optimizer_away(optimizer, GPU), model_away(model):
+        _ = 1 / 0
+    assert same(before, facts(model))
+    assert optimizer.moves == [CPU, GPU]
+
+
+def test_it_comes_back_when_the_way_out_fails_half_way(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, copied, copies = facts(model), offload._copied, []
+
+    def third_fails(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copies.append(device)
+        if len(copies) == 3:
+            raise RuntimeError("no room on the host")
+        return copied(tensor, device)
+
+    monkeypatch.setattr(offload, "_copied", third_fails)
+    with pytest.raises(RuntimeError, match="no room"), model_away(model):
+        raise AssertionError("it did not get away")
+    assert same(before, facts(model))
+    assert len(copies) == 5, "two on the way out and back, and the one that failed"
+    optimizer = SpyOptimizer(fail_at=0)
+    with pytest.raises(RuntimeError, match="no room"), optimizer_away(optimizer, GPU):
+        raise AssertionError("it did not get away")
+    assert optimizer.moves == [CPU, GPU]
+
+
+def test_no_room_to_come_back_is_told_with_what_makes_room(model: Tied) -> None:
+    class FullDevice(SpyOptimizer):
+        def move_to(self, device: torch.device) -> None:
+            if device == GPU:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(LearnerError, match=r"rollout_matching\.offload.*gpu_memory_utilization"), optimizer_away(FullDevice(), GPU):
+        pass
+
+
+Configured = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def configured(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> Configured:
+    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path, **changes)
+
+
+def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(configured: Configured, model: Tied) -> None:
+    both = configured(**ON)
+    held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
+    with away(both, model, optimizer, CPU, weights=False):
+        assert not held.expired()
+        assert optimizer.moves == [CPU]
+    optimizer_alone = configured(**ON | {"rollout_matching__offload": {"enabled": True, "offload_optimizer": True}})
+    with away(optimizer_alone, model, optimizer, CPU, weights=True):
+        assert not held.expired()
+    model_alone, untouched = configured(**ON | {"rollout_matching__offload": {"enabled": True, "offload_model": True}}), SpyOptimizer()
+    with away(model_alone, model, untouched, CPU, weights=True):
+        assert held.expired()
+    assert untouched.moves == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout_matching__offload": {"enabled": False, "offload_model": True, "offload_optimizer": True}},
+        {"rollout_matching__offload": {"enabled": True}},
+        {"rollout_matching__rollout_backend": "hf"},
+        {"rollout_matching__vllm": {"mode": "actors"}},
+    ],
+)
+def test_everywhere_else_the_section_is_ignored(configured: Configured, model: Tied, changes: dict[str, Any]) -> None:
+    config, optimizer = configured(**ON | changes), SpyOptimizer()
+    held = StorageWeakRef(model.turned.untyped_storage())
+    require_offload(config, CPU)
+    with away(config, model, optimizer, CPU, weights=True):
+        assert not held.expired()
+    assert not offloads(config)
+    assert optimizer.moves == []
+
+
+def test_on_a_cpu_there_is_nowhere_to_go_and_the_refusal_says_what_to_do(configured: Configured) -> None:
+    with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled: .*CPU.*set it to false"):
+        require_offload(configured(**ON), CPU)
+    require_offload(configured(**ON), GPU)
+
+
+def test_shards_cannot_be_moved_away_and_the_refusal_says_what_to_do(configured: Configured) -> None:
+    sharded = configured(**ON, learner__world_size=2, learner__parallel="fsdp")
+    with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled: .*fsdp.*rollout_backend: hf"):
+        require_offload(sharded, GPU)
