@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.markup import escape
 
 from launch.ray_metrics import RayMetrics
 from launch.report import make_report
@@ -73,8 +72,8 @@ class Telemetry:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-            names = ("metrics", "plan", "evaluations", "events")
-            self._metrics, self._plans, self._evaluations, self._events = ((folder / f"{name}.jsonl").open("w", buffering=1) for name in names)
+            names = ("metrics", "plan", "evaluations")
+            self._metrics, self._plans, self._evaluations = ((folder / f"{name}.jsonl").open("w", buffering=1) for name in names)
             self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
         except OSError as error:
             raise StorageError(str(folder), str(error)) from error
@@ -98,7 +97,7 @@ class Telemetry:
             self._console.print(
                 f"the run ended; details in {details}, what the actors said in Ray's session folder (/tmp/ray/session_latest/logs)", highlight=False
             )
-        for file in (self._metrics, self._plans, self._evaluations, self._events):
+        for file in (self._metrics, self._plans, self._evaluations):
             file.close()
         if self._trace is not None:
             self._trace.close()
@@ -150,7 +149,6 @@ class Telemetry:
 
     def sync(self, report: SyncReport) -> None:
         """A sync outside any step, that ended now."""
-        self._synced(report)
         self._note_mode(report)
         self._trace_spans([_span_until_now(f"sync v{report.version}", _total_s(report))])
         self._console.print(
@@ -193,7 +191,13 @@ class Telemetry:
             metrics["rollout/decode_mode"] = self._config.rollout_matching.resolved_decode_mode
         if sync is not None:
             self._note_mode(sync)
-            metrics |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/canary_max_abs": sync.canary_max_abs, "time/sync_s": _total_s(sync)}
+            metrics |= {
+                "sync/version": sync.version,
+                "sync/mode": sync.mode,
+                "sync/bytes": sync.bytes,
+                "sync/canary_max_abs": sync.canary_max_abs,
+                "time/sync_s": _total_s(sync),
+            }
             if sync.wire_gb_per_s is not None:
                 metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
@@ -214,15 +218,6 @@ class Telemetry:
             self._console.print(
                 f"[bold yellow]warning[/]   the adapter sync failed, full weights are sent from now on: {escape(sync.fell_back)}", highlight=False
             )
-
-    def _synced(self, sync: SyncReport) -> None:
-        self._sync_mode = sync.mode
-        if sync.fell_back is None:
-            return
-        _write(self._events, {"event": "sync fell back to full", "weight_version": sync.version, "reason": sync.fell_back})
-        self._console.print(
-            f"[bold red]fallback[/]  the adapter sync failed, full weights are sent for the rest of the run: {escape(sync.fell_back)}", highlight=False
-        )
 
     def _trace_spans(self, spans: Sequence[Span]) -> None:
         if self._trace is not None:

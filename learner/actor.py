@@ -14,6 +14,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
+from learner.host import LearnerHost
 from learner.learner import Learner
 from learner.place import LearnerPlace
 from learner.ranks import Rendezvous
@@ -49,8 +50,6 @@ class LearnerShell:
         """Load model and data; the number of torch's threads. Not in the constructor, whose exceptions Ray turns into a dead actor."""
         self._learner = Learner(config, replace(place, host=_host(config)), self._rendezvous)
         if make_backend is not None:
-            from learner.host import LearnerHost
-
             self._backend = make_backend(LearnerHost(config, self._learner))
         return torch.get_num_threads()
 

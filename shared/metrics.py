@@ -114,6 +114,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("optim/skipped_in_a_row", Reduction.STEP, "Skipped updates up to this one, since the last that was not."),
     # Weights.
     Metric("sync/version", Reduction.STEP, "Weight version that the sync after this step made current."),
+    Metric("sync/mode", Reduction.STEP, "full or adapter: what was sent."),
     Metric("sync/bytes", Reduction.STEP, "Bytes of the weights."),
     Metric("sync/wire_gb_per_s", Reduction.STEP, "Bytes over the seconds of the wire phase, in GB/s."),
     Metric("sync/canary_max_abs", Reduction.STEP, "Largest difference of a canary log-probability between the learner and an actor, in nats."),

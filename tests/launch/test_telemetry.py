@@ -16,6 +16,7 @@ from shared.evaluation import Evaluation
 from shared.reports import StepReport
 from shared.rollouts import SyncReport
 from shared.schedule import RunSchedule
+from shared.seeds import request_seed
 from shared.timeline import Span
 
 METRICS = {"loss/total": 1.5, "packing/num_rows": 3.0, "packing/num_carried": 0.0, "time/learn_s": 0.5, "time/generate_s": 0.4, "rollout/match_rate": 0.25}
@@ -24,11 +25,19 @@ COUNTED = {"rollout/num_dropped_objects": 2.0, "rollout/num_fallback": 3.0, "rol
 
 @pytest.fixture
 def config(tmp_path):
-    return configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run")
+    # Ray's metrics have a test of their own (test_ray_metrics.py).
+    return configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", telemetry__ray_metrics=False)
 
 
 def open_telemetry(config):
-    return Telemetry(config, batch_algebra(config), Console(file=io.StringIO(), width=300))
+    return Telemetry(config, Console(file=io.StringIO(), width=300))
+
+
+def placed(config, devices=(1, 1)):
+    """Telemetry of a run whose engines `a` and `b` are up."""
+    telemetry = open_telemetry(config)
+    telemetry.placed(batch_algebra(config, devices), ("a", "b"), learner_threads=2)
+    return telemetry
 
 
 def take_step(telemetry, config, number=25):
@@ -43,23 +52,55 @@ def lines(config, name):
 
 
 def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
-    with open_telemetry(config) as telemetry:
-        telemetry.placed(("a", "b"), learner_threads=2)
+    with placed(config) as telemetry:
         take_step(telemetry, config)
         (plan,), (metrics,) = lines(config, "plan.jsonl"), lines(config, "metrics.jsonl")
-    assert (plan["step"], plan["channel"], plan["actors"], plan["sync_mode"]) == (25, Channel.B, ["a", "b"], "full")
-    assert plan["rounds"] == [[0, 16], [16, 32]]
+    assert (plan["step"], plan["channel"], plan["engines"], plan["sync_mode"]) == (25, Channel.B, ["a", "b"], "full")
+    assert plan["rounds"] == [[[0, 11]], [[11, 22]], [[22, 32]]]
+    assert plan["rollout_seed_base"] == request_seed(17, 25, 0)
     assert metrics["loss/total"] == 1.5
     assert metrics["sync/version"] == 8
     assert metrics["time/sync_s"] == pytest.approx(0.03)
     assert metrics["sync/wire_gb_per_s"] == pytest.approx(1.1)
     assert metrics["rollout/decode_mode"] == "greedy"
     assert not any("iou" in name.lower() for name in metrics)
-    assert json.loads((config.telemetry.run_dir / "placement.json").read_text()) == {"actors": ["a", "b"], "learner_threads": 2}
+    assert metrics["sync/mode"] == "full"
+    assert metrics["time/queue_wait_s"] == 0.0
+    placement = json.loads((config.telemetry.run_dir / "placement.json").read_text())
+    assert (placement["engines"], placement["devices"], placement["servers"], placement["learner_threads"]) == (["a", "b"], [1, 1], [], 2)
+    assert (config.telemetry.run_dir / "batch_algebra.txt").read_text().startswith("updates ")
+
+
+SERVERS = [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}, {"base_url": "http://127.0.0.1:8001", "group_port": 0}]
+
+
+def test_server_mode_logs_reproducibility_metadata(tmp_path):
+    """Server endpoints, sync mode and rollout seed of every step, and a fallback when it happens."""
+    vllm = {"mode": "server", "server": {"servers": SERVERS}, "enable_lora": True, "sync": {"mode": "adapter"}}
+    changes = {"rollout_matching__vllm": vllm, "model__adapter": {"kind": "lora"}, "telemetry__ray_metrics": False}
+    config = configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
+    with placed(config) as telemetry:
+        take_step(telemetry, config, 25)
+        telemetry.sync(SyncReport(9, 1, {"wire": 0.01}, 0.0, fell_back="wire on b: [KeyError]"))
+        take_step(telemetry, config, 26)
+        first, second = lines(config, "plan.jsonl")
+        assert "the adapter sync failed, full weights are sent from now on: wire on b: [KeyError]" in telemetry._console.file.getvalue()
+    assert [(entry["base_url"], entry["group_port"]) for entry in first["servers"]] == [(entry["base_url"], entry["group_port"]) for entry in SERVERS]
+    assert (first["rollout_seed_base"], first["sync_mode"]) == (request_seed(17, 25, 0), "adapter")
+    assert (second["rollout_seed_base"], second["sync_mode"]) == (request_seed(17, 26, 0), "full")
+    assert (first["sync_fallback"], second["sync_fallback"]) == (None, "wire on b: [KeyError]")
+
+
+def test_of_several_learner_ranks_the_plan_says_which_positions_each_learns_in_each_round(tmp_path):
+    config = configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", telemetry__ray_metrics=False, learner__world_size=2)
+    with placed(config, devices=(1, 1, 1)) as telemetry:
+        take_step(telemetry, config)
+    (plan,) = lines(config, "plan.jsonl")
+    assert plan["rounds"] == [[[0, 8], [16, 24]], [[8, 16], [24, 32]]]
 
 
 def test_the_timeline_is_a_trace_that_perfetto_opens(config):
-    with open_telemetry(config) as telemetry:
+    with placed(config) as telemetry:
         take_step(telemetry, config)
         telemetry.evaluation(Evaluation(26, 8, (), wall_s=1.0))
         # The array form needs no closing bracket: the file of a run that was killed opens as well.
@@ -106,7 +147,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(config):
 def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(config):
     config.telemetry.run_dir.mkdir(parents=True)
     (config.telemetry.run_dir / "metrics.jsonl").symlink_to("/dev/full")
-    telemetry = open_telemetry(config)
+    telemetry = placed(config)
     with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: .*No space left on device; free space"):
         take_step(telemetry, config)
 
