@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from launch.checkpoint_shelf import Change, CheckpointShelf
 from shared.config import RunConfig
+from shared.errors import StorageError
 
 INTERRUPTED_S = 60.0
 """Longest time for saving the weights of a run that is being ended."""
@@ -18,24 +22,33 @@ class SavesWeights(Protocol):
 
 
 class Checkpoints:
-    """Asks the learner to save, at the points the driver names."""
+    """Asks the learner to save, at the points the driver names, and keeps what is to be kept: `checkpoints/` of the run's folder.
+
+    `checkpoints.json` beside it lists every checkpoint that is complete: folder, updates, F1 and why it is there.
+    """
 
     def __init__(self, config: RunConfig, learner: SavesWeights, saved: Callable[[Path], None]) -> None:
         """`saved` is told of every checkpoint that is complete."""
         self._config, self._learner, self._saved = config, learner, saved
+        self._run_dir = config.telemetry.run_dir
+        self._shelf = CheckpointShelf(config.checkpoint, self._run_dir / "checkpoints")
+        self._others: list[dict[str, object]] = []
+        """Of the index: those that no later one takes the place of."""
         self._num_steps = 0
 
     def after_step(self, num_steps: int) -> None:
-        """`num_steps` updates are done."""
+        """`num_steps` updates are done. StorageError where a checkpoint cannot be written; the older ones are still there then."""
         self._num_steps = num_steps
+        self._carry_out(self._shelf.after_step(num_steps))
 
     def after_report(self, num_steps: int, f1: float) -> None:
-        """The weights after so many updates have this F1 on the held-out samples."""
+        """The weights after so many updates, which the learner holds, have this F1 on the held-out samples."""
+        self._carry_out(self._shelf.after_report(num_steps, f1))
 
     def at_end(self, num_steps: int) -> None:
         """The last update is done."""
         if self._config.checkpoint.save_final:
-            self._save(self._config.telemetry.run_dir / "checkpoint")
+            self._save_for_good(self._run_dir / "checkpoint", num_steps, "final")
 
     @contextmanager
     def on_interrupt(self) -> Iterator[None]:
@@ -44,11 +57,37 @@ class Checkpoints:
             yield
         except KeyboardInterrupt:
             if self._config.checkpoint.save_on_interrupt and self._num_steps:
-                folder = self._config.telemetry.run_dir / f"checkpoint_interrupted_{self._num_steps:06d}"
-                self._learner.save(folder, timeout_s=INTERRUPTED_S)
-                self._saved(folder)
+                folder = self._run_dir / f"checkpoint_interrupted_{self._num_steps:06d}"
+                self._save_for_good(folder, self._num_steps, "interrupted", timeout_s=INTERRUPTED_S)
             raise
 
-    def _save(self, folder: Path) -> None:
-        self._learner.save(folder)
+    def _carry_out(self, change: Change) -> None:
+        if change.save is not None:
+            self._learner.save(change.save)
+            self._saved(change.save)
+        if self._shelf.kept or change.delete:
+            self._write_index()
+        for folder in change.delete:
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise StorageError(str(folder), f"it is not kept any more and cannot be deleted ({error})") from error
+
+    def _save_for_good(self, folder: Path, num_steps: int, reason: str, *, timeout_s: float | None = None) -> None:
+        self._learner.save(folder, timeout_s=timeout_s)
         self._saved(folder)
+        self._others.append({"folder": folder.name, "step": num_steps, "f1": None, "reasons": [reason]})
+        self._write_index()
+
+    def _write_index(self) -> None:
+        on_shelf = [
+            {"folder": str(kept.folder.relative_to(self._run_dir)), "step": kept.step, "f1": kept.f1, "reasons": list(kept.reasons)}
+            for kept in self._shelf.kept
+        ]
+        index = self._run_dir / "checkpoints.json"
+        partial = index.with_suffix(".json.partial")
+        try:
+            partial.write_text(json.dumps([*on_shelf, *self._others], indent=2) + "\n")
+            partial.replace(index)
+        except OSError as error:
+            raise StorageError(str(index), str(error)) from error

@@ -40,4 +40,6 @@ def save_checkpoint(
             shutil.rmtree(folder)
         partial.replace(folder)
     except (OSError, SafetensorError) as error:
+        # On a full disk a half checkpoint is in the way of everything else.
+        shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(str(folder), str(error)) from error

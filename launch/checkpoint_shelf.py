@@ -1,0 +1,81 @@
+"""Which checkpoints of a run are kept: the newest periodic ones and the best by held-out F1. Decides, and touches no file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from shared.config.checkpoint import CheckpointSection
+
+
+class Reason(StrEnum):
+    PERIODIC = "periodic"
+    """One of the newest `keep_last` of `save_steps`."""
+    BEST = "best"
+    """One of the `keep_best` with the highest F1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint on the shelf."""
+
+    step: int
+    """Updates behind its weights."""
+    folder: Path
+    f1: float | None = None
+    """On the held-out samples; None before a report, or without one."""
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is to be done, in this order."""
+
+    save: Path | None = None
+    """Where the weights as they are now belong; None: nowhere."""
+    delete: tuple[Path, ...] = ()
+    """What is not kept any more, once the new one is complete."""
+
+
+class CheckpointShelf:
+    """Told of every update and report, in their order, and of weights that were saved only by doing what it answers."""
+
+    def __init__(self, config: CheckpointSection, folder: Path) -> None:
+        """`folder` is where the checkpoints lie, `step_000123` each."""
+        self._config = config
+        self._folder = folder
+        self._periodic: set[int] = set()
+        self._kept: dict[int, Kept] = {}
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """From the oldest to the newest."""
+        return tuple(self._kept[step] for step in sorted(self._kept))
+
+    def after_step(self, step: int) -> Change:
+        """`step` updates are done."""
+        if self._config.save_steps is None or step % self._config.save_steps:
+            return Change()
+        self._periodic.add(step)
+        return self._add(Kept(step, self._of(step)))
+
+    def after_report(self, step: int, f1: float) -> Change:
+        """The weights after `step` updates, which are the present ones, have this F1. Of equal ones the older stays."""
+        if step in self._kept:
+            return self._add(replace(self._kept[step], f1=f1))
+        return self._add(Kept(step, self._of(step), f1))
+
+    def _add(self, new: Kept) -> Change:
+        candidates = self._kept | {new.step: new}
+        newest = set(sorted(self._periodic & candidates.keys())[-self._config.keep_last :])
+        rated = [(-kept.f1, kept.step) for kept in candidates.values() if kept.f1 is not None]
+        best = {step for _, step in sorted(rated)[: self._config.keep_best]}
+        kept = {step: replace(candidates[step], reasons=(*[Reason.PERIODIC] * (step in newest), *[Reason.BEST] * (step in best))) for step in newest | best}
+        gone = tuple(self._kept[step].folder for step in sorted(self._kept.keys() - kept.keys()))
+        is_new = new.step in kept and new.step not in self._kept
+        self._kept = kept
+        return Change(new.folder if is_new else None, gone)
+
+    def _of(self, step: int) -> Path:
+        return self._folder / f"step_{step:06d}"

@@ -1,0 +1,167 @@
+"""Checkpoints of a run on disk: complete before an older one goes, listed, loaded elsewhere."""
+
+from __future__ import annotations
+
+import json
+import resource
+
+import pytest
+import torch
+from config_support import configuration
+from learner_support import finish_step, make_learner
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from launch.checkpoints import INTERRUPTED_S, Checkpoints
+from shared.errors import StorageError
+from shared.schedule import RunSchedule
+
+
+class Writer:
+    """A learner that writes one file per checkpoint, or fails as a full disk does."""
+
+    def __init__(self):
+        self.full, self.events = False, []
+
+    def save(self, folder, *, timeout_s=None):
+        if self.full:
+            raise StorageError(str(folder), "[Errno 28] No space left on device")
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text("")
+        self.events.append((folder.name, sorted(path.name for path in folder.parent.iterdir()), timeout_s))
+
+
+@pytest.fixture
+def world(tmp_path, demo_checkpoint, demo_data):
+    """A run's folder, its writer, and `Checkpoints` of a configuration."""
+    writer, told = Writer(), []
+
+    def make(**checkpoint):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        config = configuration(demo_checkpoint, demo_data, tmp_path / "run", **{f"checkpoint__{key}": value for key, value in checkpoint.items()})
+        return Checkpoints(config, writer, told.append)
+
+    make.run_dir, make.writer, make.told = tmp_path / "run", writer, told
+    return make
+
+
+def interrupt(checkpoints):
+    with pytest.raises(KeyboardInterrupt), checkpoints.on_interrupt():
+        raise KeyboardInterrupt
+
+
+def index(run_dir):
+    return json.loads((run_dir / "checkpoints.json").read_text())
+
+
+def there(run_dir):
+    return sorted(str(path.relative_to(run_dir)) for path in run_dir.glob("checkpoint*/**/weights"))
+
+
+def test_a_new_checkpoint_is_complete_before_an_old_one_goes(world):
+    checkpoints = world(save_steps=1, keep_last=1)
+    checkpoints.after_step(1)
+    checkpoints.after_step(2)
+    assert world.writer.events[1] == ("step_000002", ["step_000001", "step_000002"], None)
+    assert there(world.run_dir) == ["checkpoints/step_000002/weights"]
+    assert world.told == [world.run_dir / "checkpoints" / f"step_00000{step}" for step in (1, 2)]
+
+
+def test_the_index_says_folder_step_f1_and_why(world):
+    checkpoints = world(save_steps=2, keep_last=1, keep_best=1)
+    checkpoints.after_report(0, 0.25)
+    for step in range(1, 5):
+        checkpoints.after_step(step)
+        if step == 2:
+            checkpoints.after_report(2, 0.5)
+    checkpoints.at_end(4)
+    assert index(world.run_dir) == [
+        {"folder": "checkpoints/step_000002", "step": 2, "f1": 0.5, "reasons": ["best"]},
+        {"folder": "checkpoints/step_000004", "step": 4, "f1": None, "reasons": ["periodic"]},
+        {"folder": "checkpoint", "step": 4, "f1": None, "reasons": ["final"]},
+    ]
+    assert there(world.run_dir) == sorted(f"{entry['folder']}/weights" for entry in index(world.run_dir))
+
+
+def test_a_full_disk_is_named_and_the_older_checkpoints_stay(world):
+    checkpoints = world(save_steps=1, keep_last=1)
+    checkpoints.after_step(1)
+    world.writer.full = True
+    with pytest.raises(StorageError, match=r"step_000002: .*No space left"):
+        checkpoints.after_step(2)
+    assert there(world.run_dir) == ["checkpoints/step_000001/weights"]
+    assert [entry["step"] for entry in index(world.run_dir)] == [1]
+
+
+def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(world):
+    checkpoints = world(save_steps=5)
+    checkpoints.after_step(6)
+    interrupt(checkpoints)
+    assert world.writer.events[-1][0::2] == ("checkpoint_interrupted_000006", INTERRUPTED_S)
+    assert index(world.run_dir)[-1] == {"folder": "checkpoint_interrupted_000006", "step": 6, "f1": None, "reasons": ["interrupted"]}
+
+
+@pytest.mark.parametrize("config", [{"save_on_interrupt": False}, {}])
+def test_without_an_update_or_when_it_is_not_wanted_an_interruption_saves_nothing(world, config):
+    checkpoints = world(**config)
+    if config:
+        checkpoints.after_step(1)
+    interrupt(checkpoints)
+    assert world.writer.events == []
+
+
+def test_a_run_that_keeps_nothing_on_its_way_writes_no_index_before_its_end(world):
+    checkpoints = world(save_final=False)
+    checkpoints.after_step(1)
+    checkpoints.after_report(1, 0.5)
+    checkpoints.at_end(1)
+    assert list(world.run_dir.iterdir()) == []
+
+
+@pytest.fixture
+def learner(tmp_path, demo_checkpoint, demo_data):
+    changes = {"training__max_steps": 2, "stage2_ab__schedule__warmup_steps": 2, "training__effective_batch_size": 4, "global_max_length": 512}
+    config = configuration(demo_checkpoint, demo_data, tmp_path / "run", checkpoint__save_steps=1, **changes)
+    learner = make_learner(config)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    return config, learner
+
+
+class Saves:
+    """`Learner` as `RemoteLearner` shows it to the driver."""
+
+    def __init__(self, learner):
+        self._learner = learner
+
+    def save(self, folder, *, timeout_s=None):
+        self._learner.save(folder)
+
+
+def test_every_checkpoint_loads_elsewhere_with_the_weights_of_its_step(learner):
+    config, trained = learner
+    checkpoints, weights = Checkpoints(config, Saves(trained), lambda _: None), {}
+    for plan in RunSchedule(config).plans():
+        trained.next_requests(plan)
+        finish_step(trained)
+        weights[plan.step + 1] = {name: parameter.detach().clone() for name, parameter in trained._loaded.model.named_parameters()}
+        checkpoints.after_step(plan.step + 1)
+    for entry in index(config.telemetry.run_dir):
+        folder = config.telemetry.run_dir / entry["folder"]
+        model = AutoModelForImageTextToText.from_pretrained(folder)
+        assert all(torch.equal(parameter, weights[entry["step"]][name]) for name, parameter in model.named_parameters())
+        assert AutoProcessor.from_pretrained(folder).tokenizer.convert_tokens_to_ids("<|coord_0|>") == trained._loaded.codec.coord_id(0)
+
+
+def test_a_disk_that_fills_while_the_weights_are_written_leaves_the_older_checkpoint_and_no_half_one(learner):
+    config, trained = learner
+    checkpoints, folder = Checkpoints(config, Saves(trained), lambda _: None), config.telemetry.run_dir / "checkpoints"
+    checkpoints.after_step(1)
+    before = {path.name: path.stat().st_size for path in (folder / "step_000001").iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"cannot write .*step_000002"):
+            checkpoints.after_step(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in folder.iterdir()] == ["step_000001"]
+    assert {path.name: path.stat().st_size for path in (folder / "step_000001").iterdir()} == before
