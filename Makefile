@@ -1,4 +1,4 @@
-# `make demo` runs the main job from a fresh clone to its end, `make test` runs all tests. Both set everything up first, once.
+# `make demo` runs the main job from a fresh clone to its end, `make test` and `make test-engines` together run all tests. They set everything up first, once.
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 DATA := outputs/demo/data
@@ -9,14 +9,15 @@ STAGE1 := outputs/demo/stage1_polygons
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo demo-data demo-polygons-data control aligned check test lint clean
+.PHONY: help setup demo demo-data demo-polygons-data control aligned check test test-engines lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       set up, make the demo's data and model, run the main job"
 	@echo "make control    the same wall time on channel A alone, from the demo's warm-up"
 	@echo "make aligned    the other variant, after a warm-up: polygons, segments carried from step to step"
-	@echo "make test       set up, then format, lint, types and all tests"
+	@echo "make test       set up, then format, lint, types and all tests but the following"
+	@echo "make test-engines  the tests that start engines of their own beside the shared ones"
 	@echo "make check      the same without the tests that start Ray or vLLM engines, and the long sweeps"
 	@echo "make setup      .venv with everything (does nothing where it is done)"
 	@echo "make demo-data  the demo's data and model in outputs/demo (kept where they are there)"
@@ -64,7 +65,10 @@ check: lint
 	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not slow"
 
 test: lint
-	@$(PYTHON) -m pytest -q
+	@$(PYTHON) -m pytest -q -m "not engines_extra"
+
+test-engines: setup
+	@$(PYTHON) -m pytest -q -m engines_extra
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -133,6 +133,7 @@ def engine_settings(config: RunConfig, placement: Placement, *, max_images: int)
         gpu_memory_utilization=vllm.resolved_gpu_memory_utilization,
         enforce_eager=vllm.enforce_eager,
         max_images_per_prompt=max_images,
+        repeat_guard=config.rollout_matching.repeat_terminate.settings(),
         enable_lora=vllm.enable_lora,
         max_lora_rank=1 if config.model.adapter is None else config.model.adapter.rank,
     )

@@ -15,8 +15,8 @@ class AdapterSection(Section):
     kind: Literal["lora", "dora"]
     """LoRA, or LoRA with learned magnitudes (DoRA), which vLLM cannot serve unmerged."""
 
-    rank: PositiveInt = 16
-    """Of every pair of matrices."""
+    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """Of every pair of matrices. vLLM serves adapters of at most 512."""
 
     alpha: PositiveFloat = 32.0
     """The product of a pair is scaled by alpha / rank."""

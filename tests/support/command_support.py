@@ -1,0 +1,71 @@
+"""`python -m launch.train` as a process, and every process that came of it."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans(adopt):
+    """What a run leaves behind becomes a child of this process, instead of disappearing among everybody's."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, int(adopt))
+
+
+class Command:
+    def __init__(self, folder, checkpoint, data, *overrides, experiment="stage2_3v1", options=()):
+        self.before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self.run_dir = folder / "run"
+        command = [sys.executable, "-m", "launch.train", *options, f"+experiment={experiment}", f"telemetry.run_dir={self.run_dir}", f"model.path={checkpoint}"]
+        command += [f"data.train={data / 'train.jsonl'}", f"data.val={data / 'val.jsonl'}", "training.effective_batch_size=8"]
+        command += [
+            "stage2_ab.channel_b.rollouts_per_step=12",
+            "stage2_ab.schedule.b_ratio=1.0",
+            "training.packing_window=4",
+            "cluster.dashboard=false",
+            "telemetry.name=demo",
+            *overrides,
+        ]
+        self.log = folder / "log"
+        environment = os.environ | {"COLUMNS": "400"}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+
+    def lines(self, name):
+        """A file of the run's folder, a line of JSON each."""
+        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+    @property
+    def output(self):
+        return self.log.read_text()
+
+    def wait_for(self, text, timeout_s=240):
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output}"
+            time.sleep(0.2)
+
+    def processes(self):
+        """The run's living processes: id -> command line. Those that descend from older children of this process are somebody else's."""
+        found = {}
+        for child in psutil.Process().children(recursive=True):
+            try:
+                older = {child.pid, *(parent.pid for parent in child.parents())} & self.before
+                if not older and child.status() != psutil.STATUS_ZOMBIE:
+                    found[child.pid] = " ".join(child.cmdline())
+            except psutil.NoSuchProcess:
+                continue  # it ended while we looked
+        return found
+
+    def assert_nothing_left(self, timeout_s=20):
+        deadline = time.monotonic() + timeout_s
+        while left := self.processes():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
