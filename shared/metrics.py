@@ -48,6 +48,8 @@ def _sync_phases() -> Iterator[Metric]:
         "verify": "comparing names and checksums",
         "reset": "emptying the prefix, multimodal and encoder caches",
         "canary": "scoring the probe",
+        "gather": "the learner materialising its weights",
+        "send_verify": "the learner's checksums",
         "send_rendezvous": "the learner joining the group",
         "send_wire": "the learner sending",
     }
