@@ -22,8 +22,8 @@ from rich.console import Console
 from launch.arguments import read_arguments
 from launch.command import explained
 from launch.serve_options import ServeOptions, settings_of
-from rollout_actors.backends.http_client import is_loopback
 from rollout_actors.engine_settings import EngineSettings, engine_environment
+from shared.config.server import is_loopback
 from shared.errors import ConfigError, RolloutError
 from shared.protocols import RolloutEngine
 
@@ -72,7 +72,7 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
         return VllmEngine(url, settings)
 
     engine = EngineThread(make_engine)
-    limits = Limits(options.max_request_bytes, options.max_requests, options.image_root and options.image_root.resolve())
+    limits = Limits(options.max_request_bytes, options.max_requests, options.max_image_pixels, options.image_root and options.image_root.resolve())
     service = RolloutService(engine, name=url, model_type=_model_type(options), settings=settings, limits=limits)
     # By another name only a page in a browser of this machine would call it.
     only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)

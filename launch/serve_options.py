@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, PositiveInt, ValidationError
 
-from rollout_actors.backends.http_client import is_loopback
 from rollout_actors.engine_settings import LORA_RANKS, Device, EngineSettings
 from shared.config.base import ConfigPath, Section, plain
 from shared.config.explain import explain
 from shared.config.repeat_terminate import RepeatTerminateSection
+from shared.config.server import is_loopback
 from shared.errors import ConfigError
 from shared.repeat_guard import RepeatGuardSettings
 
@@ -78,6 +78,9 @@ class ServeOptions(Section):
 
     max_request_bytes: PositiveInt = 256 * 2**20
     """Largest body of one call, and largest image file."""
+
+    max_image_pixels: PositiveInt = 50_000_000
+    """Largest image, decoded: width times height."""
 
     seed: int = 0
     """Of the engine; every request brings its own."""

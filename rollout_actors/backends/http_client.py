@@ -6,7 +6,6 @@ No connection outlives its call: a server may close an idle one at any time, and
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import time
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from shared.config.server import ServerSection
+from shared.config.server import ServerSection, is_loopback
 from shared.errors import ConfigError, RolloutError
 
 T = TypeVar("T")
@@ -187,15 +186,6 @@ class HttpClient:
             f"check that it runs (`{self._command}`), that {self.address.key}.base_url is its address and no firewall is between, "
             "or set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
         )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _content(answer: httpx.Response) -> Any:

@@ -13,14 +13,13 @@ from typing import Any
 from rollout_actors.backends.http_client import WATCH_S, HttpClient, RefusedError, ServerAddress, UnansweredError
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server import wire
+from rollout_actors.server.command import serve_command
 from shared.errors import WeightSyncError
 from shared.protocols import RolloutEngine
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import MARGIN_S, SyncPhase, Terms
 
 LOG = logging.getLogger(__name__)
-
-COMMAND = "python -m launch.serve model=FOLDER port=PORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +42,20 @@ class ServerClient:
 
     def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
         """`watch_s`: between two questions to `/health/` while a call without a limit is waited for."""
-        self._http = HttpClient(name, address, command=COMMAND, watch_s=watch_s)
+        self._command = serve_command(expected, address.base_url)
+        self._http = HttpClient(name, address, command=self._command, watch_s=watch_s)
         self._index, self._expected = index, expected
         self._version = 0
         # By which the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex
 
     async def start(self) -> int:
-        """Waits for the server, then for nothing. Returns its rollout devices. Raises RolloutError also where the server does not suit the run."""
+        """Waits for the server. Returns its rollout devices. Raises RolloutError also where the server does not suit the run."""
         await self._http.wait_until_up()
         info = await self._ask(wire.ServerInfo, "/info/")
         problems = list(disagreements(info, self._expected))
         if problems:
-            raise self._http.error("does not suit the run: " + "; ".join(problems), "start")
+            raise self._http.error(f"does not suit the run: {'; '.join(problems)}. All of it: `{self._command}`", "start")
         world_size = (await self._ask(wire.WorldSize, "/get_world_size/")).world_size
         self._version = info.version
         return world_size
@@ -64,7 +64,7 @@ class ServerClient:
         """One `/infer/`; where it fails or takes too long, one more with the same seeds."""
         if not requests:
             return []
-        call = wire.InferCall(requests=tuple(requests), seed=requests[0].seed, run=self._run)
+        call = wire.InferCall(requests=tuple(requests), seed=requests[0].seed, run=self._run, version=self._version)
         LOG.info("%s/infer/ step %d, %d requests, seed %d", self._http.address.base_url, requests[0].step, len(requests), call.seed)
         body = call.body()
         answer, attempt = await self._http.asked_twice(lambda: self._infer(body))
@@ -122,13 +122,13 @@ class ServerClient:
         try:
             return self._read(form, await self._http.get(route, timeout_s=self._http.address.timeout_s), "start")
         except (UnansweredError, RefusedError) as error:
-            raise self._http.error(f"does not tell {route}: {error}; is it `{COMMAND}` of this version?", "start") from error
+            raise self._http.error(f"does not tell {route}: {error}; is it `{self._command}`?", "start") from error
 
     def _read(self, form: type[wire.M], body: bytes, phase: str) -> wire.M:
         try:
             return wire.read(form, body)
         except ValueError as error:
-            raise self._http.error(f"answered something else: {error}; is it `{COMMAND}` of this version, and server.kind right?", phase) from error
+            raise self._http.error(f"answered something else: {error}; is it `{self._command}`, and server.kind right?", phase) from error
 
     def _refused(self, error: RefusedError, phase: SyncPhase) -> WeightSyncError:
         try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+
+from PIL import Image
 
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server import wire
@@ -35,6 +38,8 @@ class Limits:
 
     max_request_bytes: int
     max_requests: int
+    max_image_pixels: int
+    """Of one image, decoded."""
     image_root: Path | None
     """Folder of the images that may be named by path, resolved; None: images come as data alone."""
 
@@ -162,6 +167,8 @@ class RolloutService:
             raise RefusalError(409, f"{self._name} serves no rollouts: {self._shut}; complete a sync")
         if None not in (self._run, call.run) and self._run != call.run:
             raise RefusalError(409, f"{self._name} holds version {self.version} of another run's weights; sync first, and give every run servers of its own")
+        if call.version is not None and call.version != self.version:
+            raise RefusalError(409, f"{self._name} holds version {self.version} of the weights, not {call.version}: if it was started again, resume the run")
 
     def _with_image_data(self, requests: tuple[RolloutRequest, ...]) -> list[RolloutRequest]:
         return [
@@ -170,8 +177,22 @@ class RolloutService:
         ]
 
     def _loaded(self, image: ImageRef, path: str) -> ImageRef:
-        if image.data is not None:
-            return image
+        loaded = image if image.data is not None else self._from_file(image, path)
+        assert loaded.data is not None
+        try:
+            # Its header alone: a small file can decode to more memory than there is.
+            width, height = Image.open(io.BytesIO(loaded.data)).size
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise RefusalError(400, f"{path}: is no image that can be read ({error}); send a PNG, JPEG or WebP file") from error
+        if width * height > self.limits.max_image_pixels:
+            raise RefusalError(
+                413,
+                f"{path}: has {width} x {height} pixels, one image may have {self.limits.max_image_pixels}; send a smaller one, or start the server with a "
+                "larger max_image_pixels",
+            )
+        return loaded
+
+    def _from_file(self, image: ImageRef, path: str) -> ImageRef:
         root = self.limits.image_root
         if image.path is None:
             raise RefusalError(400, f"{path}: has neither data nor path; send data (base64), or a path under the server's image_root")

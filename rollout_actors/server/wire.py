@@ -39,6 +39,8 @@ class InferCall(Message):
     """Of the call: its first request's. Every request brings its own; this one is for the logs (spec: determinism in server mode)."""
     run: str | None = None
     """Who asks; null: nobody in particular. See `SyncCall.run`."""
+    version: int | None = None
+    """Of the weights that are to answer; null: any."""
 
 
 class InferAnswer(Message):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.arguments import read_arguments
 from launch.serve_options import ServeOptions, settings_of
 from rollout_actors.engine_settings import Device, EngineSettings
+from rollout_actors.server.command import serve_arguments, serve_command
 from shared.errors import ConfigError
 from shared.repeat_guard import RepeatGuardSettings
 
@@ -84,6 +87,30 @@ def test_other_machines_need_a_token(model: Path, host: str, monkeypatch: pytest
     assert "token_env" in one
     monkeypatch.setenv("SERVE_TEST_TOKEN", "x")
     settings(f"model={model}", f"host={host}", "token_env=SERVE_TEST_TOKEN")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"device": Device.CPU, "transport": "rollmatch_gloo", "kv_cache_memory_bytes": 1 << 20, "enforce_eager": False},
+        {"repeat_guard": RepeatGuardSettings(5, 6, 7, 8, None), "enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": 2},
+    ],
+)
+def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(model: Path, changes: dict[str, Any]) -> None:
+    fields = {
+        "dtype": "float16",
+        "max_model_len": 99,
+        "max_num_seqs": 9,
+        "seed": 4,
+        "transport": "nccl",
+        "device": Device.CUDA,
+        "gpu_memory_utilization": 0.85,
+    } | changes
+    expected = EngineSettings(model_path=str(model), **fields)
+    assert settings(*serve_arguments(expected, port=8001)) == expected
+    python, _, module, *arguments = shlex.split(serve_command(expected, "http://10.0.0.1:8001"))
+    assert (python, module, read_arguments(ServeOptions, arguments).port) == ("python", "launch.serve", 8001)
 
 
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:

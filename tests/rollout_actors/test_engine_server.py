@@ -12,11 +12,13 @@ import psutil
 import pytest
 from backend_support import what_was_said
 from engine_support import EnginePool, SmallLearner, engine_settings
-from serve_support import ServeProcess, ServerPool, serve_arguments, serve_process
+from serve_support import ServeProcess, ServerPool, serve_process
 from server_support import eventually
 
 from rollout_actors.backends.vllm_server import ServerClient
+from rollout_actors.server.command import serve_arguments
 from shared.errors import RolloutError, WeightSyncError
+from shared.repeat_guard import RepeatGuardSettings
 from shared.weight_sync import sync_weights
 
 pytestmark = pytest.mark.engine
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def server(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    with serve_process(serve_arguments(engine_settings(demo_checkpoint)), tmp_path_factory.mktemp("serve")) as one:
+    with serve_process(serve_arguments(engine_settings(demo_checkpoint), port=0), tmp_path_factory.mktemp("serve")) as one:
         yield one
 
 
@@ -96,9 +98,10 @@ def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(p
 
 
 def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint: Path, tmp_path: Path) -> None:
-    with serve_process(serve_arguments(engine_settings(demo_checkpoint)), tmp_path) as one:
-        pool = ServerPool(ServerClient("server-0", one.address(), index=0, expected=engine_settings(demo_checkpoint)))
-        pool.start()
+    guarded = engine_settings(demo_checkpoint, repeat_guard=RepeatGuardSettings(8, 4, 4, 3, None))
+    with serve_process(serve_arguments(guarded, port=0), tmp_path) as one:
+        pool = ServerPool(ServerClient("server-0", one.address(), index=0, expected=guarded))
+        assert pool.start() == 1, "the guard of the command line is the run's"
         pool.close()
         _, *children = one.family()
         (core,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
@@ -110,7 +113,7 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_server_that_is_loading_and_all_its_processes(demo_checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
-    with serve_process(serve_arguments(engine_settings(demo_checkpoint)), tmp_path) as one:
+    with serve_process(serve_arguments(engine_settings(demo_checkpoint), port=0), tmp_path) as one:
         assert eventually(lambda: len(one.family()) > 1, within_s=60)
         ends_on_a_signal(one, number)
 

@@ -43,19 +43,6 @@ class ServeProcess:
         return [server, *server.children(recursive=True)]
 
 
-def serve_arguments(settings: EngineSettings) -> list[str]:
-    return [
-        f"model={settings.model_path}",
-        "port=0",
-        "device=cpu",
-        f"dtype={settings.dtype}",
-        f"max_model_len={settings.max_model_len}",
-        f"max_num_seqs={settings.max_num_seqs}",
-        f"kv_cache_memory_bytes={settings.kv_cache_memory_bytes}",
-        "enforce_eager=true",
-    ]
-
-
 @contextmanager
 def serve_process(arguments: Sequence[str], folder: Path) -> Iterator[ServeProcess]:
     """Started, and killed at the end if it is still there. Its engine may still be loading."""

@@ -6,6 +6,7 @@ As a program it is such a server in a process of its own, to be stopped and kill
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from PIL import Image
 
 from rollout_actors.backends.http_client import ServerAddress
 from rollout_actors.engine_settings import Device, EngineSettings
@@ -28,6 +30,12 @@ from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, R
 from shared.weight_sync import Group, SyncPhase, TensorSpec, Terms
 
 DECODE = DecodeSettings(DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 4, 1, stop_token_ids=(9,), banned_token_ids=(), return_logprobs=True)
+
+
+def png(width: int = 2, height: int = 2) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def request(position: int, **changes: Any) -> RolloutRequest:
@@ -116,7 +124,7 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
 
 
 def service(engine: Any, engine_settings: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
-    limits = Limits(max_request_bytes, max_requests=8, image_root=image_root)
+    limits = Limits(max_request_bytes, max_requests=8, max_image_pixels=1000, image_root=image_root)
     return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=engine_settings, limits=limits)
 
 

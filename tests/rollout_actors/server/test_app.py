@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_support import ObedientEngine, eventually, offer, request, service, serving, settings
+from server_support import ObedientEngine, eventually, offer, png, request, service, serving, settings
 
 from rollout_actors.server import wire
 from rollout_actors.server.app import make_app
@@ -58,8 +58,8 @@ def engine() -> ObedientEngine:
 def image_root(tmp_path: Path) -> Path:
     root = tmp_path / "images"
     root.mkdir()
-    (root / "a.png").write_bytes(b"\x89PNG\r\n\x1a\ninside")
-    (tmp_path / "secret.png").write_bytes(b"\x89PNG\r\n\x1a\noutside")
+    (root / "a.png").write_bytes(png())
+    (tmp_path / "secret.png").write_bytes(png())
     (root / "link.png").symlink_to(tmp_path / "secret.png")
     return root
 
@@ -203,7 +203,7 @@ class TestImages:
     def test_a_path_under_the_root_is_read(self, caller: Caller, image_root: Path) -> None:
         for path in ("a.png", str(image_root / "a.png"), "../images/a.png"):
             assert self.asked(caller, path).status_code == 200
-            assert caller.engine.asked[-1][0].images[0].data == b"\x89PNG\r\n\x1a\ninside"
+            assert caller.engine.asked[-1][0].images[0].data == png()
 
     @pytest.mark.parametrize("path", ["../secret.png", "link.png", "/etc/passwd", "x/../../secret.png"])
     def test_a_path_that_leads_out_of_it_is_not(self, caller: Caller, path: str) -> None:
@@ -227,9 +227,19 @@ class TestImages:
             assert (answer.status_code, "image_root" in said(answer)) == (403, True)
 
     def test_data_come_as_they_were_sent_and_their_path_is_a_label(self, caller: Caller) -> None:
-        image = ImageRef(Path("/etc/passwd"), bytes(range(256)), "ab")
+        image = ImageRef(Path("/etc/passwd"), png(), "ab")
         assert caller.infer(request(0, images=(image,))).status_code == 200
         assert caller.engine.asked[-1][0].images == (image,)
+
+    @pytest.mark.parametrize("data", [b"", b"no image", b"\x89PNG\r\n\x1a\ncut off"])
+    def test_what_is_no_image_is_refused_before_the_engine_sees_it(self, caller: Caller, data: bytes) -> None:
+        answer = caller.infer(request(0), request(1, images=(ImageRef(None, data, ""),)))
+        assert (answer.status_code, said(answer).startswith("requests[1].images[0]: is no image")) == (400, True)
+        assert not caller.engine.asked
+
+    def test_an_image_with_too_many_pixels_is_refused(self, caller: Caller) -> None:
+        answer = caller.infer(request(0, images=(ImageRef(None, png(100, 11), ""),)))
+        assert (answer.status_code, "requests[0].images[0]: has 100 x 11 pixels, one image may have 1000" in said(answer)) == (413, True)
 
 
 class TestSync:
@@ -305,6 +315,14 @@ class TestSync:
         assert caller.infer(request(0)).status_code == 200
         caller.sync(run="another")
         assert caller.infer(request(0), run="another").status_code == 200
+
+    def test_other_weights_than_the_caller_asks_for_do_not_answer(self, caller: Caller) -> None:
+        """A server that was started again in the middle of a run."""
+        body = wire.InferCall(requests=(request(0),), seed=1, run="a run", version=3)
+        answer = caller.post("/infer/", body.body())
+        assert (answer.status_code, "holds version 0 of the weights, not 3" in said(answer)) == (409, True)
+        caller.sync(version=3)
+        assert caller.post("/infer/", body.body()).status_code == 200
 
 
 def test_a_failing_engine_is_a_500_with_its_message(caller: Caller) -> None:

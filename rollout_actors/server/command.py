@@ -1,0 +1,41 @@
+"""How a `python -m launch.serve` is started so that it suits a run: what the client's messages say."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from urllib.parse import urlsplit
+
+from rollout_actors.engine_settings import EngineSettings
+
+
+def serve_command(settings: EngineSettings, base_url: str) -> str:
+    """The command line, for a shell."""
+    return shlex.join(["python", "-m", "launch.serve", *serve_arguments(settings, port=urlsplit(base_url).port or 8000)])
+
+
+def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
+    """`key=value` of everything in the settings that `launch.serve` would not choose itself."""
+    values = {
+        "model": settings.model_path,
+        "port": port,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_images_per_prompt": settings.max_images_per_prompt,
+        "seed": settings.seed,
+    }
+    if settings.kv_cache_memory_bytes is None:
+        values["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    else:
+        values["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
+    if settings.enforce_eager:
+        values["enforce_eager"] = "true"
+    if settings.repeat_guard is not None:
+        values["repeat_terminate"] = json.dumps({"enabled": True} | asdict(settings.repeat_guard))
+    if settings.enable_lora:
+        values |= {"enable_lora": "true", "max_lora_rank": settings.max_lora_rank}
+    return [f"{key}={value}" for key, value in values.items()]
