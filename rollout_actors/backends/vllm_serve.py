@@ -18,6 +18,7 @@ from rollout_actors.backends.vllm_messages import Generated, probe_body, read_pr
 from rollout_actors.backends.vllm_routes import UNVERIFIED, ServerInfo, StockEngine, disagreements
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.repeat_rule import check_answers, repeat_rule
+from rollout_actors.stock_command import stock_command
 from rollout_actors.weight_intake import WeightIntake
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
@@ -27,7 +28,6 @@ from shared.repeat_guard import mark_forced
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase, Terms
 
-COMMAND = "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-scale-out ..., see docs/vllm_serve.md"
 GENERATE = "/inference/v1/generate"
 CHECKPOINT = ("default", "-0")
 """How the label ends that weights have which nobody sent: vLLM's own, or version 0 of a run."""
@@ -52,7 +52,7 @@ class StockClient:
     """A `RolloutEngine`. Holds no connection; the door is shut while the server's weights are not this run's, or not verified."""
 
     def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
-        self._http = HttpClient(name, address, command=COMMAND, health="/health", watch_s=watch_s)
+        self._http = HttpClient(name, address, command=stock_command(expected, address.base_url), health="/health", watch_s=watch_s)
         self._index, self._expected = index, expected
         self._engine = StockEngine(self._http, run=uuid.uuid4().hex[:8])
         # A group of its own: its workers' ranks begin behind the sender's.
@@ -131,7 +131,7 @@ class StockClient:
             remedy = {
                 401: "it was started with --api-key: export the same key in a variable and name it in rollout_matching.vllm.server.token_env",
                 403: "start it with --enable-scale-out",
-                404: f"it is no `vllm serve` of vLLM 0.32; is rollout_matching.vllm.server.kind right? (`{COMMAND}`)",
+                404: "it is no `vllm serve` of vLLM 0.32; is rollout_matching.vllm.server.kind right?",
             }
             if error.status in remedy:
                 raise self._http.error(f"does not open {GENERATE} ({error}); {remedy[error.status]}", "start") from error

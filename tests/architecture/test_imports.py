@@ -43,7 +43,6 @@ def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_
 ENGINE_MODULES = {
     "rollout_actors.vllm_engine",
     "rollout_actors.weight_receiver",
-    "rollout_actors.weight_intake",
     "rollout_actors.vllm_requests",
     "rollout_actors.repeat_guard_vllm",
     "rollout_actors.adapter_intake",

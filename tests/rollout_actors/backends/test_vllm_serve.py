@@ -1,0 +1,398 @@
+"""The client of a stock `vllm serve`: what it asks, what it accepts, and what it says of a server that was started otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_support import noise_image
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from server_support import address, offer, request, serving, settings
+
+from rollout_actors.backends.vllm_serve import StockClient, StockServerEngine
+from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.stock_command import stock_arguments, stock_environment
+from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
+from shared.canary import CanaryProbe
+from shared.errors import RolloutError, WeightSyncError
+from shared.repeat_guard import RepeatGuardSettings
+from shared.rollouts import FinishReason, WeightOffer
+from shared.weight_sync import SyncPhase, Terms
+
+GENERATE = "/inference/v1/generate"
+DOC = Path(__file__).parents[3] / "docs" / "vllm_serve.md"
+GUARD = RepeatGuardSettings(min_new_tokens=4, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=3, max_object_keys=None)
+
+
+@dataclass
+class StockServer:
+    """The routes of vLLM 0.32, in the form in which a real one was seen to answer."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the engine's configuration, by `part.name`."""
+    label: str = "default"
+    closed: dict[str, int] = field(default_factory=dict)
+    """Routes that answer with this status instead."""
+    choice: dict[str, Any] = field(default_factory=dict)
+    """Fields of every choice that are other than they should be."""
+    guard: dict[str, Any] | None = None
+    latency_s: float = 0.0
+    failures: int = 0
+    """So many calls for tokens are answered with 500 first."""
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    """Route and JSON of every call but the questions about the server's state."""
+
+    def app(self) -> FastAPI:
+        app = FastAPI(redirect_slashes=True)
+
+        @app.middleware("http")
+        async def close(request: Request, call_next: Any) -> Any:
+            status = self.closed.get(request.url.path)
+            return await call_next(request) if status is None else JSONResponse({"error": {"message": "closed"}}, status)
+
+        app.get("/health")(lambda: Response())
+        app.get("/is_paused")(lambda: {"is_paused": False})
+        app.get("/get_world_size")(lambda: {"world_size": 1})
+        app.get("/weight_info")(lambda: {"weight_version": self.label})
+        app.get("/server_info")(self.info)
+        app.add_api_route(GENERATE, self.generate, methods=["POST"])
+        app.add_api_route("/{route}", self.other, methods=["POST"])
+        return app
+
+    def info(self) -> Any:
+        parts: dict[str, Any] = {
+            "model_config": {"dtype": "torch.float32", "max_model_len": 64, "logprobs_mode": "processed_logprobs"},
+            "scheduler_config": {"max_num_seqs": 8},
+            "parallel_config": {"data_parallel_size": 1, "pipeline_parallel_size": 1, "worker_extension_cls": "a.Worker"},
+            "weight_transfer_config": {"backend": "rollmatch_gloo"},
+        }
+        parts["model_config"]["multimodal_config"] = {"limit_per_prompt": {"image": {"count": 1}, "video": {"count": 0}}}
+        for name, value in self.changes.items():
+            part, _, key = name.partition(".")
+            if key:
+                parts[part][key] = value
+            else:
+                parts[part] = value
+        return {"vllm_config": parts, "vllm_env": {}, "system_env": {}}
+
+    async def generate(self, request: Request) -> Any:
+        body = await request.json()
+        if not body:
+            return JSONResponse({"error": {"message": "token_ids: Field required"}}, 400)
+        self.asked.append((GENERATE, body))
+        await asyncio.sleep(self.latency_s)
+        if self.failures:
+            self.failures -= 1
+            return JSONResponse({"error": {"message": "not now"}}, 500)
+        expanded = [*body["token_ids"], 7]
+        tokens = [{"token_id": token_id, "logprob": -token_id / 8, "rank": 1, "top_logprobs": []} for token_id in (3, 4, 9)]
+        span = {"version": self.label, "start": 0, "end": 3}
+        choice = {"index": 0, "finish_reason": "stop", "stop_reason": 9, "token_ids": [3, 4, 9], "logprobs": {"content": tokens}, "weight_versions": [span]}
+        scores = [None, *({str(token_id): {"logprob": -0.5, "rank": 1, "decoded_token": None}} for token_id in expanded[1:])]
+        scored = scores if "prompt_logprobs" in body["sampling_params"] else None
+        return {"request_id": "a", "prompt_token_ids": expanded, "prompt_logprobs": scored, "choices": [choice | self.choice]}
+
+    async def other(self, route: str, request: Request) -> Any:
+        body = await request.json()
+        if body.get("method") == "active_guard":
+            return {"results": [{"runner": "V1", "settings": self.guard}]}
+        self.asked.append((f"/{route}" + (f"?{request.url.query}" if request.url.query else ""), body))
+        if route == "update_weight_version":
+            self.label = body["new_version"]
+        if body.get("method") == "receipt":
+            return {"results": [{"checksums": [5], "sent": [5], "missing": [], "unexpected": [], "load_s": 0.0, "verify_s": 0.0}]}
+        return {"results": [None]} if route == "collective_rpc" else {"success": True}
+
+    @property
+    def routes(self) -> list[str]:
+        return [route + (f" {body['method']}" if "method" in body else "") for route, body in self.asked]
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> EngineSettings:
+    return settings(tmp_path / "model")
+
+
+@pytest.fixture
+def server() -> StockServer:
+    return StockServer()
+
+
+@pytest.fixture
+def url(server: StockServer) -> Iterator[str]:
+    with serving(server.app()) as url:
+        yield url
+
+
+def client(url: str, expected: EngineSettings, **changes: Any) -> StockClient:
+    return StockClient("server-0", address(url, **changes), index=0, expected=expected)
+
+
+async def started(url: str, expected: EngineSettings, **changes: Any) -> StockClient:
+    one = client(url, expected, **changes)
+    assert await one.start() == 1
+    return one
+
+
+def an_offer() -> WeightOffer:
+    return replace(offer(), canary=CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.5), 1e-4))
+
+
+async def synced(one: StockClient, what: WeightOffer) -> Any:
+    for phase in SyncPhase:
+        report = await one.run_sync_phase(phase, what)
+    return report
+
+
+class TestStart:
+    def test_a_suitable_server_gets_a_label_of_this_run_and_is_asked_to_go_on(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        asyncio.run(started(url, expected))
+        assert server.routes == ["/resume", "/update_weight_version"]
+        assert server.label.startswith("rollmatch-") and server.label.endswith("-0")
+
+    @pytest.mark.parametrize(
+        ("route", "status", "said"),
+        [
+            (GENERATE, 401, r"server\.token_env"),
+            (GENERATE, 403, "--enable-scale-out"),
+            (GENERATE, 404, r"server\.kind"),
+            ("/is_paused", 404, "VLLM_SERVER_DEV_MODE=1"),
+        ],
+    )
+    def test_a_closed_route_names_what_opens_it(self, server: StockServer, url: str, expected: EngineSettings, route: str, status: int, said: str) -> None:
+        server.closed[route] = status
+        with pytest.raises(RolloutError, match=f"start on server-0: {url} .*{said}"):
+            asyncio.run(started(url, expected))
+
+    @pytest.mark.parametrize(
+        ("name", "value", "said"),
+        [
+            ("model_config.dtype", "torch.bfloat16", "--dtype float32"),
+            ("model_config.max_model_len", 32, "--max-model-len 64"),
+            ("model_config.logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
+            ("model_config.multimodal_config", None, "--limit-mm-per-prompt"),
+            ("scheduler_config.max_num_seqs", 4, "--max-num-seqs 8"),
+            ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1"),
+            ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
+            ("parallel_config.worker_extension_cls", "", r"--worker-extension-cls rollout_actors\.weight_receiver\.ReceiptWorker"),
+            ("weight_transfer_config", None, r"--weight-transfer-config '\{\"backend\": \"rollmatch_gloo\"\}'"),
+            ("weight_transfer_config", {"backend": "nccl"}, "its weights come over nccl"),
+        ],
+    )
+    def test_every_argument_that_is_missing_or_other_is_named(
+        self, server: StockServer, url: str, expected: EngineSettings, name: str, value: Any, said: str
+    ) -> None:
+        server.changes = {name: value}
+        with pytest.raises(RolloutError, match=said):
+            asyncio.run(started(url, expected))
+
+    def test_all_of_them_are_named_at_once(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        server.changes = {"model_config.dtype": "torch.bfloat16", "weight_transfer_config": None}
+        with pytest.raises(RolloutError, match=r"--dtype float32; .*--weight-transfer-config"):
+            asyncio.run(started(url, expected))
+
+    def test_a_guard_that_is_asked_for_and_not_there_ends_the_start(self, url: str, expected: EngineSettings) -> None:
+        with pytest.raises(RolloutError, match=r"holds no repeat guard, and rollout_matching\.repeat_terminate asks"):
+            asyncio.run(started(url, replace(expected, repeat_guard=GUARD)))
+
+    def test_a_server_that_never_comes_up_names_the_command_that_starts_it(self, expected: EngineSettings) -> None:
+        with pytest.raises(RolloutError, match=r"VLLM_SERVER_DEV_MODE=1 .*vllm serve .*--enable-scale-out"):
+            asyncio.run(started("http://127.0.0.1:9", expected, timeout_s=0.5))
+
+    @pytest.mark.parametrize("label", ["rollmatch-another-7", "rollmatch-unverified", "mine"])
+    def test_the_weights_of_another_run_are_not_served(self, server: StockServer, url: str, expected: EngineSettings, label: str) -> None:
+        server.label = label
+        one = asyncio.run(started(url, expected))
+        with pytest.raises(RolloutError, match="weights that another run has sent"):
+            asyncio.run(one.generate([request(0)]))
+        assert ("/collective_rpc abandon_update" in server.routes) == (label == "rollmatch-unverified"), "a model in pieces is made whole"
+        asyncio.run(synced(one, an_offer()))
+        assert asyncio.run(one.generate([request(0)]))[0].weight_version == 1
+
+
+class TestGenerate:
+    def test_rollouts_are_read_with_the_stop_token_apart(self, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected))
+        first, second = asyncio.run(one.generate([request(0), request(1)]))
+        assert (first.prompt_token_ids, first.response_token_ids, first.logprobs) == ((1, 2, 7), (3, 4), (-0.375, -0.5))
+        assert (first.stop_token_id, first.stop_token_logprob, first.finish_reason) == (9, -1.125, FinishReason.STOP)
+        assert (first.position, second.position, second.seed, second.actor, second.attempt) == (0, 1, 101, "server-0", 0)
+
+    def test_the_request_leaves_nothing_to_the_servers_defaults(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        image = noise_image(1)
+        decode = replace(request(0).decode, banned_token_ids=(5,), top_k=4)
+        asyncio.run(asyncio.run(started(url, expected)).generate([replace(request(0), images=(image,), decode=decode)]))
+        _, body = server.asked[-1]
+        assert body["token_ids"] == [1, 2] and body["return_token_ids"]
+        assert [part["type"] for part in body["content_parts"]] == ["image_url"]
+        assert body["sampling_params"] == {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 4,
+            "repetition_penalty": 1.0,
+            "max_tokens": 4,
+            "seed": 100,
+            "stop_token_ids": [9],
+            "ignore_eos": True,
+            "logit_bias": {"5": -100.0},
+            "logprobs": 0,
+            "detokenize": False,
+        }
+
+    def test_no_requests_make_no_call(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected))
+        before = len(server.asked)
+        assert asyncio.run(one.generate([])) == []
+        assert len(server.asked) == before
+
+    def test_a_failed_call_is_tried_once_more_with_the_same_seeds(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected))
+        server.failures = 1
+        assert asyncio.run(one.generate([request(0)]))[0].attempt == 1
+        (_, first), (_, second) = server.asked[-2:]
+        assert first == second
+        server.failures = 2
+        with pytest.raises(RolloutError, match=f"{url} failed 2 times"):
+            asyncio.run(one.generate([request(0)]))
+
+    def test_an_answer_that_takes_too_long_is_given_up(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected, infer_timeout_s=0.2))
+        server.latency_s = 5.0
+        with pytest.raises(RolloutError, match=r"failed 2 times.*after 0\.2 s"):
+            asyncio.run(one.generate([request(0)]))
+
+    @pytest.mark.parametrize(
+        ("choice", "said"),
+        [
+            ({"finish_reason": "abort"}, "half an answer is none"),
+            ({"weight_versions": [{"version": "default"}]}, r"labelled \['default'\]"),
+            ({"weight_versions": None}, "labelled"),
+            ({"logprobs": None}, "one log-probability for each"),
+            ({"logprobs": {"content": [{"token_id": 3, "logprob": -9999.0}] * 3}}, "no log-probability at token 0"),
+            ({"token_ids": "nonsense"}, "is it vLLM 0.32"),
+        ],
+    )
+    def test_what_is_no_whole_rollout_of_these_weights_is_refused(
+        self, server: StockServer, url: str, expected: EngineSettings, choice: dict[str, Any], said: str
+    ) -> None:
+        one = asyncio.run(started(url, expected))
+        server.choice = choice
+        with pytest.raises(RolloutError, match=said):
+            asyncio.run(one.generate([request(0)]))
+
+    def test_a_repetition_that_went_on_says_that_the_guard_was_not_active(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        server.guard = {name: value for name in GUARD.__slots__ for value in [getattr(GUARD, name)]}
+        one = asyncio.run(started(url, replace(expected, repeat_guard=GUARD)))
+        tokens = [5, 5, 5, 5, 5, 5]
+        server.choice = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}] * 6}}
+        with pytest.raises(RolloutError, match="was not active"):
+            asyncio.run(one.generate([request(0)]))
+
+
+class TestSync:
+    def test_the_phases_are_the_servers_own_routes_in_order(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected))
+        server.asked.clear()
+        report = asyncio.run(synced(one, an_offer()))
+        assert server.routes == [
+            "/pause?mode=wait&clear_cache=false",
+            "/shutdown_weight_transfer_engine",
+            "/init_weight_transfer_engine",
+            "/collective_rpc begin_receipt",
+            "/update_weight_version",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/collective_rpc receipt",
+            "/reset_prefix_cache",
+            "/reset_mm_cache",
+            "/reset_encoder_cache",
+            "/resume",
+            GENERATE,
+            "/update_weight_version",
+        ]
+        assert (report.version, one.version) == (1, 1)
+        labels = [body["new_version"] for route, body in server.asked if route == "/update_weight_version"]
+        assert labels[0] == "rollmatch-unverified" and labels[1].endswith("-1")
+        assert asyncio.run(one.generate([request(0)]))[0].weight_version == 1
+
+    def test_the_second_sync_goes_over_the_same_group(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected))
+        asyncio.run(synced(one, an_offer()))
+        server.asked.clear()
+        asyncio.run(synced(one, replace(an_offer(), version=2)))
+        assert "/init_weight_transfer_engine" not in server.routes
+
+    def test_each_server_joins_its_own_group_at_rank_one(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        terms = Terms.of(offer(num_groups=2))
+        one = StockClient("server-1", address(url), index=1, expected=expected)
+        asyncio.run(one.start())
+        asyncio.run(synced(one, replace(an_offer(), rendezvous={"terms": terms})))
+        (info,) = [body["init_info"] for route, body in server.asked if route == "/init_weight_transfer_engine"]
+        assert (info["master_port"], info["rank_offset"], info["world_size"]) == (29501, 1, 2)
+
+    def test_a_canary_that_differs_leaves_nothing_served(self, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected))
+        wrong = replace(an_offer(), canary=CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.6), 1e-4))
+        with pytest.raises(WeightSyncError, match="canary on server-0"):
+            asyncio.run(synced(one, wrong))
+        with pytest.raises(RolloutError, match="was not completed"):
+            asyncio.run(one.generate([request(0)]))
+
+    def test_a_server_that_fails_a_phase_is_named_with_its_url_and_what_it_said(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected))
+        server.closed["/init_weight_transfer_engine"] = 500
+        with pytest.raises(WeightSyncError, match=f"rendezvous on server-0.*{url} /init_weight_transfer_engine: HTTP 500: closed"):
+            asyncio.run(synced(one, an_offer()))
+        assert server.routes[-1] == "/collective_rpc abandon_update"
+
+    def test_an_adapter_alone_is_refused_with_the_mode_that_works(self, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected))
+        terms = AdapterTerms.make(b"", {}, timeout_s=5.0, falls_back=True)
+        with pytest.raises(WeightSyncError, match=r"sync\.mode: full"):
+            asyncio.run(synced(one, replace(an_offer(), transport=ADAPTER_TRANSPORT, rendezvous={"terms": terms})))
+
+
+def test_a_spec_travels_to_an_actor_and_makes_a_client_there(url: str, expected: EngineSettings) -> None:
+    spec = StockServerEngine("server-0", address(url), 0, expected)
+    assert asyncio.run(pickle.loads(pickle.dumps(spec))().start()) == 1
+
+
+def test_the_documentation_names_every_argument_and_variable_of_the_command(expected: EngineSettings) -> None:
+    text = DOC.read_text()
+    full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1)
+    flags = [part for part in stock_arguments(full) if part.startswith("--")]
+    assert [name for name in (*flags, *stock_environment(full)) if name not in text] == []
+
+
+@pytest.mark.engine
+def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: EngineSettings) -> None:
+    """The one imports vllm and the other does not: so they are written twice, and compared."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from rollout_actors.backends.vllm_messages import sampling
+    from rollout_actors.vllm_requests import engine_arguments, sampling_params
+
+    decode = replace(request(0).decode, banned_token_ids=(5, 6), top_k=4)
+    sent = {name: value for name, value in sampling(decode, 3).items() if name != "logit_bias"}
+    own = SamplingParams(**sent, logit_bias={5: -100.0, 6: -100.0}, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert repr(own) == repr(sampling_params(decode, 3))
+
+    full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1 << 20)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    switches = {"--enable-scale-out"}  # of the server, not of the engine
+    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args([part for part in stock_arguments(full) if part not in switches]))
+    for name, value in engine_arguments(full).items():
+        if name in ("model", "distributed_executor_backend"):  # positional; one process chooses for itself
+            continue
+        got = getattr(parsed, name)
+        assert (got == value) or (name == "weight_transfer_config" and got.backend == value["backend"]), name

@@ -1,0 +1,211 @@
+"""A real stock `vllm serve`: rollouts with images, weights from a learner, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backend_support import what_was_said
+from engine_support import EnginePool, SmallLearner, engine_settings
+from PIL import Image
+from serve_support import ServerPool
+from server_support import eventually
+from stock_support import StockProcess, stock_process
+
+from rollout_actors.backends.vllm_serve import StockClient
+from rollout_actors.engine_settings import EngineSettings
+from shared.errors import RolloutError, WeightSyncError
+from shared.records import ImageRef
+from shared.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.rollouts import FinishReason
+from shared.weight_sync import sync_weights
+
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+
+GUARD = RepeatGuardSettings(min_new_tokens=40, max_consecutive_token_repeats=4, ngram_size=4, ngram_repeats=3, max_object_keys=None)
+"""Says nothing about responses of 32 tokens."""
+VISION_TENSOR = "model.visual.blocks.1.attn.proj.weight"
+
+
+@pytest.fixture(scope="module")
+def settings(demo_checkpoint: Path) -> EngineSettings:
+    return engine_settings(demo_checkpoint, repeat_guard=GUARD)
+
+
+@pytest.fixture(scope="module")
+def server(settings: EngineSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockProcess]:
+    with stock_process(settings, tmp_path_factory.mktemp("stock")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: StockProcess, settings: EngineSettings) -> StockClient:
+    return StockClient("server-0", server.address(), index=0, expected=settings)
+
+
+@pytest.fixture(scope="module")
+def pool(client: StockClient) -> Iterator[ServerPool]:
+    pool = ServerPool(client)
+    assert pool.start() == 1
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+    yield learner
+    learner.close()
+
+
+@pytest.fixture(scope="module")
+def both(pool: ServerPool, engine_pool: EnginePool, learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
+    """Server and actors serve the same weights, which are this learner's."""
+    learner.learn(71)
+    sync_weights(learner, pool)
+    other = SmallLearner(demo_checkpoint, num_receivers=3)
+    other.learn(71)
+    sync_weights(other, engine_pool.pool)
+    other.close()
+    return learner
+
+
+def test_a_server_that_nobody_sent_weights_serves_its_checkpoint(pool: ServerPool, learner: SmallLearner) -> None:
+    request = learner.request(0)
+    (rollout,) = pool.generate([request])
+    assert (rollout.response_token_ids, rollout.weight_version) == (learner.greedy(request)[0], 0)
+
+
+def test_after_a_sync_the_server_generates_what_the_learner_would(pool: ServerPool, learner: SmallLearner) -> None:
+    for seed in (51, 52):  # the second goes over the group that the first has opened
+        learner.learn(seed)
+        report = sync_weights(learner, pool)
+        assert (report.version, pool.version) == (learner.version, learner.version)
+        assert report.canary_max_abs <= 1e-4
+        assert report.phase_s["wire"] > 0
+        requests = [learner.request(position) for position in range(3)]
+        for request, rollout in zip(requests, pool.generate(requests), strict=True):
+            tokens, logprobs = learner.greedy(request)
+            assert (rollout.response_token_ids, rollout.weight_version, rollout.actor) == (tokens, learner.version, "server-0")
+            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+            assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
+
+
+def test_the_same_requests_get_the_same_rollouts_from_a_stock_server_and_from_actors(pool: ServerPool, engine_pool: EnginePool, both: SmallLearner) -> None:
+    requests = [both.request(position, temperature=1.0, max_new_tokens=32) for position in range(9)]
+    by_server = what_was_said(pool.generate(requests))
+    assert by_server == what_was_said(engine_pool.generate(requests))
+    assert by_server == what_was_said(pool.generate(requests[:4]) + pool.generate(requests[4:]))
+
+
+@pytest.mark.parametrize("kind", ["transparent", "turned", "grey"])
+def test_the_server_sees_the_pixels_that_an_actor_sees(pool: ServerPool, engine_pool: EnginePool, both: SmallLearner, kind: str) -> None:
+    request = both.request(0, max_new_tokens=32)
+    request = replace(request, images=(odd_image(request.images[0], kind),))
+    assert what_was_said(pool.generate([request])) == what_was_said(engine_pool.generate([request]))
+
+
+def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: ServerPool, engine_pool: EnginePool, both: SmallLearner) -> None:
+    requests = [both.request(position, max_new_tokens=96) for position in range(6)]
+    ended = 0
+    for guarded, free in zip(pool.generate(requests), engine_pool.generate(requests), strict=True):
+        length = RepeatRule(GUARD).first_repetition(free.response_token_ids)
+        if length is None:
+            assert what_was_said([guarded]) == what_was_said([free])
+            continue
+        ended += 1
+        assert guarded.response_token_ids == free.response_token_ids[:length]
+        assert (guarded.finish_reason, guarded.forced_positions, guarded.stop_token_id) == (FinishReason.REPETITION, (length,), both.stop)
+    assert ended
+
+
+def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sync_succeeds(
+    pool: ServerPool, client: StockClient, server: StockProcess, settings: EngineSettings, learner: SmallLearner
+) -> None:
+    asyncio.run(client._engine.collective_rpc("arm", args=("", VISION_TENSOR, "")))
+    learner.learn(81)
+    with pytest.raises(WeightSyncError, match="canary on server-0"):
+        sync_weights(learner, pool)
+    with pytest.raises(RolloutError, match="was not completed"):
+        pool.generate([learner.request(0)])
+    another = ServerPool(StockClient("server-0", server.address(), index=0, expected=settings))
+    assert another.start() == 1
+    with pytest.raises(RolloutError, match=r"serves no rollouts: it holds weights that another run has sent \(rollmatch-unverified\)"):
+        another.generate([learner.request(0)])
+    another.close()
+    sync_weights(learner, pool)
+    assert pool.generate([learner.request(0)])[0].weight_version == learner.version
+
+
+def test_a_failing_load_names_the_phase_and_the_next_sync_succeeds(pool: ServerPool, client: StockClient, learner: SmallLearner) -> None:
+    asyncio.run(client._engine.collective_rpc("arm", args=("", "", VISION_TENSOR)))
+    with pytest.raises(WeightSyncError, match=r"wire on server-0.*told to fail"):
+        sync_weights(learner, pool)
+    learner.sender.close()
+    sync_weights(learner, pool)
+    assert pool.generate([learner.request(0)])[0].response_token_ids == learner.greedy(learner.request(0))[0]
+
+
+def test_what_the_server_refuses_names_the_sample(pool: ServerPool, learner: SmallLearner) -> None:
+    request = learner.request(0)
+    with pytest.raises(RolloutError, match=r"refused sample sample-0: HTTP 400.*maximum context length"):
+        pool.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 60, images=request.images)])
+    with pytest.raises(RolloutError, match="image 0 of sample sample-0"):
+        pool.generate([replace(request, images=(ImageRef(path=None, data=b"no image", sha256=""),))])
+    assert len(pool.generate([request])) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "bfloat16"}, "--dtype bfloat16"),
+        ({"max_model_len": 1024}, "--max-model-len 1024"),
+        ({"max_num_seqs": 64}, "--max-num-seqs 64"),
+        ({"max_images_per_prompt": 2}, "--limit-mm-per-prompt"),
+        ({"transport": "nccl"}, "--weight-transfer-config"),
+        ({"repeat_guard": None}, "holds a repeat guard"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_refused(server: StockProcess, settings: EngineSettings, changes: dict[str, Any], said: str) -> None:
+    client = StockClient("server-0", server.address(), index=0, expected=replace(settings, **changes))
+    with pytest.raises(RolloutError, match=f"start on server-0: .*{said}"):
+        asyncio.run(client.start())
+
+
+def test_a_client_without_the_token_is_told_where_it_belongs(server: StockProcess, settings: EngineSettings) -> None:
+    client = StockClient("server-0", server.address(token=None), index=0, expected=settings)
+    with pytest.raises(RolloutError, match=r"server\.token_env"):
+        asyncio.run(client.start())
+
+
+def test_a_signal_ends_the_server_and_leaves_no_process(server: StockProcess, pool: ServerPool, learner: SmallLearner) -> None:
+    """The module's server: last."""
+    family = server.family()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
+    assert eventually(lambda: not any(member.is_running() for member in family))
+    with pytest.raises(RolloutError, match=f"{server.url} failed 2 times"):
+        pool.generate([learner.request(0)])
+
+
+def odd_image(image: ImageRef, kind: str) -> ImageRef:
+    """The same image in a form that the server itself would read otherwise."""
+    assert image.data is not None
+    picture = Image.open(io.BytesIO(image.data))
+    buffer = io.BytesIO()
+    if kind == "transparent":
+        picture.putalpha(64)
+        picture.save(buffer, "PNG")
+    elif kind == "grey":
+        picture.convert("L").save(buffer, "PNG")
+    else:
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        picture.save(buffer, "JPEG", exif=exif)
+    return replace(image, data=buffer.getvalue())

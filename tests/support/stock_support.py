@@ -1,0 +1,69 @@
+"""A real stock `vllm serve`, for tests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from engine_support import SUPPORT
+
+from rollout_actors.backends.http_client import ServerAddress
+from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.stock_command import stock_command
+
+TOKEN = "sesame"
+
+
+@dataclass(frozen=True)
+class StockProcess:
+    process: subprocess.Popen[bytes]
+    url: str
+    output: Path
+
+    def address(self, *, token: str | None = TOKEN, infer_timeout_s: float | None = None) -> ServerAddress:
+        return ServerAddress("rollout_matching.vllm.server.servers[0]", self.url, 120.0, infer_timeout_s, token)
+
+    def family(self) -> list[psutil.Process]:
+        server = psutil.Process(self.process.pid)
+        return [server, *server.children(recursive=True)]
+
+
+@contextmanager
+def stock_process(settings: EngineSettings, folder: Path) -> Iterator[StockProcess]:
+    """By the command line that the client's messages name. It may still be loading; killed at the end if it is still there."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    command = shlex.split(stock_command(settings, url))
+    start = command.index("vllm")
+    variables = dict(pair.split("=", 1) for pair in command[:start]) | {"PYTHONPATH": str(SUPPORT), "VLLM_API_KEY": TOKEN}
+    output = folder / "serve.out"
+    with output.open("wb") as out, subprocess.Popen(_runnable(command[start:]), env=os.environ | variables, stdout=out, stderr=out) as process:
+        one = StockProcess(process, url, output)
+        try:
+            yield one
+        finally:
+            family = one.family() if process.poll() is None else []
+            process.terminate()
+            try:
+                process.wait(20)
+            finally:
+                for member in family:
+                    if member.is_running():
+                        member.kill()
+
+
+def _runnable(command: list[str]) -> list[str]:
+    """vLLM's command asks for a package named vllm, which its build for CPU is not: the same server by its module (docs/vllm_serve.md)."""
+    _, serve, model, *arguments = command
+    if any(distribution.name == "vllm" for distribution in importlib.metadata.distributions()):
+        return [str(Path(sys.executable).parent / "vllm"), serve, model, *arguments]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *arguments]
