@@ -73,7 +73,12 @@ def _last_report(folder: Path) -> dict[str, Any]:
 
 
 class SweepSummary(Callback):
-    """What is printed at a sweep's end. Exit status 1 where a trial failed."""
+    """Before a sweep its folder is looked at, and what came of it is printed after it. Exit status 1 where a trial failed."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if (Path(config.hydra.sweep.dir) / TRIALS).exists():
+            print(f"telemetry.run_dir: {config.hydra.sweep.dir} holds a sweep already; choose another folder, or move that sweep away")
+            sys.exit(2)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         trials = [json.loads(line) for line in (Path(config.hydra.sweep.dir) / TRIALS).read_text().splitlines()]

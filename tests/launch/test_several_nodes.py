@@ -1,0 +1,48 @@
+"""A run on a cluster that is there already, whose nodes are too small for all of it (placement groups, several nodes)."""
+
+import os
+import signal
+
+import pytest
+import ray
+from command_support import Command, adopt_orphans
+from ray.cluster_utils import Cluster
+
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """Two nodes of one CPU each beside a head without any: four processes of half a CPU need both."""
+    adopt_orphans(True)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+    adopt_orphans(False)
+
+
+def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running(nodes, warm_checkpoint, demo_data, tmp_path):
+    steps = ["training.max_steps=2", "stage2_ab.schedule.warmup_steps=0", "data.val=null", "rollout_matching.decode_batch_size=4"]
+    command = Command(tmp_path, warm_checkpoint, demo_data, *steps, f"cluster.address={nodes.address}")
+    try:
+        assert command.process.wait(timeout=300) == 0, command.output
+        assert len(command.lines("metrics.jsonl")) == 2
+    finally:
+        if command.process.poll() is None:
+            os.kill(command.process.pid, signal.SIGKILL)
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
+    try:
+        assert [node["Alive"] for node in ray.nodes()] == [True] * 3
+        # The run's four actors used both nodes, and gave everything back.
+        assert ray.available_resources()["CPU"] == 2.0
+    finally:
+        ray.shutdown()
+
+
+def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(nodes, warm_checkpoint, demo_data, tmp_path):
+    command = Command(tmp_path, warm_checkpoint, demo_data, "training.max_steps=2", "learner.cpus=2", f"cluster.address={nodes.address}")
+    assert command.process.wait(timeout=120) == 2, command.output
+    assert "3 actors of 0.5 CPU and a learner of 2 ask for 3.5 CPU, the cluster has 2" in command.output

@@ -1,0 +1,43 @@
+"""Hydra sweeps: a folder for every trial, a failed one does not end the others (`-m`)."""
+
+import json
+import os
+import signal
+
+import pytest
+from command_support import Command, adopt_orphans
+
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+
+
+@pytest.fixture(autouse=True)
+def orphans_come_to_this_process():
+    adopt_orphans(True)
+    yield
+    adopt_orphans(False)
+
+
+def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
+    small = ["training.max_steps=1", "stage2_ab.schedule.warmup_steps=1", "data.max_val_samples=4", "rollout_matching.vllm.actors.num_actors=1"]
+    # The middle trial's value is refused.
+    sweep = Command(tmp_path, warm_checkpoint, demo_data, *small, "training.seed=1,2", "training.learning_rate=1e-3,-1.0", options=["-m"])
+    try:
+        assert sweep.process.wait(timeout=400) == 1, sweep.output
+        sweep.assert_nothing_left()
+    finally:
+        for pid in sweep.processes():
+            os.kill(pid, signal.SIGKILL)
+    trials = sweep.lines("trials.jsonl")
+    assert [trial["exit_code"] for trial in trials] == [0, 2, 0, 2]
+    assert [[override for override in trial["overrides"] if "seed" in override] for trial in trials] == [["++training.seed=1"]] * 2 + [
+        ["++training.seed=2"]
+    ] * 2
+    for number, trial in enumerate(trials):
+        assert trial["folder"] == str(sweep.run_dir / f"trial_{number}")
+        assert (sweep.run_dir / f"trial_{number}" / "metrics.jsonl").exists() == (trial["exit_code"] == 0)
+    first = json.loads((sweep.run_dir / "trial_0" / "config.json").read_text())
+    assert (first["training"]["seed"], first["training"]["learning_rate"]) == (1, 1e-3)
+    assert "training.learning_rate: must be greater than 0, got -1" in sweep.output
+    assert "trial     1: failed with exit status 2" in sweep.output
+    assert "sweep     2 of 4 trials finished" in sweep.output
+    assert "trial     0: f1 " in sweep.output

@@ -1,0 +1,132 @@
+"""The same job on every topology, by its command: the rollouts are the same, and so is what is learned (backends, ranks, servers, several nodes)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from command_support import ROOT, Command, adopt_orphans
+
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+
+# Three channel-B steps of 12 rollouts from a model that already writes objects, without the queue, which not every topology has.
+STEPS = ("training.max_steps=3", "stage2_ab.schedule.warmup_steps=0", "data.max_val_samples=4", "stage2_ab.channel_b.enable_pipeline=false")
+READY = re.compile(r"http://127\.0\.0\.1:\d+")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def orphans_come_to_this_process():
+    adopt_orphans(True)
+    yield
+    adopt_orphans(False)
+
+
+@pytest.fixture(scope="module")
+def job(warm_checkpoint, demo_data, tmp_path_factory):
+    """Runs an experiment to its end."""
+
+    def run(experiment, *overrides):
+        command = Command(tmp_path_factory.mktemp(experiment), warm_checkpoint, demo_data, *STEPS, *overrides, experiment=experiment)
+        try:
+            assert command.process.wait(timeout=400) == 0, command.output
+            command.assert_nothing_left()
+        finally:
+            for pid in command.processes():
+                os.kill(pid, signal.SIGKILL)
+        return command
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def actors_job(job):
+    return job("stage2_3v1", "rollout_matching.decode_batch_size=6")
+
+
+def rollouts(command, step):
+    """What became of every sample: response and seed, by position."""
+    lines = command.lines(f"rollouts/step_{step:06d}.jsonl")
+    return [(line["position"], line["rollout"]["response_token_ids"], line["rollout"]["seed"], line["rollout"]["weight_version"]) for line in lines]
+
+
+def losses(command):
+    return [line["loss/total"] for line in command.lines("metrics.jsonl")]
+
+
+def test_backend_implementation_swap_preserves_rollout_contract(job, actors_job):
+    """An engine beside the learner: the same rollouts, and losses to the bit."""
+    colocated = job("stage2_colocate")
+    assert [rollouts(colocated, step) for step in range(3)] == [rollouts(actors_job, step) for step in range(3)]
+    assert losses(colocated) == losses(actors_job)
+    assert {line["rollout"]["actor"] for line in colocated.lines("rollouts/step_000000.jsonl")} == {"learner"}
+
+
+def test_transformers_gives_the_same_greedy_rollouts_of_the_first_step(job, actors_job):
+    hf = job("stage2_hf")
+    assert rollouts(hf, 0) == rollouts(actors_job, 0)
+    assert losses(hf)[0] == pytest.approx(losses(actors_job)[0], rel=1e-5)
+
+
+def test_two_learner_ranks_learn_what_one_does(job, actors_job):
+    two = job("stage2_2learners")
+    (plan, *_) = two.lines("plan.jsonl")
+    assert plan["rounds"] == [[[0, 6], [6, 12]]]
+    # Rows differ, since each rank packs its own, and with them the order of float sums.
+    assert losses(two) == pytest.approx(losses(actors_job), rel=1e-4)
+    assert [line["rollout/num"] for line in two.lines("metrics.jsonl")] == [12.0] * 3
+    tracks = {event["args"]["name"] for event in json.loads((two.run_dir / "timeline.json").read_text()) if event["name"] == "thread_name"}
+    assert {"learner", "learner-1", "driver"} <= tracks
+
+
+class Server:
+    """`python -m launch.serve` on a free port."""
+
+    def __init__(self, checkpoint, log):
+        self.log = log
+        options = ["port=0", "dtype=float32", "max_model_len=512", "max_num_seqs=6", "kv_cache_memory_bytes=67108864", "enforce_eager=true"]
+        command = [sys.executable, "-m", "launch.serve", f"model={checkpoint}", *options]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+
+    def url(self):
+        from time import monotonic, sleep
+
+        deadline = monotonic() + 240
+        while not (found := READY.search(self.log.read_text())):
+            assert monotonic() < deadline and self.process.poll() is None, self.log.read_text()
+            sleep(0.2)
+        return found.group()
+
+
+@pytest.fixture(scope="module")
+def servers(warm_checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    started = [Server(warm_checkpoint, folder / f"{index}.log") for index in range(3)]
+    yield [server.url() for server in started]
+    for server in started:
+        server.process.terminate()
+    for server in started:
+        server.process.wait(timeout=30)
+
+
+def in_server_mode(servers):
+    entries = ",".join(f"{{base_url:'{url}',group_port:0}}" for url in servers)
+    return f"rollout_matching.vllm.server.servers=[{entries}]"
+
+
+def test_3_rollout_gpus_and_1_learner_gpu_are_operational_through_servers(job, actors_job, servers):
+    """Scenario: 3 rollout GPUs + 1 learner GPU is operational, on CPU: three servers, one learner, weights in memory."""
+    served = job("stage2_server", in_server_mode(servers), "rollout_matching.decode_batch_size=6")
+    assert [rollouts(served, step) for step in range(3)] == [rollouts(actors_job, step) for step in range(3)]
+    assert losses(served) == losses(actors_job)
+    (plan, *_) = served.lines("plan.jsonl")
+    assert [entry["base_url"] for entry in plan["servers"]] == servers
+
+
+def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job, servers):
+    """Scenario: rank 0 sends the weights, every rank's requests go out. A second run takes the servers from where the first left them."""
+    served = job("stage2_server", in_server_mode(servers), "learner.world_size=2", "rollout_matching.decode_batch_size=6")
+    assert losses(served) == pytest.approx(losses(actors_job), rel=1e-4)
+    assert rollouts(served, 0) == rollouts(actors_job, 0)
