@@ -57,7 +57,16 @@ def test_after_a_sync_the_server_generates_what_the_learner_would(pool: ServerPo
             tokens, logprobs = learner.greedy(request)
             assert (rollout.response_token_ids, rollout.weight_version, rollout.actor) == (tokens, learner.version, "server-0")
             assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
-            assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
+
+
+def test_server_mode_produces_token_ids_suitable_for_strict_alignment(pool: ServerPool, learner: SmallLearner) -> None:
+    requests = [learner.request(position) for position in range(2)]
+    for request, rollout in zip(requests, pool.generate(requests), strict=True):
+        assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
+        assert all(isinstance(token_id, int) for token_id in rollout.response_token_ids)
+        assert learner.stop not in rollout.response_token_ids
+        assert rollout.logprobs is not None
+        assert len(rollout.logprobs) == len(rollout.response_token_ids)
 
 
 def test_the_same_requests_get_the_same_rollouts_from_a_server_and_from_actors(

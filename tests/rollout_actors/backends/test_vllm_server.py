@@ -102,7 +102,7 @@ class TestStart:
             threading.Timer(0.7, lambda: asyncio.run(one.start())).start()
             assert asyncio.run(client(url, expected).start()) == 1
 
-    def test_a_server_that_is_not_there_is_named_with_what_to_check(self, expected: EngineSettings) -> None:
+    def test_invalid_server_configuration_fails_fast(self, expected: EngineSettings) -> None:
         url = f"http://127.0.0.1:{free_port()}"
         started = time.monotonic()
         with pytest.raises(RolloutError) as caught:
@@ -161,6 +161,11 @@ class TestStart:
         roomy = replace(expected, max_model_len=4096, max_num_seqs=64, max_images_per_prompt=4, enable_lora=True)
         with serving_engine(engine, roomy) as url:
             assert asyncio.run(client(url, expected).start()) == 1
+
+    def test_config_required_repeat_aware_processor_missing_fails_fast(self, url: str, expected: EngineSettings) -> None:
+        guarded = replace(expected, repeat_guard=RepeatGuardSettings(64, 32, 16, 4, None))
+        with pytest.raises(RolloutError, match=r"its repeat guard is off \(repeat_terminate was not given at its start\).*repeat_terminate=JSON"):
+            asyncio.run(client(url, guarded).start())
 
     def test_a_guard_the_run_did_not_ask_for_is_refused(self, engine: ObedientEngine, expected: EngineSettings) -> None:
         guarded = replace(expected, repeat_guard=RepeatGuardSettings(64, 32, 16, 4, None))
