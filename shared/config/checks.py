@@ -55,6 +55,8 @@ def _adapter_sync(run: RunConfig) -> Iterator[Problem]:
     adapter, vllm, ranks = run.model.adapter, run.rollout_matching.vllm, run.learner.world_size
     if vllm.enable_lora and adapter is None:
         yield Problem(f"{_VLLM}.enable_lora", "true, and the learner trains no adapter", "set model.adapter, or remove the key")
+    if vllm.enable_lora and vllm.mode == "server" and vllm.server is not None and vllm.server.kind == "vllm":
+        yield Problem(f"{_VLLM}.enable_lora", "true, and a stock vllm serve takes no adapter alone", f"remove the key, or set {_VLLM}.server.kind: rollmatch")
     if vllm.enable_lora and adapter is not None and adapter.rank > _MAX_SERVED_RANK:
         yield Problem(
             "model.adapter.rank", f"{adapter.rank} is more than the {_MAX_SERVED_RANK} that vLLM serves", f"lower it, or set {_VLLM}.enable_lora: false"
@@ -228,7 +230,7 @@ _DEVICES = (*_ENGINES, f"{_VLLM}.actors.num_actors", f"{_VLLM}.actors.tensor_par
 CHECKS: tuple[Check, ...] = (
     Check(variants.known_variant, (_VARIANT,)),
     Check(_staleness, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline")),
-    Check(_adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", "model.adapter", "learner.world_size")),
+    Check(_adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", f"{_VLLM}.mode", f"{_VLLM}.server", "model.adapter", "learner.world_size")),
     Check(_parts, ("training.parts", "model.adapter")),
     Check(_flash_attention, ("model.attn_implementation", "model.dtype")),
     Check(_server, (*_ENGINES, f"{_VLLM}.server")),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -10,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_support import noise_image
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from PIL import Image
 from server_support import address, offer, request, serving, settings
 
 from rollout_actors.backends.vllm_serve import StockClient, StockServerEngine
@@ -21,6 +23,7 @@ from rollout_actors.stock_command import stock_arguments, stock_environment
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
+from shared.records import ImageRef
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import FinishReason, WeightOffer
 from shared.weight_sync import SyncPhase, Terms
@@ -130,6 +133,18 @@ def url(server: StockServer) -> Iterator[str]:
         yield url
 
 
+def picture(mode: str, *, turned: bool = False) -> ImageRef:
+    image = Image.frombytes("RGB", (3, 2), bytes(range(0, 180, 10))).convert(mode)
+    if mode == "RGBA":
+        image.putalpha(100)
+    exif = Image.Exif()
+    if turned:
+        exif[0x0112] = 6
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", exif=exif)
+    return ImageRef(path=None, data=buffer.getvalue(), sha256="")
+
+
 def client(url: str, expected: EngineSettings, **changes: Any) -> StockClient:
     return StockClient("server-0", address(url, **changes), index=0, expected=expected)
 
@@ -225,12 +240,13 @@ class TestGenerate:
         assert (first.position, second.position, second.seed, second.actor, second.attempt) == (0, 1, 101, "server-0", 0)
 
     def test_the_request_leaves_nothing_to_the_servers_defaults(self, server: StockServer, url: str, expected: EngineSettings) -> None:
-        image = noise_image(1)
+        image = picture("RGB")
         decode = replace(request(0).decode, banned_token_ids=(5,), top_k=4)
         asyncio.run(asyncio.run(started(url, expected)).generate([replace(request(0), images=(image,), decode=decode)]))
         _, body = server.asked[-1]
         assert body["token_ids"] == [1, 2] and body["return_token_ids"]
-        assert [part["type"] for part in body["content_parts"]] == ["image_url"]
+        (part,) = body["content_parts"]
+        assert part == {"type": "image_url", "url": f"data:image/png;base64,{base64.b64encode(image.data or b'').decode()}"}
         assert body["sampling_params"] == {
             "temperature": 1.0,
             "top_p": 1.0,
@@ -244,6 +260,16 @@ class TestGenerate:
             "logprobs": 0,
             "detokenize": False,
         }
+
+    @pytest.mark.parametrize(("mode", "turned"), [("RGBA", False), ("L", False), ("RGB", True)])
+    def test_an_image_that_the_server_would_read_otherwise_goes_as_the_pixels_of_the_learner(
+        self, server: StockServer, url: str, expected: EngineSettings, mode: str, turned: bool
+    ) -> None:
+        image = picture(mode, turned=turned)
+        asyncio.run(asyncio.run(started(url, expected)).generate([replace(request(0), images=(image,))]))
+        sent = Image.open(io.BytesIO(base64.b64decode(server.asked[-1][1]["content_parts"][0]["url"].partition(",")[2])))
+        assert (sent.mode, sent.getexif()) == ("RGB", {})
+        assert sent.tobytes() == Image.open(io.BytesIO(image.data or b"")).convert("RGB").tobytes()
 
     def test_no_requests_make_no_call(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))

@@ -43,6 +43,10 @@ REFUSED = [
         {"model.adapter": {"kind": "dora"}, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "adapter"},
         f"{VLLM}.sync.mode: 'adapter' cannot carry DoRA, which vLLM does not serve unmerged; set {VLLM}.sync.mode: full or auto",
     ),
+    (
+        {**LORA, f"{VLLM}.enable_lora": True, f"{VLLM}.mode": "server", f"{VLLM}.server": {"servers": [SERVER], "kind": "vllm"}},
+        f"{VLLM}.enable_lora: true, and a stock vllm serve takes no adapter alone; remove the key, or set {VLLM}.server.kind: rollmatch",
+    ),
     *(
         (
             {**LORA, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": mode, "learner.world_size": 2},
