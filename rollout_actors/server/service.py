@@ -198,15 +198,15 @@ class RolloutService:
             raise RefusalError(400, f"{path}: has neither data nor path; send data (base64), or a path under the server's image_root")
         if root is None:
             raise RefusalError(403, f"{path}.path: this server reads no files; send data (base64), or start it with image_root=FOLDER")
-        # Resolved first: neither `..` nor a link leads out of the root.
-        resolved = (root / image.path).resolve()
-        if not resolved.is_relative_to(root):
-            raise RefusalError(403, f"{path}.path: is outside the server's image_root; name a file inside, or send data (base64)")
-        if not resolved.is_file():
-            raise RefusalError(400, f"{path}.path: {image.path} is no file under the server's image_root; correct it, or send data (base64)")
-        if resolved.stat().st_size > self.limits.max_request_bytes:
-            raise RefusalError(413, f"{path}.path: {image.path} is larger than max_request_bytes = {self.limits.max_request_bytes}; send a smaller image")
         try:
+            # Resolved first: neither `..` nor a link leads out of the root.
+            resolved = (root / image.path).resolve()
+            if not resolved.is_relative_to(root):
+                raise RefusalError(403, f"{path}.path: is outside the server's image_root; name a file inside, or send data (base64)")
+            if not resolved.is_file():
+                raise RefusalError(400, f"{path}.path: {image.path} is no file under the server's image_root; correct it, or send data (base64)")
+            if resolved.stat().st_size > self.limits.max_request_bytes:
+                raise RefusalError(413, f"{path}.path: {image.path} is larger than max_request_bytes = {self.limits.max_request_bytes}; send a smaller image")
             return replace(image, path=resolved).with_data()
-        except ValueError as error:
-            raise RefusalError(400, f"{path}: {error}") from error
+        except (OSError, ValueError) as error:  # no permission, a name that no file can have, other bytes than the digest's
+            raise RefusalError(400, f"{path}.path: {error}; correct it, or send data (base64)") from error
