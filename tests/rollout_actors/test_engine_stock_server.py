@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,27 @@ def test_what_the_server_refuses_names_the_sample(pool: ServerPool, learner: Sma
     with pytest.raises(RolloutError, match="image 0 of sample sample-0"):
         pool.generate([replace(request, images=(ImageRef(path=None, data=b"no image", sha256=""),))])
     assert len(pool.generate([request])) == 1
+
+
+def test_a_cancelled_share_ends_in_the_server_too(client: StockClient, pool: ServerPool, learner: SmallLearner) -> None:
+    requests = [learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(8)]
+    requests = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
+
+    async def seconds() -> tuple[float, float]:
+        started = time.perf_counter()
+        await client.generate(requests)
+        whole_s = time.perf_counter() - started
+        share = asyncio.create_task(client.generate(requests))
+        await asyncio.sleep(whole_s / 4)
+        share.cancel()
+        started = time.perf_counter()
+        await client._engine.pause_generation(mode="wait", clear_cache=False)
+        waited_s = time.perf_counter() - started
+        await client._engine.resume_generation()
+        return whole_s, waited_s
+
+    whole_s, waited_s = asyncio.run(seconds())
+    assert waited_s < whole_s / 2
 
 
 @pytest.mark.parametrize(

@@ -416,9 +416,10 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: En
     full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1 << 20)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     switches = {"--enable-scale-out"}  # of the server, not of the engine
-    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args([part for part in stock_arguments(full) if part not in switches]))
+    parts = [part for part in stock_arguments(full) if part not in switches]
+    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", full.model_path, *parts]))
     for name, value in engine_arguments(full).items():
-        if name in ("model", "distributed_executor_backend"):  # positional; one process chooses for itself
+        if name == "distributed_executor_backend":  # a server is in no placement group, and chooses for itself
             continue
         got = getattr(parsed, name)
         assert (got == value) or (name == "weight_transfer_config" and got.backend == value["backend"]), name
