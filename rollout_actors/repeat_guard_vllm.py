@@ -46,16 +46,9 @@ class RepeatGuardProcessor(LogitsProcessorV1, LogitsProcessorV2):
             return GuardV2(vllm_config, *of_runner)
         return GuardV1(vllm_config, *of_runner)
 
-    # Never made; abstract in both bases.
-    def apply(self, *args: Any) -> torch.Tensor: ...
-    def is_argmax_invariant(self) -> bool: ...
-    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
-
 
 class GuardV1(LogitsProcessorV1):
     """For the V1 model runner (CPU, and GPU with `VLLM_USE_V2_MODEL_RUNNER=0`): one `RepeatGuard` per request, on the host."""
-
-    runner = "V1"
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.settings = _settings(vllm_config)
@@ -92,7 +85,9 @@ class _Row:
         self.stop = stop
         self._rule = rule
         self._output = output
-        self._restart()
+        self._guard: RepeatGuard = rule.guard()
+        self._num_seen = 0
+        self._is_over = False
 
     def is_over(self) -> bool:
         output, seen = self._output, self._num_seen
@@ -108,9 +103,8 @@ class _Row:
         return self._is_over
 
     def _restart(self) -> None:
-        self._guard: RepeatGuard = self._rule.guard()
-        self._num_seen = 0
-        self._is_over = False
+        self._guard = self._rule.guard()
+        self._num_seen, self._is_over = 0, False
 
 
 class GuardV2(LogitsProcessorV2):
@@ -119,8 +113,6 @@ class GuardV2(LogitsProcessorV2):
     The last tokens of every row are read anew in every step, so that nothing has to be kept for the repetitions. Only the key automaton has a state, by slot;
     after a preemption it is set on the host, from the tokens generated before it. Not run on a GPU; on CPU tensors it is compared with `RepeatGuard`.
     """
-
-    runner = "V2"
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         """Raises ValueError for what moves rows in ways that it cannot follow."""

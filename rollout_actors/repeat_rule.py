@@ -22,7 +22,10 @@ def repeat_rule(settings: RepeatGuardSettings, tokenizer: str) -> RepeatRule:
 
 
 def check_answers(answers: list[dict[str, Any]], settings: RepeatGuardSettings | None, actor: str) -> None:
-    """The same for an engine whose workers were asked already."""
+    """Raises RolloutError(phase="start") unless every worker of a started engine guards by these settings, or by none.
+
+    `answers`: of `GuardedWorker.active_guard`, one per worker.
+    """
     asked = None if settings is None else asdict(settings)
     for rank, answer in enumerate(answers):
         if answer["settings"] == asked:

@@ -1,0 +1,111 @@
+"""What the repeat guard costs: its share of the time in which one vLLM engine (V1 model runner) generates, with the demo's model.
+
+`python -m benchmarks.repeat_guard [--sequences 256] [--tokens 128] [--rounds 3]`. One engine on CPU, in this process. Every round generates the same sequences
+twice: guarded, and not (requests without a stop token are not guarded), which must give the same tokens: the thresholds are out of reach, which saves the guard
+nothing. The share is measured inside the guarded rounds, by the guard's own clock: two rounds differ by more than it costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from launch.make_demo_model import make_demo_model
+from rollout_actors.engine_settings import GUARD_CONFIG, Device, EngineSettings, engine_environment
+from shared.prompts import DEFAULT_USER_PROMPT
+from shared.repeat_guard import RepeatGuardSettings, RepeatRule
+
+OUT_OF_REACH = 10**9
+
+
+def settings(*, keys: bool) -> RepeatGuardSettings:
+    return RepeatGuardSettings(OUT_OF_REACH, 32, 16, 4, 64 if keys else None)
+
+
+def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tuple[Any, Any]:
+    """vLLM's `LLM`, and the class of its guard, whose `spent_s` and `num_steps` grow."""
+    engine = EngineSettings(str(folder), "float32", 512, sequences, 0, "rollmatch_gloo", Device.CPU, kv_cache_memory_bytes=1 << 30)
+    os.environ.update(engine_environment(engine))
+    import torch
+    from vllm import LLM
+
+    from rollout_actors.repeat_guard_vllm import GuardV1
+    from rollout_actors.vllm_requests import engine_arguments
+
+    torch.set_num_threads(1)
+
+    class TimedGuard(GuardV1):
+        spent_s = 0.0
+        num_steps = 0
+
+        def update_state(self, batch_update: Any) -> None:
+            started = time.perf_counter()
+            super().update_state(batch_update)
+            TimedGuard.spent_s += time.perf_counter() - started
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            started = time.perf_counter()
+            logits = super().apply(logits)
+            TimedGuard.spent_s += time.perf_counter() - started
+            TimedGuard.num_steps += 1
+            return logits
+
+    arguments = engine_arguments(engine) | {"logits_processors": [TimedGuard], "additional_config": {GUARD_CONFIG: asdict(guard) | {"enabled": True}}}
+    return LLM(**arguments), TimedGuard
+
+
+def generate(llm: Any, sequences: int, tokens: int, stop: int, *, guarded: bool) -> tuple[float, list[list[int]]]:
+    """(seconds, the tokens of each sequence)."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = [
+        # The stop token is out of reach too, so that all sequences have one length.
+        SamplingParams(
+            temperature=1.0, seed=i, max_tokens=tokens, ignore_eos=True, stop_token_ids=[stop] if guarded else [], logit_bias={stop: -100.0}, detokenize=False
+        )
+        for i in range(sequences)
+    ]
+    prompts = [TokensPrompt(prompt_token_ids=[7 + i % 200, 8, 9]) for i in range(sequences)]
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - started, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keys", action="store_true", help="count object keys too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        make_demo_model(model, seed=17, prompt=DEFAULT_USER_PROMPT)
+        llm, guard = start_engine(model, options.sequences, settings(keys=options.keys))
+        stop = llm.get_tokenizer().convert_tokens_to_ids("<|im_end|>")
+        generate(llm, options.sequences, 8, stop, guarded=True)
+        for round_ in range(options.rounds):
+            free_s, free = generate(llm, options.sequences, options.tokens, stop, guarded=False)
+            guard.spent_s, guard.num_steps = 0.0, 0
+            guarded_s, guarded = generate(llm, options.sequences, options.tokens, stop, guarded=True)
+            assert guarded == free
+            print(
+                f"round {round_}: {options.sequences} sequences of {options.tokens} tokens in {guarded_s:.2f} s (unguarded {free_s:.2f} s); "
+                f"guard {guard.spent_s:.3f} s, {guard.spent_s / guard.num_steps * 1e6:.0f} us of a step of {guarded_s / guard.num_steps * 1e3:.1f} ms: "
+                f"{guard.spent_s / guarded_s:.2%}"
+            )
+        rule = RepeatRule(settings(keys=False))
+        started = time.perf_counter()
+        for token_ids in free:
+            rule.first_repetition(token_ids)
+        read_s = time.perf_counter() - started
+        print(f"reading the answers again, outside the engine, for what was forced: {read_s:.3f} s, {read_s / guarded_s:.2%}")
+
+
+if __name__ == "__main__":
+    main()
