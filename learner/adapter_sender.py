@@ -52,8 +52,5 @@ class AdapterSender:
             return SendReport(bytes=0, phase_s={})
         return self._full.send(offer)
 
-    def release(self) -> None:
-        self._full.release()
-
     def close(self) -> None:
         self._full.close()

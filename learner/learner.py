@@ -188,8 +188,6 @@ class Learner:
         with self._ranks.of_phase("sync_done"):
             self._ranks.barrier()
         self._parallel.drop()
-        if self._sender is not None:
-            self._sender.release()
         self._version += 1
 
     def save(self, folder: Path) -> None:

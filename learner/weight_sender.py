@@ -17,7 +17,7 @@ import torch
 
 from learner.place import ReceiverGroup
 from learner.weight_source import WeightSource
-from learner.wires import WIRES, Wire, ipc_handles
+from learner.wires import WIRES, Wire
 from shared.canary import CanaryProbe
 from shared.errors import ConfigError, WeightSyncError
 from shared.rollouts import WeightOffer
@@ -56,30 +56,24 @@ class WeightSender:
         self._listening: list[socket.socket] = []
         self._groups: tuple[Group, ...] = ()
         self._wire: Wire | None = None
-        self._shared: list[torch.Tensor] = []
 
     def offer(self, version: int, canary: CanaryProbe) -> WeightOffer:
         """What `send` will send: names, sizes, and where to join. The weights must not change before the sync's end.
 
         Raises ConfigError where a configured port is taken.
         """
-        self.release()
         if self._wire is None and not self._listening:
             self._listen()
         tensors = tuple(
             TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize) for name, dtype, shape in self._source.specs()
         )
         terms = Terms(groups=self._groups, timeout_s=self._timeout_s, bucket_bytes=self._bucket_bytes, tensors=tensors)
-        rendezvous = {"terms": terms}
-        if self._transport is not Transport.IPC:
-            return WeightOffer(version=version, transport=self._transport, rendezvous=rendezvous, canary=canary)
-        handles, self._shared = ipc_handles(Sealed(self._source.tensors(), terms, torch))
-        return WeightOffer(version=version, transport=self._transport, rendezvous={**rendezvous, "ipc_handles": handles}, canary=canary)
+        return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=canary)
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Send the offered weights; returns when they are out, not when they are verified. Raises WeightSyncError.
 
-        Where there is no wire (ipc, inproc) the engines take the weights themselves, and nothing is left to do.
+        Where there is no wire (ipc, inproc) the engine's backend lives in this process and takes the weights itself: nothing is left to do.
         """
         terms = Terms.of(offer)
         if self._transport not in WIRES:
@@ -98,13 +92,8 @@ class WeightSender:
         phase_s = {"gather": sealed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": sealed.verify_s}
         return SendReport(bytes=terms.num_bytes, phase_s=phase_s)
 
-    def release(self) -> None:
-        """Let go of what `ipc` shares with the engines: to be called when the sync has ended, or else the next offer does it."""
-        self._shared = []
-
     def close(self) -> None:
         """Leave the groups; the next offer opens others. Also to be called when the set of receivers changes. Twice is harmless."""
-        self.release()
         if self._wire is not None:
             self._wire.close()
         for listening in self._listening:

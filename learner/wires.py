@@ -1,4 +1,4 @@
-"""How weights leave the learner's process, one class for each transport that has a wire, and the handles of the one that has none (DESIGN 9).
+"""How weights leave the learner's process: one class for each transport that has a wire (DESIGN 9).
 
 vllm is imported only when a group is opened.
 """
@@ -127,26 +127,6 @@ class _Together:
         # On one stream, one group after the other: two NCCL kernels of one process at once may wait for each other.
         for communicator in self._communicators:
             communicator.broadcast(tensor, src=src)
-
-
-def ipc_handles(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[dict[str, tuple[Any, ...]]], list[torch.Tensor]]:
-    """What an engine on this GPU opens the tensors with, as vLLM's `ipc` engine takes it, and the tensors, to be kept until the engine is done.
-
-    The learner's own parameters are shared where they lie; what the source computes (merged, gathered) takes its place on the GPU until it is let go.
-    Not run on a GPU.
-    """
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    handles, kept = [], []
-    for _, tensor in tensors:
-        shared = tensor.detach().contiguous()
-        uuid = str(torch.cuda.get_device_properties(shared.device).uuid)
-        _, arguments = reduce_tensor(shared)
-        handles.append({uuid: arguments})
-        kept.append(shared)
-    # The engine reads on a stream of its own: what was computed here has to be there.
-    torch.cuda.synchronize()
-    return handles, kept
 
 
 WIRES: dict[Transport, Callable[[Terms, list[socket.socket]], Wire]] = {Transport.GLOO: GlooWire, Transport.NCCL: NcclWire}

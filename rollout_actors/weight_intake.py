@@ -136,10 +136,6 @@ class WeightIntake:
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
     async def _rendezvous(self, offer: WeightOffer) -> None:
-        if self._transport is Transport.IPC:
-            # Nothing to join: the offer brings what the learner's tensors are opened with.
-            await self._llm.init_weight_transfer_engine(InitRequest(init_info={"packed": False}))
-            return
         terms = Terms.of(offer)
         group = terms.group
         if self._joined == group.key:
@@ -164,9 +160,7 @@ class WeightIntake:
         await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
         tensors = terms.sent
-        update: dict[str, Any] = {"names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
-        if self._transport is Transport.IPC:
-            update["ipc_handles"] = offer.rendezvous["ipc_handles"]
+        update = {"names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
         await self._llm.update_weights(UpdateRequest(update_info=update))
         started = time.perf_counter()
         await self._llm.finish_weight_update()

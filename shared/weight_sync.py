@@ -24,8 +24,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from pydantic import TypeAdapter
-
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.checksum import BucketChecksum, Torch
 from shared.errors import WeightSyncError
@@ -111,18 +109,6 @@ class Terms:
         """The weights and their checksums: everything that is handed over, in order."""
         num_buckets = sum(1 for _ in buckets(self.tensors, self.bucket_bytes))
         return (*self.tensors, TensorSpec(CHECKSUMS, "int64", (num_buckets,), 8 * num_buckets))
-
-
-TERMS = TypeAdapter(Terms)
-
-
-def terms_to_json(terms: Terms) -> str:
-    return TERMS.dump_json(terms).decode()
-
-
-def terms_from_json(text: str | bytes) -> Terms:
-    """Raises pydantic's ValidationError, a ValueError, naming every field that is missing or of another type."""
-    return TERMS.validate_json(text, strict=True)
 
 
 @dataclass(frozen=True, slots=True)

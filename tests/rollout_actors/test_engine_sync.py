@@ -112,12 +112,12 @@ def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: Engi
 
 def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner) -> None:
     actor = create_actor("doomed", engine_settings(demo_checkpoint), 0)
-    pool = ActorPool([actor], ["doomed"], TIMEOUTS, round_capacity=8)
+    pool = ActorPool([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
     pool.start()
     shell, *children = ray.get(actor.process_ids.remote())
     psutil.Process(children[0]).kill()
     with pytest.raises(RolloutError, match="generate on doomed"):
-        pool.generate([ray.put(learner.request(0))]).result()
+        pool.generate([[ray.put(learner.request(0))]]).result()
     deadline = time.monotonic() + 60
     while any(psutil.pid_exists(process) for process in (shell, *children)):
         assert time.monotonic() < deadline, "the actor goes on without its engine"
