@@ -1,15 +1,23 @@
-"""What tests of backends share: a host for those that live in the learner's process."""
+"""What tests of backends share: a host for those that live in the learner's process, and a common face of all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+import ray
 import torch
 from engine_support import SmallLearner
+from serve_support import ServerPool
 
-from shared.rollouts import Rollout
+from rollout_actors.pool import ActorPool
+from shared.errors import RolloutError
+from shared.protocols import RolloutBackend
+from shared.repeat_guard import RepeatGuardSettings
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 
 
 class ModelHost:
@@ -48,3 +56,93 @@ def what_was_said(rollouts: Sequence[Rollout]) -> list[tuple[object, ...]]:
         (r.step, r.position, r.sample_id, r.prompt_token_ids, r.response_token_ids, r.logprobs, r.stop_token_id, r.stop_token_logprob, r.finish_reason, r.seed)
         for r in rollouts
     ]
+
+
+@dataclass
+class UnderTest:
+    """One backend, as its contract sees it."""
+
+    name: str
+    backend: RolloutBackend
+    learner: SmallLearner
+    """Its weights are what a sync brings; it knows what the right answer is."""
+    take_rows: Callable[[], list[int]] | None = None
+    """How many sequences were decoded together in each step since the last time; None where it cannot be seen."""
+    is_model: bool = True
+    """Whether it runs the learner's model; a script does not."""
+    guard: RepeatGuardSettings | None = None
+    processes: list[psutil.Process] = field(default_factory=list)
+    owns_processes: bool = True
+
+    def forget(self) -> None:
+        """The learner has the checkpoint's weights again."""
+        with torch.no_grad():
+            for name, parameter in self.learner._model.named_parameters():
+                parameter.copy_(self.learner._start[name])
+
+    def sync(self) -> SyncReport:
+        return self.backend.receive_weights(self.learner.offer_weights())
+
+
+class OfPool:
+    """A pool of engines behind Ray actors, as a backend: the driver's part of a round and of a sync is played here."""
+
+    def __init__(self, pool: ActorPool, learner: SmallLearner) -> None:
+        self._pool = pool
+        self._learner = learner
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        for round_ in self._pool.split([[ray.put(request) for request in requests]]):
+            (shares,) = self._pool.generate(round_).result()
+            rollouts += [rollout for share in ray.get(shares) for rollout in share]
+        return rollouts
+
+    def receive_weights(self, offer: WeightOffer) -> SyncReport:
+        receiving = self._pool.receive_weights(offer)
+        self._learner.send_weights(offer).result()
+        return receiving.result()
+
+    @property
+    def version(self) -> int:
+        return self._pool.version
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class OfServer:
+    """The client of one server, as a backend."""
+
+    def __init__(self, pool: ServerPool, learner: SmallLearner) -> None:
+        self._pool = pool
+        self._learner = learner
+        self._closed = False
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        if self._closed:
+            raise RolloutError("the client was closed", actor="server", phase="generate")
+        return self._pool.generate(requests)
+
+    def receive_weights(self, offer: WeightOffer) -> SyncReport:
+        receiving = self._pool.receive_weights(offer)
+        self._learner.send_weights(offer).result()
+        return receiving.result()
+
+    @property
+    def version(self) -> int:
+        return self._pool.version
+
+    def close(self) -> None:
+        self._closed = True
+        self._pool.close()
+
+
+def child_processes() -> set[psutil.Process]:
+    """Of this process, Ray's apart, which come and go by themselves."""
+    children = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if not any("ray" in word for word in child.cmdline()[:4]):
+                children |= {child, *child.children(recursive=True)}
+    return children

@@ -1,0 +1,272 @@
+"""What every rollout backend promises (`shared.protocols.RolloutBackend`), whoever it is.
+
+A backend joins by a function in `BACKENDS`, which makes one on the checkpoint's weights, with room for `BATCH` sequences at a time and, where it has one, the
+repeat guard `GUARD`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from backend_support import ModelHost, OfPool, OfServer, UnderTest, child_processes, what_was_said
+from engine_support import SUPPORT, TIMEOUTS, SmallLearner, SpoilableActor, engine_settings
+from serve_support import ServerPool, serve_arguments, serve_process
+from stock_support import stock_process
+
+from learner.weight_sender import WeightSender
+from learner.weight_source import FullWeights
+from rollout_actors.backends.hf import HFBackend, HFBackendSpec
+from rollout_actors.backends.scripted import ScriptedBackend
+from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
+from rollout_actors.backends.vllm_serve import StockClient
+from rollout_actors.backends.vllm_server import ServerClient
+from rollout_actors.engine_actor import LocalEngine
+from rollout_actors.engine_settings import engine_environment
+from rollout_actors.pool import ActorPool
+from shared.errors import RolloutError
+from shared.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.rollouts import FinishReason, RolloutRequest
+
+BATCH = 4
+GUARD = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=None)
+SHORT = 8
+"""Tokens: too few for the guard to look."""
+
+
+class CountedActor(SpoilableActor):
+    async def rows(self, method: str) -> list[int]:
+        return (await self._engine._llm.collective_rpc(method))[0]
+
+
+@contextmanager
+def scripted(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
+    def script(request: RolloutRequest) -> list[int]:
+        seed = request.seed if request.decode.temperature else request.position
+        return [50 + (seed * 31 + i * 7) % 400 for i in range(SHORT + 4)]
+
+    yield UnderTest("scripted", ScriptedBackend("scripted", script), learner, is_model=False)
+
+
+@contextmanager
+def hf(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
+    rows: list[int] = []
+    hook = learner._model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    backend = HFBackendSpec("hf", BATCH, GUARD)(ModelHost(learner))
+    yield UnderTest("hf", backend, learner, take_rows=partial(taken, rows), guard=GUARD)
+    hook.remove()
+
+
+def taken(rows: list[int]) -> list[int]:
+    values, rows[:] = list(rows), []
+    return values
+
+
+@contextmanager
+def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
+    learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase_s)
+    worker = "counting_worker.CountingWorker"
+    settings = engine_settings(checkpoint, transport="inproc", max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension=worker)
+    backend = ColocatedSpec("colocated", settings)(ModelHost(learner))
+    assert isinstance(backend, ColocatedBackend)
+    llm = backend._llm._llm
+    llm.collective_rpc("count_rows")
+    yield UnderTest("colocate", backend, learner, take_rows=lambda: llm.collective_rpc("take_rows")[0], guard=GUARD)
+    backend.close()
+
+
+@contextmanager
+def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
+    settings = engine_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension="counting_worker.CountingWorker")
+    environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
+    remote = ray.remote(CountedActor).options(num_cpus=0, runtime_env={"env_vars": environment})
+    actor = remote.remote(LocalEngine("actor", settings, 0))
+    pool = ActorPool([actor], ["actor"], TIMEOUTS, decode_batch_size=BATCH)
+    pool.start()
+    ray.get(actor.rows.remote("count_rows"))
+    processes = [psutil.Process(pid) for pid in ray.get(actor.process_ids.remote())]
+    backend = OfPool(pool, learner)
+    yield UnderTest("actors", backend, learner, take_rows=lambda: ray.get(actor.rows.remote("take_rows")), guard=GUARD, processes=processes)
+    backend.close()
+
+
+@contextmanager
+def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
+    settings = engine_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
+    with tempfile.TemporaryDirectory() as folder:
+        guard = Path(folder, "repeat_terminate.json")
+        guard.write_text(json.dumps({**asdict(GUARD), "enabled": True}))
+        with serve_process([*serve_arguments(settings), f"repeat_terminate={guard}"], Path(folder)) as process:
+            pool = ServerPool(ServerClient("server", process.address(), index=0, expected=settings))
+            pool.start()
+            # The server is not the client's to end: closing it leaves the process to whoever started it.
+            yield UnderTest("server", OfServer(pool, learner), learner, guard=GUARD, owns_processes=False)
+            pool.close()
+
+
+@contextmanager
+def stock(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
+    settings = engine_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
+    with tempfile.TemporaryDirectory() as folder, stock_process(settings, Path(folder)) as process:
+        pool = ServerPool(StockClient("stock", process.address(), index=0, expected=settings))
+        pool.start()
+        yield UnderTest("stock", OfServer(pool, learner), learner, guard=GUARD, owns_processes=False)
+        pool.close()
+
+
+BACKENDS: dict[str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[UnderTest]], list[Any]]] = {
+    "scripted": (scripted, []),
+    "hf": (hf, []),
+    "colocate": (colocate, [pytest.mark.engine]),
+    "actors": (actors, [pytest.mark.engine, pytest.mark.ray]),
+    "server": (server, [pytest.mark.engine]),
+    "stock": (stock, [pytest.mark.engine, pytest.mark.engines_extra]),
+}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks) for name, (_, marks) in BACKENDS.items()])
+def under(request: pytest.FixtureRequest, demo_checkpoint: Path) -> Iterator[UnderTest]:
+    if request.param == "actors":
+        request.getfixturevalue("ray_cluster")
+    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+    before = child_processes()
+    make, _ = BACKENDS[request.param]
+    with make(learner, demo_checkpoint) as under:
+        if under.owns_processes:
+            under.processes += child_processes() - before
+        under.sync()
+        yield under
+    learner.close()
+
+
+def requests_of(under: UnderTest, positions: range | list[int], **decode: Any) -> list[RolloutRequest]:
+    return [under.learner.request(position, **{"max_new_tokens": SHORT, **decode}) for position in positions]
+
+
+def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under: UnderTest) -> None:
+    requests = [replace(request, step=7) for request in requests_of(under, [9, 2, 5, 0, 7, 1, 8, 3, 4])]
+    rollouts = under.backend.generate(requests)
+    assert [(r.step, r.position, r.sample_id, r.seed) for r in rollouts] == [(7, r.position, r.sample_id, r.seed) for r in requests]
+    assert all(rollout.attempt == 0 and rollout.actor and rollout.generate_s > 0 and rollout.started_s > 0 for rollout in rollouts)
+    for rollout in rollouts:
+        assert rollout.logprobs is not None
+        assert 0 < len(rollout.response_token_ids) == len(rollout.logprobs) <= SHORT
+
+
+def test_the_prompt_comes_back_as_the_learner_encodes_it(under: UnderTest) -> None:
+    requests = requests_of(under, range(3))
+    for request, rollout in zip(requests, under.backend.generate(requests), strict=True):
+        expanded = under.learner.logits(request.prompt_token_ids, request.images[0])[0] if under.is_model else request.prompt_token_ids
+        assert rollout.prompt_token_ids == expanded
+
+
+def test_greedy_rollouts_are_the_learners_own(under: UnderTest) -> None:
+    if not under.is_model:
+        pytest.skip("a script is no model")
+    requests = requests_of(under, range(6))
+    for request, rollout in zip(requests, under.backend.generate(requests), strict=True):
+        tokens, logprobs = under.learner.greedy(request)
+        assert rollout.response_token_ids == tokens
+        assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_the_stop_token_is_kept_apart_from_the_response(under: UnderTest) -> None:
+    (request,) = requests_of(under, [0])
+    (free,) = under.backend.generate([replace(request, decode=replace(request.decode, stop_token_ids=()))])
+    assert (free.finish_reason, free.stop_token_id, len(free.response_token_ids)) == (FinishReason.LENGTH, None, SHORT)
+    assert free.logprobs is not None
+    stop = free.response_token_ids[3]
+    end = free.response_token_ids.index(stop)
+    (stopped,) = under.backend.generate([replace(request, decode=replace(request.decode, stop_token_ids=(stop,)))])
+    assert (stopped.finish_reason, stopped.stop_token_id, stopped.response_token_ids) == (FinishReason.STOP, stop, free.response_token_ids[:end])
+    assert stopped.logprobs == pytest.approx(free.logprobs[:end], abs=1e-5)
+    assert stopped.stop_token_logprob == pytest.approx(free.logprobs[end], abs=1e-5)
+
+
+def test_a_seed_says_what_is_sampled(under: UnderTest) -> None:
+    requests = requests_of(under, range(5), temperature=1.0)
+    first = under.backend.generate(requests)
+    assert what_was_said(under.backend.generate(requests)) == what_was_said(first)
+    other = under.backend.generate([replace(request, seed=request.seed + 5000) for request in requests])
+    assert all(a.response_token_ids != b.response_token_ids for a, b in zip(first, other, strict=True))
+
+
+def test_neighbours_do_not_matter(under: UnderTest) -> None:
+    requests = requests_of(under, range(6), temperature=1.0)
+    together = under.backend.generate(requests)
+    assert [r.response_token_ids for r in under.backend.generate(requests[::-1])][::-1] == [r.response_token_ids for r in together]
+    for request, rollout in zip(requests, together, strict=True):
+        (alone,) = under.backend.generate([request])
+        assert alone.response_token_ids == rollout.response_token_ids
+        assert alone.logprobs == pytest.approx(rollout.logprobs, abs=1e-5)
+
+
+def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under: UnderTest) -> None:
+    if under.take_rows is None:
+        pytest.skip("a script decodes nothing")
+    under.take_rows()
+    under.backend.generate(requests_of(under, range(2 * BATCH + 2)))
+    assert max(under.take_rows()) == BATCH
+
+
+def test_no_requests_make_no_call(under: UnderTest) -> None:
+    if under.take_rows is not None:
+        under.take_rows()
+    assert under.backend.generate([]) == []
+    assert under.take_rows is None or under.take_rows() == []
+
+
+def test_a_rollout_says_which_weights_it_is_of(under: UnderTest) -> None:
+    requests = requests_of(under, range(2))
+    before = under.backend.version
+    old = under.backend.generate(requests)
+    under.learner.learn(seed=4)
+    report = under.sync()
+    assert report.version == under.backend.version == under.learner.version == before + 1
+    assert report.canary_max_abs <= 1e-4
+    new = under.backend.generate(requests)
+    assert ({r.weight_version for r in old}, {r.weight_version for r in new}) == ({before}, {before + 1})
+    if under.is_model:
+        assert [r.response_token_ids for r in new] == [under.learner.greedy(request)[0] for request in requests]
+        assert [r.response_token_ids for r in new] != [r.response_token_ids for r in old]
+
+
+def test_the_guard_ends_one_sequence_and_not_its_neighbours(under: UnderTest) -> None:
+    if under.guard is None:
+        pytest.skip("it has none")
+    under.forget()
+    under.sync()  # the checkpoint's own weights repeat themselves now and then
+    requests = requests_of(under, range(8), max_new_tokens=40)
+    unguarded = HFBackend(ModelHost(under.learner), "unguarded", decode_batch_size=8).generate(requests)
+    num_ended = 0
+    for free, rollout in zip(unguarded, under.backend.generate(requests), strict=True):
+        end = RepeatRule(under.guard).first_repetition(free.response_token_ids)
+        if end in (None, 40):
+            assert (rollout.response_token_ids, rollout.finish_reason, rollout.forced_positions) == (free.response_token_ids, free.finish_reason, ())
+            continue
+        num_ended += 1
+        assert (rollout.response_token_ids, rollout.finish_reason) == (free.response_token_ids[:end], FinishReason.REPETITION)
+        assert (rollout.stop_token_id, rollout.stop_token_logprob, rollout.forced_positions) == (under.learner.stop, None, (end,))
+    assert 0 < num_ended < len(requests), "otherwise nothing was tested"
+
+
+def test_close_leaves_no_process_and_nothing_that_answers(under: UnderTest) -> None:
+    """The last one: the backend is gone behind it."""
+    under.backend.close()
+    under.backend.close()
+    deadline = time.monotonic() + 30
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in under.processes):
+        assert time.monotonic() < deadline, f"left behind: {under.processes}"
+        time.sleep(0.1)
+    with pytest.raises((RolloutError, RuntimeError)):
+        under.backend.generate(requests_of(under, [0]))
