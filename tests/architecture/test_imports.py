@@ -46,6 +46,7 @@ ENGINE_MODULES = {
     "rollout_actors.vllm_requests",
     "rollout_actors.repeat_guard_vllm",
     "rollout_actors.adapter_intake",
+    "rollout_actors.colocated_llm",
 }
 
 
