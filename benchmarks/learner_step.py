@@ -2,6 +2,7 @@
 
 `python -m benchmarks.learner_step` (a small model, CPU) or, on a GPU, `--size 4b --tokens 12000 --device cuda --dtype bfloat16`. Random weights, segments
 with an image each. Both steps must give the same loss and gradient; printed are seconds, their ratio, tokens per second and, on a GPU, the peak memory.
+Then a whole step as a run takes it: some rows and AdamW's update, in bfloat16 with float32 masters. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from learner.collate import PackedRow, collate
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.interface import ChannelObjectives
 from learner.objectives.registry import build_objectives
+from learner.optimizer import Updater
+from learner.ranks import OneRank
 from learner.segments import EncodedPrompt, Segment
 from learner.step import backward_row
 from learner.targets import Target, TextWeights, TokenRole
 from shared.config.pipeline import Channel
+from shared.config.training import TrainingSection
 from shared.tokens.vocabulary import NUM_BINS
 
 IMAGE, VIDEO, START, END = 1, 2, 3, 4
@@ -136,6 +140,28 @@ def measure(model: Any, step: Callable[[], float], repeats: int, device: torch.d
     return statistics.median(seconds[1:]), peak, loss, model.model.language_model.norm.weight.grad.float().clone()
 
 
+def measure_update(model: Any, row: PackedRow, objectives: ChannelObjectives, arguments: argparse.Namespace) -> tuple[float, float, float]:
+    """(median seconds of the rows, of the update alone, peak bytes) of whole steps."""
+    config = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
+    model.zero_grad(set_to_none=True)
+    updater = Updater(model, config, OneRank())
+    if row.positions_N.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    rows_s, update_s = [], []
+    for step in range(arguments.repeats + 1):  # in the first the moments are made
+        started = time.perf_counter()
+        for _ in range(arguments.rows):
+            backward_row(model, row, objectives, Normalizer())  # waits for the device: it reads the loss
+        learned = time.perf_counter()
+        updater.update(step, arguments.rows * len(row.segments))
+        if row.positions_N.is_cuda:
+            torch.cuda.synchronize()
+        rows_s.append(learned - started)
+        update_s.append(time.perf_counter() - learned)
+    peak = float(torch.cuda.max_memory_allocated()) if row.positions_N.is_cuda else 0.0
+    return statistics.median(rows_s[1:]), statistics.median(update_s[1:]), peak
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
@@ -144,6 +170,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=4, help="rows of the whole step")
     arguments = parser.parse_args()
     if arguments.tokens < arguments.segment:
         parser.error(f"--tokens {arguments.tokens} is less than one segment (--segment {arguments.segment})")
@@ -164,6 +191,11 @@ def main() -> None:
         memory = f"  peak {peak / 2**30:.1f} GiB" if peak else ""
         print(f"{name:16} {seconds:8.3f} s  {row.num_tokens / seconds:8.0f} tokens/s  loss {loss:.5f}{memory}")
     print(f"ratio {obvious[0] / ours[0]:.2f}")
+    rows_s, update_s, peak = measure_update(model, row, objectives, arguments)
+    tokens_per_s = arguments.rows * row.num_tokens / (rows_s + update_s)
+    memory = f"  peak {peak / 2**30:.1f} GiB" if peak else ""
+    print(f"a step of {arguments.rows} such rows {rows_s:.3f} s, its update {update_s:.3f} s: {tokens_per_s:.0f} tokens/s{memory}")
+    print(f"that is {6 * parameters * tokens_per_s / 1e12:.2f} TFLOP/s of the model, at 6 for each parameter and token")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from shared.schedule import RunSchedule
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-CHOICES = {f"rollout_matching.{key}" for key in ("rollout_backend", "vllm.mode", "vllm.server.kind")} | {"stage2_ab.channel_b.enable_pipeline"}
+CHOICES = {f"rollout_matching.{key}" for key in ("rollout_backend", "vllm.mode", "vllm.server.kind", "vllm.enforce_eager", "vllm.kv_cache_memory_bytes")} | {
+    "stage2_ab.channel_b.enable_pipeline"
+}
 """Written out where a file is about them, or where an experiment takes back what the one it builds on has set."""
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
 ASKED = (1, 1, 1)
@@ -42,6 +44,25 @@ def loaded(*overrides: str) -> RunConfig:
 def test_every_shipped_experiment_loads(experiment: str) -> None:
     run = loaded(f"+experiment={experiment}")
     assert batch_algebra(run, engine_devices(run) or ASKED).describe()
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rates(experiment: str) -> None:
+    run = loaded(f"+experiment={experiment}", "model=qwen3_vl_4b")
+    assert (run.model.dtype, run.model.gradient_checkpointing, run.canary_tolerance, run.logprob_tolerance) == ("bfloat16", True, 0.5, 1.0)
+    parts = run.training.parts
+    assert (parts.vision_tower.learning_rate, parts.aligner.learning_rate, parts.language_model.learning_rate) == (1e-6, 1e-5, 1e-5)
+    assert not any(part.frozen for part in (parts.vision_tower, parts.aligner, parts.language_model))
+    assert (run.training.max_grad_norm, run.training.adam_beta2, run.training.max_nonfinite_updates) == (1.0, 0.95, 3)
+    assert (run.checkpoint.keep_last, run.checkpoint.keep_best) == (2, 1)
+
+
+def test_the_real_run_is_the_main_job_with_other_sizes() -> None:
+    main, real = loaded("+experiment=stage2_3v1"), loaded("+experiment=stage2_3v1_4b")
+    assert real.model == loaded("+experiment=stage2_3v1", "model=qwen3_vl_4b").model
+    assert (real.rollout_matching.pipeline, real.custom, real.stage2_ab.schedule) == (main.rollout_matching.pipeline, main.custom, main.stage2_ab.schedule)
+    assert batch_algebra(real).round_sizes == (64, 64)
+    assert (real.rollout_matching.vllm.enforce_eager, real.rollout_matching.vllm.kv_cache_memory_bytes) == (False, None), "sizes of the demo are taken back"
 
 
 def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16() -> None:
