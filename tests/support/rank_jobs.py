@@ -34,8 +34,8 @@ class Learned:
     """Forwards with a backward, those for the other ranks' sake included."""
 
 
-def learn(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, num_steps: int, chunk: int) -> Learned:
-    """The first steps of a run, in rounds of at most `chunk` rollouts of each rank; every response is half of the ground truth."""
+def learn(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, num_steps: int, chunk: int, checkpoint: Path | None = None) -> Learned:
+    """The first steps of a run, in rounds of at most `chunk` rollouts of each rank; every response is half of the ground truth. None: no checkpoint."""
     learner = Learner(config, place, rendezvous)
     backwards: list[int] = []
     learner._loaded.model.lm_head.register_full_backward_hook(lambda *_: backwards.append(1))
@@ -51,6 +51,8 @@ def learn(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig,
                 learner.accumulate(rollouts[part.start : part.stop])
         learned.reports.append(learner.finish_step())
     learned.weights = whole_weights(learner)
+    if checkpoint is not None:
+        learner.save(checkpoint)
     learned.num_rows = len(backwards)
     learner.close()
     return learned
