@@ -30,9 +30,17 @@ class MasterWeights:
             parameters, masters = zip(*self._copies, strict=True)
             torch._foreach_copy_(parameters, masters)
 
-    def tensors(self) -> list[torch.Tensor]:
+    def own_masters(self) -> list[torch.Tensor]:
         """Those masters that are no parameters of the model: what a move of the model leaves behind."""
         return [master for _, master in self._copies]
+
+    def move_to(self, device: torch.device) -> None:
+        """Take the own masters there, with their gradients so far."""
+        for master in self.own_masters():
+            # A gradient has to be where its tensor is.
+            gradient, master.grad = master.grad, None
+            master.data = master.data.to(device)
+            master.grad = None if gradient is None else gradient.to(device)
 
 
 def _master(parameter: nn.Parameter) -> torch.Tensor:

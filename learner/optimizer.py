@@ -103,17 +103,18 @@ class Updater:
         return UpdateResult(grad_norm, rate, self._own_rates(step), not finite, self._num_skipped)
 
     def move_to(self, device: torch.device) -> None:
-        """Take the optimizer's state (moments and masters) there, between updates. The model's own parameters go with the model."""
-        assert not any(master.grad is not None for master in self._weights.masters), "a step in progress has gradients: move after its update"
-        for master in self._weights.tensors():
-            master.data = master.data.to(device)
+        """Take the optimizer's state there: moments, masters, and the masters' gradients so far. The model's own parameters go with the model.
+
+        To be back before the next row and the next update.
+        """
+        self._weights.move_to(device)
         for state in self._optimizer.state.values():
             # The count of steps is read where AdamW has put it.
             state.update({name: value.to(device) for name, value in state.items() if name != "step"})
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """What `move_to` moves."""
-        yield from self._weights.tensors()
+        yield from self._weights.own_masters()
         for state in self._optimizer.state.values():
             yield from (value for name, value in state.items() if name != "step")
 

@@ -79,4 +79,4 @@ def test_flash_attention_that_is_not_installed_is_refused_with_the_remedy(config
 
 
 def test_float32_has_no_second_copy_of_its_weights(config):
-    assert MasterWeights(load_model(config(), torch.device("cpu")).model.parameters()).tensors() == []
+    assert MasterWeights(load_model(config(), torch.device("cpu")).model.parameters()).own_masters() == []

@@ -257,14 +257,16 @@ def test_bfloat16_weights_are_the_rounded_masters_and_two_runs_give_the_same_bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_moving_the_state_between_updates_changes_no_bit(dtype):
+def test_moving_the_state_between_rows_and_updates_changes_no_bit(dtype):
     stays, moves = Tiny(dtype), Tiny(dtype)
     updaters = [Updater(model, training(), OneRank()) for model in (stays, moves)]
     for step in range(3):
+        for model in (stays, moves):
+            model(row(1000 + step, dtype)).float().square().sum().backward()
+        updaters[1].move_to(torch.device("cpu"))
         learn(stays, updaters[0], step)
         learn(moves, updaters[1], step)
         assert len(list(updaters[1].state_tensors())) == len(list(moves.parameters())) * (2 if dtype is torch.float32 else 3)
-        updaters[1].move_to(torch.device("cpu"))
     assert same(weights(stays), weights(moves))
 
 
@@ -275,14 +277,6 @@ def test_all_of_the_state_moves_and_nothing_of_the_model():
     updater.move_to(torch.device("meta"))
     assert all(tensor.is_meta for tensor in updater.state_tensors())
     assert not any(parameter.is_meta for parameter in model.parameters())
-
-
-def test_the_state_does_not_move_within_a_step():
-    model = Tiny()
-    updater = Updater(model, training(), OneRank())
-    model(row(0)).sum().backward()
-    with pytest.raises(AssertionError, match="move after its update"):
-        updater.move_to(torch.device("cpu"))
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_floor():
