@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
 from shared.canary import CanaryProbe
 from shared.errors import ConfigError, WeightSyncError
-from shared.weight_sync import Terms
+from shared.weight_sync import Group, Sealed, Terms, buckets, offsets
 
 CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
 
@@ -107,6 +109,58 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
         with pytest.raises(ConfigError, match=rf"rollout_matching\.vllm\.server\.servers\[1\]\.group_port: port {port} of 127.0.0.1 cannot be opened"):
             sender.offer(1, CANARY)
     assert Terms.of(sender.offer(1, CANARY)).groups[1].port == port, "free again"
+    sender.close()
+
+
+def receive(group: Group, rank: int, terms: Terms, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
+    """What an engine's transport does, without an engine: one buffer per bucket, cut into tensors."""
+    from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+    joined = stateless_init_torch_distributed_process_group(group.host, group.port, rank, group.world_size, "gloo", timeout=timedelta(seconds=terms.timeout_s))
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = 0
+    tensors = {}
+    for bucket in list(buckets(terms.sent, terms.bucket_bytes))[:num_buckets]:
+        *starts, size = offsets(bucket)
+        packed = torch.empty(size, dtype=torch.uint8)
+        joined.broadcast([packed], options).wait()
+        for spec, start in zip(bucket, starts, strict=True):
+            tensors[spec.name] = packed[start : start + spec.num_bytes].view(torch.__dict__[spec.dtype]).view(spec.shape)
+    return tensors
+
+
+def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again() -> None:
+    sender_warm_up()
+    model = TiedModel()
+    sender = WeightSender(FullWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(2), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10)
+    places = [(0, 1), (0, 2), (1, 1)]
+    with ThreadPoolExecutor(len(places)) as threads:
+        for version in (1, 2):  # the second over new groups, as after a change of receivers
+            with torch.no_grad():
+                model.norm.bias += 1
+            offer = sender.offer(version, CANARY)
+            terms = Terms.of(offer)
+            arriving = [threads.submit(receive, terms.groups[group], rank, terms) for group, rank in places]
+            report = sender.send(offer)
+            assert set(report.phase_s) == {"gather", "send_rendezvous", "send_wire", "send_verify"}
+            expected = dict(Sealed(FullWeights(model).tensors(), terms, torch))
+            for arrived in arriving:
+                tensors = arrived.result(timeout=20)
+                assert list(tensors) == list(expected)
+                assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+            sender.close()
+
+
+def test_a_receiver_that_leaves_ends_the_send_for_every_group() -> None:
+    sender_warm_up()
+    sender = WeightSender(FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=3.0, bucket_bytes=10)
+    offer = sender.offer(1, CANARY)
+    terms = Terms.of(offer)
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(receive, terms.groups[0], 1, terms, 1)
+        threads.submit(receive, terms.groups[1], 1, terms)
+        with pytest.raises(WeightSyncError, match="wire on learner"):
+            sender.send(offer)
     sender.close()
 
 
