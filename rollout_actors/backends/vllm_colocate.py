@@ -1,6 +1,6 @@
 """`vllm.mode: colocate`: a vLLM engine in the learner's process, on the learner's device, that works while the learner does not.
 
-Imports no vllm: importing it costs ten seconds and changes the process, so it happens inside the engine's `Surroundings`.
+Imports neither torch nor vllm: importing the latter costs ten seconds and changes the process, so it happens inside the engine's `Surroundings`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from rollout_actors.engine_settings import EngineSettings, engine_environment
-from rollout_actors.surroundings import Surroundings
 from shared.adapter_terms import ADAPTER_TRANSPORT
 from shared.errors import ConfigError, RolloutError
 from shared.protocols import BackendHost
@@ -20,6 +19,7 @@ from shared.transports import Transport
 
 if TYPE_CHECKING:
     from rollout_actors.colocated_llm import ColocatedLLM
+    from rollout_actors.surroundings import Surroundings
 
 COLOCATE_GPU_MEMORY_UTILIZATION = 0.45
 """Of the device's memory, where none is configured: the learner has the rest."""
@@ -42,12 +42,15 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
     return given
 
 
-def _environment(settings: EngineSettings) -> dict[str, str]:
+def _surroundings(settings: EngineSettings) -> Surroundings:
+    # Here and not above: whoever places the engines imports this module, and need not pay for torch.
+    from rollout_actors.surroundings import Surroundings
+
     environment = engine_environment(settings)
     if settings.transport == Transport.IPC:
         # The handles of a GPU's memory are pickled on their way from this process to the engine's, which is its child.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    return environment
+    return Surroundings(environment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class ColocatedBackend:
         self._name = name
         self._settings = settings
         self._sleep = sleep
-        self._surroundings = Surroundings(_environment(settings))
+        self._surroundings = _surroundings(settings)
         self._llm: ColocatedLLM | None = None
         self._version = 0
         self._shut = ""

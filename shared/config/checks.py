@@ -150,10 +150,25 @@ def _beams(run: RunConfig) -> Iterator[Problem]:
             f"vllm.mode {run.rollout_matching.vllm.mode} has no beam search",
             f"set rollout_matching.rollout_backend: hf or {_VLLM}.mode: colocate, which have it, or remove {_MODE}",
         )
+    if is_beam and run.rollout_matching.rollout_backend == "vllm" and run.rollout_matching.repeat_terminate.enabled:
+        yield Problem(
+            "rollout_matching.repeat_terminate.enabled",
+            "true, and vLLM's beam search asks for every token anew, so that its guard sees no repetition",
+            f"set rollout_matching.rollout_backend: hf, whose guard watches beams, or remove {_MODE} or repeat_terminate",
+        )
     if is_beam and num_beams == 1:
         yield Problem("rollout_matching.num_beams", "1 beam is greedy search", f"set at least 2, or remove {_MODE}")
     if not is_beam and num_beams > 1:
         yield Problem("rollout_matching.num_beams", f"{num_beams} beams need decode_mode: beam", f"set {_MODE}: beam, or remove num_beams")
+
+
+def _whole_model(run: RunConfig) -> Iterator[Problem]:
+    if run.rollout_matching.rollout_backend == "hf" and run.learner.parallel == "fsdp" and run.learner.world_size > 1:
+        yield Problem(
+            "rollout_matching.rollout_backend",
+            f"'hf' generates with the learner's own model, of which each of {run.learner.world_size} ranks has a part (learner.parallel: fsdp)",
+            "set learner.parallel: ddp, or rollout_matching.rollout_backend: vllm",
+        )
 
 
 def _lengths(run: RunConfig) -> Iterator[Problem]:
@@ -243,7 +258,8 @@ CHECKS: tuple[Check, ...] = (
     Check(variants.packing_buffer, (_VARIANT, _BUDGET, "training.packing", "training.packing_buffer", *_BATCH)),
     Check(_modules_once_per_channel, (_PIPELINE,)),
     Check(_decode_mode, (_MODE, _DECODING)),
-    Check(_beams, (_MODE, "rollout_matching.num_beams", *_ENGINES)),
+    Check(_beams, (_MODE, "rollout_matching.num_beams", "rollout_matching.repeat_terminate", *_ENGINES)),
+    Check(_whole_model, ("rollout_matching.rollout_backend", "learner.parallel", "learner.world_size")),
     Check(_lengths, ("global_max_length", "rollout_matching.max_new_tokens")),
     Check(_model_length, ("global_max_length", f"{_VLLM}.max_model_len")),
     Check(_accumulation, _BATCH),

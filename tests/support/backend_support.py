@@ -21,12 +21,13 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 
 
 class ModelHost:
-    """`shared.protocols.BackendHost` over the small learner's model. Remembers how often it was away."""
+    """`shared.protocols.BackendHost` over the small learner's model. Remembers when it was away."""
 
     def __init__(self, learner: SmallLearner) -> None:
         self._learner = learner
         self.is_away = False
-        self.num_times_away = 0
+        self.departures: list[bool] = []
+        """Whether the model went along, each time."""
 
     @property
     def model(self) -> Any:
@@ -43,7 +44,8 @@ class ModelHost:
     @contextmanager
     def away(self, *, weights: bool = True) -> Iterator[None]:
         assert not self.is_away, "the host was sent away twice"
-        self.is_away, self.num_times_away = True, self.num_times_away + 1
+        self.is_away = True
+        self.departures.append(weights)
         try:
             yield
         finally:

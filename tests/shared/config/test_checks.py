@@ -184,6 +184,19 @@ def test_beam_search_is_refused_for_actors_and_the_modes_that_have_it_are_named(
     assert line.startswith(f"{MATCHING}.decode_mode: vllm.mode actors has no beam search; set {MATCHING}.rollout_backend: hf or {VLLM}.mode: colocate")
 
 
+def test_vllms_beams_are_not_guarded_and_transformers_are(problems):
+    beams = {**NO_QUEUE, f"{MATCHING}.decode_mode": "beam", f"{MATCHING}.num_beams": 4, f"{MATCHING}.repeat_terminate.enabled": True}
+    (line,) = problems({**beams, f"{VLLM}.mode": "colocate"})
+    assert line.startswith(f"{MATCHING}.repeat_terminate.enabled: true, and vLLM's beam search")
+    assert problems({**beams, f"{MATCHING}.rollout_backend": "hf"}) == []
+
+
+def test_a_sharded_model_does_not_generate(problems):
+    (line,) = problems({**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf", "learner.parallel": "fsdp", "learner.world_size": 2})
+    assert line.startswith(f"{MATCHING}.rollout_backend: 'hf' generates with the learner's own model")
+    assert line.endswith(f"set learner.parallel: ddp, or {MATCHING}.rollout_backend: vllm")
+
+
 def test_beams_contradict_a_temperature_and_one_beam_is_none(problems):
     lines = problems({f"{MATCHING}.decode_mode": "beam", f"{MATCHING}.decoding.temperature": 1.0})
     assert [line.split(": ")[0] for line in lines] == [f"{MATCHING}.decode_mode", f"{MATCHING}.decode_mode", f"{MATCHING}.num_beams"]

@@ -1,0 +1,66 @@
+"""What a backend in the learner's process gets to see of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from config_support import configuration
+from learner_support import make_learner
+
+from learner.host import LearnerHost
+from learner.learner import Learner
+from rollout_actors.backends.hf import HFBackendSpec
+from shared.config import RunConfig
+from shared.errors import ConfigError
+from shared.protocols import BackendHost
+from shared.rollouts import DecodeMode, FinishReason
+from shared.schedule import RunSchedule
+
+BESIDE = {"stage2_ab__channel_b__enable_pipeline": False, "rollout_matching__vllm": {"mode": "colocate"}}
+
+
+@pytest.fixture
+def run(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> tuple[RunConfig, Learner]:
+    config = configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE)
+    return config, make_learner(config)
+
+
+def test_a_host_shows_the_learners_model_processor_and_the_weights_of_a_sync(run: tuple[RunConfig, Learner]) -> None:
+    host: BackendHost = LearnerHost(*run)
+    loaded = run[1].loaded
+    assert (host.model, host.processor) == (loaded.model, loaded.processor)
+    expected = dict(loaded.model.named_parameters())
+    seen = dict(host.weights())
+    assert list(seen) == list(expected)
+    assert all(torch.equal(seen[name], expected[name]) and not seen[name].requires_grad for name in expected)
+
+
+def test_where_nothing_is_to_be_moved_the_host_stays(run: tuple[RunConfig, Learner]) -> None:
+    parameters = [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()]
+    with LearnerHost(*run).away():
+        assert [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()] == parameters
+
+
+def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
+    run: tuple[RunConfig, Learner], demo_checkpoint: Path, demo_data: Path, tmp_path: Path
+) -> None:
+    offload: dict[str, Any] = {"rollout_matching__offload": {"enabled": True, "offload_model": True}}
+    with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled"):
+        LearnerHost(configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | offload), run[1])
+
+
+def test_a_learner_learns_from_its_own_rollouts(run: tuple[RunConfig, Learner]) -> None:
+    """Prompts, versions and log-probabilities are compared on the way, as those of any engine are."""
+    config, learner = run
+    backend = HFBackendSpec("learner", 3)(LearnerHost(config, learner))
+    plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
+    rollouts = backend.generate(learner.next_requests(plan))
+    assert {rollout.finish_reason for rollout in rollouts} <= {FinishReason.STOP, FinishReason.LENGTH}
+    assert learner.loaded.model.training
+    learner.accumulate(rollouts)
+    report = learner.finish_step()
+    assert report.step == plan.step
+    assert config.rollout_matching.resolved_decode_mode in DecodeMode

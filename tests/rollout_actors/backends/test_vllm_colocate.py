@@ -1,0 +1,205 @@
+"""The engine beside the learner: what only it has. What every backend has in common is in `test_contract.py`."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from backend_support import ModelHost, what_was_said
+from engine_support import SUPPORT, TIMEOUTS, EnginePool, SmallLearner, engine_settings
+
+from learner.weight_sender import WeightSender
+from learner.weight_source import FullWeights
+from rollout_actors.backends.hf import HFBackend
+from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec, colocate_tensor_parallel
+from shared.errors import ConfigError, RolloutError, WeightSyncError
+from shared.rollouts import DecodeMode, FinishReason
+from shared.weight_sync import sync_weights
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
+def test_an_engine_takes_four_devices_or_the_largest_of_two_and_one_that_there_are(visible: int, expected: int) -> None:
+    assert colocate_tensor_parallel(None, visible) == expected
+
+
+def test_devices_as_given_and_a_refusal_of_more_than_there_are() -> None:
+    assert colocate_tensor_parallel(2, 8) == 2
+    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that has 2"):
+        colocate_tensor_parallel(4, 2)
+
+
+@pytest.fixture(scope="module")
+def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+    learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase_s)
+    learner.learn(seed=1)
+    yield learner
+    learner.close()
+
+
+@pytest.fixture(scope="module")
+def host(learner: SmallLearner) -> ModelHost:
+    return ModelHost(learner)
+
+
+@pytest.fixture(scope="module")
+def backend(learner: SmallLearner, host: ModelHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # a learner's; the engine has one
+    backend = ColocatedSpec("colocated", engine_settings(demo_checkpoint, transport="inproc"))(host)
+    yield backend
+    backend.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def synced(backend: ColocatedBackend, learner: SmallLearner) -> ColocatedBackend:
+    learner.learn(seed=1)
+    backend.receive_weights(learner.offer_weights())
+    return backend
+
+
+@pytest.mark.engine
+def test_the_host_is_away_while_the_engine_works_and_its_model_stays_while_it_is_read(
+    host: ModelHost, learner: SmallLearner, backend: ColocatedBackend
+) -> None:
+    assert host.departures[0] is True, "while the engine was loaded"
+    host.departures.clear()
+    backend.receive_weights(learner.offer_weights())
+    assert host.departures == [False]
+    backend.generate([learner.request(0)])
+    assert host.departures == [False, True]
+    with pytest.raises(RolloutError, match="sample sample-0 was refused"):
+        backend.generate([replace(learner.request(0), prompt_token_ids=learner.request(0).prompt_token_ids * 60)])
+    assert not host.is_away
+    assert len(backend.generate([learner.request(0)])) == 1, "what was queued beside a refused request is gone"
+
+
+@pytest.mark.engine
+def test_the_learner_finds_its_process_as_it_left_it(synced: ColocatedBackend, learner: SmallLearner) -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    before = torch.get_rng_state(), random.getstate(), dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    synced.generate([learner.request(0, temperature=1.0)])
+    synced.receive_weights(learner.offer_weights())
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), dict(os.environ), torch.set_num_threads, torch.get_num_threads()) == before[1:]
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.engine
+def test_the_best_beam_is_that_of_transformers(synced: ColocatedBackend, learner: SmallLearner, host: ModelHost) -> None:
+    requests = [learner.request(position, max_new_tokens=12) for position in range(4)]
+    requests = [replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=3)) for request in requests]
+    by_transformers = HFBackend(host, "hf", decode_batch_size=12).generate(requests)
+    for rollout, expected in zip(synced.generate(requests), by_transformers, strict=True):
+        assert (rollout.response_token_ids, rollout.prompt_token_ids, rollout.seed) == (expected.response_token_ids, expected.prompt_token_ids, expected.seed)
+        assert rollout.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.engine
+def test_a_beam_obeys_the_requests_bans_and_stop_token(synced: ColocatedBackend, learner: SmallLearner) -> None:
+    request = learner.request(0, max_new_tokens=8)
+    beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=2)
+    (free,) = synced.generate([replace(request, decode=beam)])
+    banned = free.response_token_ids[0]
+    (other,) = synced.generate([replace(request, decode=replace(beam, banned_token_ids=(*beam.banned_token_ids, banned)))])
+    assert banned not in other.response_token_ids
+    stopped = [synced.generate([replace(request, decode=replace(beam, stop_token_ids=(stop,)))])[0] for stop in free.response_token_ids]
+    ended = [(rollout, stop) for rollout, stop in zip(stopped, free.response_token_ids, strict=True) if rollout.finish_reason is FinishReason.STOP]
+    assert ended
+    assert all(rollout.stop_token_id == stop and stop not in rollout.response_token_ids for rollout, stop in ended)
+
+
+@pytest.mark.engine
+def test_a_failed_sync_shuts_the_engine_until_one_succeeds(synced: ColocatedBackend, learner: SmallLearner) -> None:
+    version = synced.version
+    synced._llm._llm.collective_rpc("arm", args=("", "model.language_model.layers.1.mlp.gate_proj.weight", ""))
+    with pytest.raises(WeightSyncError, match="canary on colocated"):
+        synced.receive_weights(learner.offer_weights())
+    assert synced.version == version
+    with pytest.raises(RolloutError, match="serves no rollouts: its sync to version"):
+        synced.generate([learner.request(0)])
+    synced.receive_weights(learner.offer_weights())
+    assert synced.generate([learner.request(0)])[0].response_token_ids == learner.greedy(learner.request(0))[0]
+
+
+@pytest.mark.engine
+def test_the_same_plan_gives_the_same_rollouts_through_actors_colocate_and_hf(
+    synced: ColocatedBackend, learner: SmallLearner, engine_pool: EnginePool, demo_checkpoint: Path
+) -> None:
+    other = SmallLearner(demo_checkpoint, num_receivers=3)
+    other.learn(seed=1)
+    other.version = engine_pool.pool.version
+    sync_weights(other, engine_pool.pool)
+    other.close()
+    plan = [learner.request(position, temperature=1.0, max_new_tokens=32) for position in range(9)] + [learner.request(position) for position in range(9, 12)]
+    by_actors = what_was_said(engine_pool.generate(plan))
+    assert what_was_said(synced.generate(plan)) == by_actors, "to the bit"
+    assert what_was_said(synced.generate(plan[:5]) + synced.generate(plan[5:])) == by_actors
+    by_transformers = HFBackend(ModelHost(learner), "hf", decode_batch_size=8).generate(plan[9:])
+    for said, rollout in zip(by_actors[9:], by_transformers, strict=True):
+        assert said[4] == rollout.response_token_ids
+        assert rollout.logprobs == pytest.approx(said[5], abs=1e-4)
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from pathlib import Path
+from backend_support import ModelHost, what_was_said
+from engine_support import SmallLearner, engine_settings
+from learner.weight_sender import WeightSender
+from learner.weight_source import FullWeights
+from rollout_actors.backends.vllm_colocate import ColocatedSpec
+
+checkpoint, store, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def summed():
+    value = torch.tensor([rank + 1.0])
+    dist.all_reduce(value)
+    assert value.tolist() == [3.0]
+
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+summed()
+learner = SmallLearner(checkpoint, num_receivers=1)
+learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=30.0)
+learner.learn(seed=1)
+if rank == 1:
+    dist.new_group([0, 1])  # ranks do not have to load their engines at the same point
+backend = ColocatedSpec(f"beside-{rank}", engine_settings(checkpoint, transport="inproc"))(ModelHost(learner))
+if rank == 0:
+    dist.new_group([0, 1])
+summed()
+backend.receive_weights(learner.offer_weights())
+said = what_was_said(backend.generate([learner.request(position, temperature=1.0) for position in range(3)]))
+both = [None, None]
+dist.all_gather_object(both, said)
+assert both[0] == both[1]
+backend.close()
+summed()
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+@pytest.mark.engine
+def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them(demo_checkpoint: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RANK, str(demo_checkpoint), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=240)
+            assert out.splitlines()[-1:] == ["fine"], err[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
