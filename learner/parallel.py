@@ -150,10 +150,11 @@ class ShardedModel:
         return result
 
     def padded(self, rows: Iterable[T]) -> Iterator[T | None]:
-        # All of them first: a rank that asked the others in between its rows would wait for one that is in a row.
+        # Counted before the first is computed: a rank that asked afterwards would wait for one that is in a row, which waits for it.
         having = list(rows)
+        missing = self._ranks.max(len(having)) - len(having)
         yield from having
-        yield from [None] * (self._ranks.max(len(having)) - len(having))
+        yield from [None] * missing
 
     def check(self) -> None:
         """Nothing to do: each value is held once."""
