@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from shared.adapter_terms import ADAPTER_TRANSPORT
-from shared.errors import ConfigError, RolloutError
+from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.protocols import BackendHost
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Transport
+from shared.weight_sync import SyncPhase
 
 if TYPE_CHECKING:
     from rollout_actors.colocated_llm import ColocatedLLM
@@ -84,9 +85,12 @@ class ColocatedBackend:
         self._llm: ColocatedLLM | None = None
         self._version = 0
         self._shut = ""
+        """Why no rollouts are served until the next sync; empty when they are."""
+        self._over = ""
+        """Why there will be nothing any more."""
 
     def start(self) -> None:
-        """Load the engine, if it is not there. Raises RolloutError(phase="start")."""
+        """Load the engine, if it is not there. Raises RolloutError(phase="start"), after which this backend is of no use."""
         if self._llm is not None:
             return
         with self._host.away(), self._surroundings.entered():
@@ -96,8 +100,8 @@ class ColocatedBackend:
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         if not requests:
             return []
-        if self._shut:
-            raise RolloutError(f"the engine serves no rollouts: {self._shut}", actor=self._name, phase="generate")
+        if shut := self._over or self._shut:
+            raise RolloutError(f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate")
         started_s, started = time.time(), time.perf_counter()
         self.start()
         with self._host.away(), self._surroundings.entered():
@@ -108,12 +112,15 @@ class ColocatedBackend:
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Afterwards no rollout is served until a sync has succeeded, where this one has not."""
+        if self._over:
+            raise WeightSyncError(f"the engine takes no weights: {self._over}", actor=self._name, phase=SyncPhase.PAUSE)
         self.start()
         self._shut = f"its sync to version {offer.version} was not completed"
         # Full weights are read where they lie; an adapter comes with the offer.
         with self._host.away(weights=offer.transport == ADAPTER_TRANSPORT), self._surroundings.entered():
-            self._engine.wake()
-            report = self._engine.take_weights(offer, self._host.weights())
+            llm = self._engine
+            self._guarded("wake", llm.wake)
+            report = llm.take_weights(offer, self._host.weights())
         self._version, self._shut = offer.version, ""
         return report
 
@@ -123,7 +130,7 @@ class ColocatedBackend:
 
     def close(self) -> None:
         """Also after a failure. Twice is harmless."""
-        self._shut = "it was closed"
+        self._over = "it was closed"
         if self._llm is None:
             return
         with self._surroundings.entered():
@@ -134,7 +141,7 @@ class ColocatedBackend:
     @property
     def _engine(self) -> ColocatedLLM:
         if self._llm is None:
-            raise RolloutError(f"there is no engine: {self._shut}", actor=self._name, phase="generate")
+            raise RolloutError(f"there is no engine: {self._over}", actor=self._name, phase="generate")
         return self._llm
 
     def _load(self) -> ColocatedLLM:
@@ -144,9 +151,11 @@ class ColocatedBackend:
 
     def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         llm.wake()
-        rollouts = llm.generate(requests, version=self._version)
-        llm.fall_asleep()
-        return rollouts
+        try:
+            return llm.generate(requests, version=self._version)
+        finally:
+            # Also behind a refused request: the host comes back to the device in any case.
+            llm.fall_asleep()
 
     def _guarded(self, phase: str, work: Callable[[], T]) -> T:
         try:
@@ -154,6 +163,6 @@ class ColocatedBackend:
         except (RolloutError, ConfigError):
             raise
         except Exception as error:  # whatever an engine dies of comes out of it here, and leaves it in the middle of a step
-            self._shut = f"it failed ({type(error).__name__}: {error})"
+            self._over = f"it failed ({type(error).__name__}: {error})"
             told = f"{type(error).__name__}: {error}; see the learner's log, and the device's free memory"
             raise RolloutError(told, actor=self._name, phase=phase) from error

@@ -150,6 +150,22 @@ def test_the_same_plan_gives_the_same_rollouts_through_actors_colocate_and_hf(
         assert rollout.logprobs == pytest.approx(said[5], abs=1e-4)
 
 
+@pytest.mark.engine
+def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(synced: ColocatedBackend, learner: SmallLearner) -> None:
+    """The last one of this engine. What it was decoding is still queued inside it."""
+    engine = synced._llm._llm.llm_engine
+    step = engine.engine_core.engine_core.model_executor.execute_model
+    engine.engine_core.engine_core.model_executor.execute_model = lambda *args, **kwargs: 1 / 0
+    with pytest.raises(RolloutError, match="generate on colocated: ZeroDivisionError"):
+        synced.generate([learner.request(0)])
+    engine.engine_core.engine_core.model_executor.execute_model = step
+    with pytest.raises(RolloutError, match="serves no rollouts: it failed"):
+        synced.generate([learner.request(0)])
+    with pytest.raises(WeightSyncError, match="takes no weights: it failed"):
+        synced.receive_weights(learner.offer_weights())
+    synced.close()
+
+
 RANK = """
 import sys
 import torch

@@ -1,0 +1,88 @@
+"""An adapter on its way to the engine beside its learner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from backend_support import ModelHost
+from engine_support import TIMEOUTS, SmallLearner, engine_settings
+
+from learner.adapter_sender import AdapterSender
+from learner.adapters import apply_adapter
+from learner.weight_sender import WeightSender
+from learner.weight_source import weight_source
+from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
+from shared.adapter_terms import AdapterTerms
+from shared.config.model import AdapterSection
+from shared.errors import RolloutError, WeightSyncError
+
+pytestmark = pytest.mark.engine
+
+
+class AdaptedHost(ModelHost):
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return weight_source(self.model).tensors()
+
+
+@pytest.fixture(scope="module")
+def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+    apply_adapter(learner._model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path=str(demo_checkpoint), seed=3)
+    full = WeightSender(weight_source(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase_s)
+    learner.sender = AdapterSender(learner._model, full, timeout_s=TIMEOUTS.sync_phase_s, falls_back=True)
+    yield learner
+    learner.close()
+
+
+@pytest.fixture(scope="module")
+def host(learner: SmallLearner) -> AdaptedHost:
+    return AdaptedHost(learner)
+
+
+@pytest.fixture(scope="module")
+def backend(host: AdaptedHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
+    backend = ColocatedSpec("colocated", engine_settings(demo_checkpoint, transport="inproc", enable_lora=True, max_lora_rank=4))(host)
+    yield backend
+    backend.close()
+
+
+def learn(learner: SmallLearner, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in learner._model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def serves(backend: ColocatedBackend, learner: SmallLearner) -> None:
+    requests = [learner.request(position, max_new_tokens=8) for position in range(3)]
+    for request, rollout in zip(requests, backend.generate(requests), strict=True):
+        tokens, logprobs = learner.greedy(request)
+        assert (rollout.response_token_ids, rollout.weight_version) == (tokens, learner.version)
+        assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights(backend: ColocatedBackend, host: AdaptedHost, learner: SmallLearner) -> None:
+    for seed in (1, 2):
+        learn(learner, seed)
+        host.departures.clear()
+        report = backend.receive_weights(learner.offer_weights())
+        assert (report.mode, report.version) == ("adapter", learner.version)
+        assert report.bytes < 1 << 20
+        assert host.departures == [True], "the adapter comes with the offer: the model need not stay"
+        serves(backend, learner)
+    learn(learner, 3)
+    offer = learner.offer_weights()
+    damaged = replace(AdapterTerms.of(offer), sha256="0" * 64)
+    with pytest.raises(WeightSyncError, match="did not arrive as it was sent"):
+        backend.receive_weights(replace(offer, rendezvous={"terms": damaged}))
+    with pytest.raises(RolloutError, match="serves no rollouts"):
+        backend.generate([learner.request(0)])
+    learner.sender.fall_back_to_full()
+    report = backend.receive_weights(learner.offer_weights())
+    assert report.mode == "full"
+    serves(backend, learner)
