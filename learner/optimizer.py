@@ -48,7 +48,7 @@ class _Group:
 
     part: Part
     decays: bool
-    """Matrices do; norms and biases do not: they hold no weights that could grow with nothing to stop them."""
+    """Matrices do. Norms and biases do not: to pull a scale towards zero is no regularisation."""
 
 
 class Updater:

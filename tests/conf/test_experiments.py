@@ -46,9 +46,10 @@ def test_every_shipped_experiment_loads(experiment: str) -> None:
     assert batch_algebra(run, engine_devices(run) or ASKED).describe()
 
 
+@pytest.mark.parametrize("model", ["qwen2_5_vl_3b", "qwen3_vl_4b"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_the_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rates(experiment: str) -> None:
-    run = loaded(f"+experiment={experiment}", "model=qwen3_vl_4b")
+def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rates(experiment: str, model: str) -> None:
+    run = loaded(f"+experiment={experiment}", f"model={model}")
     assert (run.model.dtype, run.model.gradient_checkpointing, run.canary_tolerance, run.logprob_tolerance) == ("bfloat16", True, 0.5, 1.0)
     parts = run.training.parts
     assert (parts.vision_tower.learning_rate, parts.aligner.learning_rate, parts.language_model.learning_rate) == (1e-6, 1e-5, 1e-5)
