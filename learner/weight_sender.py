@@ -44,7 +44,7 @@ class WeightSender:
         receivers: tuple[ReceiverGroup, ...],
         timeout_s: float,
         host: str = "127.0.0.1",
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = 16 << 20,
     ) -> None:
         """`receivers` are the engines' workers, group by group; `host` is an address of this node that they can reach."""
         self._source = source

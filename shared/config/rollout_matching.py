@@ -76,8 +76,8 @@ class SyncSection(Section):
     transport: Literal["auto", "nccl", "ipc", "rollmatch_gloo", "inproc"] = "auto"
     """How weights travel: between GPUs, to an engine on the same GPU, between processes on CPU, within one process. auto: by the placement."""
 
-    bucket_bytes: PositiveInt = 64 * 2**20
-    """Bytes of one packed bucket on the wire."""
+    bucket_bytes: PositiveInt = 16 * 2**20
+    """Bytes of one packed bucket on the wire. On CPU larger ones are slower: the system takes their memory back after each and hands it out page by page."""
 
     canary_tolerance: PositiveFloat | None = None
     """Largest absolute difference of a canary log-probability, in nats, between the learner and an actor; null: by `model.dtype`, 1e-4 for float32

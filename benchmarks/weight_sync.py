@@ -1,0 +1,276 @@
+"""A verified weight sync of a 200-million-parameter model to running engines, beside the raw broadcast and beside save + reload, all in one run.
+
+`python -m benchmarks.weight_sync [--engines 2] [--syncs 5] [--bucket-mib 16] [--layers 24]`. The model is a random Qwen3-VL, fp32, with tied
+embeddings; learner and engines share this machine's cores, all at the same priority.
+
+- raw: one gloo broadcast of the same number of bytes, from touched memory into touched memory, to as many processes over loopback;
+- sync: from the offer until every engine serves the new version; the phases are the slowest engine's, or the learner's;
+- reload: `save_pretrained`, then vLLM's own `reload_weights` on every engine at once, through a folder on disk and through one in memory.
+
+The engines' greedy tokens are compared with the learner's, and a sync of which two elements arrive exchanged has to fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from transformers import Qwen3VLForConditionalGeneration
+from transformers.utils import logging
+
+from launch.make_demo_model import make_config, make_processor, make_tokenizer
+from learner.place import ReceiverGroup
+from learner.weight_sender import WeightSender
+from learner.weight_source import FullWeights
+from rollout_actors.engine_actor import EngineActor, LocalEngine
+from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
+from rollout_actors.pool import ActorPool, PoolTimeouts
+from shared.canary import CanaryProbe
+from shared.errors import WeightSyncError
+from shared.prompts import DEFAULT_USER_PROMPT
+from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncReport, WeightOffer
+from shared.weight_sync import SendReport, sync_weights
+
+ROOT = Path(__file__).parent.parent
+TIMEOUTS = PoolTimeouts(start_s=240.0, generate_s=120.0, sync_phase_s=60.0)
+NUM_CANARY_TOKENS = 12
+NUM_GREEDY_TOKENS = 12
+CORRUPTED = "model.language_model.layers.1.mlp.gate_proj.weight"
+# Ray gives its workers the lowest priority but one, unless it is told not to.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0"}
+
+
+def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
+    """216 million parameters with 24 layers, saved with everything that vLLM wants beside them."""
+    tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
+    config = make_config(tokenizer)
+    text = config.text_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = 768, 3072, layers
+    text.num_attention_heads, text.num_key_value_heads, text.head_dim = 12, 4, 64
+    text.vocab_size = 10_240
+    text.rope_parameters = {**text.rope_parameters, "mrope_section": [12, 10, 10]}
+    config.vision_config.out_hidden_size = 768
+    torch.manual_seed(17)
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    make_processor(tokenizer).save_pretrained(folder)
+    return model
+
+
+class Engine(EngineActor):
+    """An ordinary actor that can also reload a checkpoint, and receive one tensor wrongly."""
+
+    _engine: Any
+
+    async def reload(self, folder: str) -> None:
+        await self._engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+    async def corrupt_next(self, name: str) -> None:
+        await self._engine._llm.collective_rpc("corrupt_next", args=(name,))
+
+
+class BenchLearner:
+    """A model that changes between syncs, and the sender of its weights."""
+
+    def __init__(self, model: Any, num_engines: int, bucket_bytes: int) -> None:
+        self._model = model
+        self._version = 0
+        self._threads = ThreadPoolExecutor(1)
+        self.canary_s = 0.0
+        self.tokens = tuple(torch.randint(300, (NUM_CANARY_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist())
+        self.sender = WeightSender(
+            FullWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(num_engines),), timeout_s=TIMEOUTS.sync_phase_s, bucket_bytes=bucket_bytes
+        )
+
+    def learn(self) -> None:
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.mul_(1.0 + 0.02 * float(torch.randn(())))
+
+    def offer_weights(self) -> WeightOffer:
+        started = time.perf_counter()
+        logprobs = self._logits(self.tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(self.tokens[1:])[:, None])[:, 0]
+        self.canary_s = time.perf_counter() - started
+        self._version += 1
+        return self.sender.offer(self._version, CanaryProbe(self.tokens, (), self.tokens, tuple(logprobs.tolist()), tolerance=1e-4))
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        return self._threads.submit(self.sender.send, offer)
+
+    def sync_done(self) -> None:
+        pass
+
+    def fall_back_to_full(self) -> None:
+        raise AssertionError("no adapter is offered")
+
+    def greedy(self) -> tuple[int, ...]:
+        tokens = list(self.tokens)
+        for _ in range(NUM_GREEDY_TOKENS):
+            tokens.append(int(self._logits(tokens)[-1].argmax()))
+        return tuple(tokens[len(self.tokens) :])
+
+    def save(self, folder: Path) -> None:
+        self._model.save_pretrained(folder)
+
+    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def raw_broadcast_s(num_bytes: int, num_receivers: int, repeats: int = 5) -> float:
+    """Seconds of the median broadcast. Its processes are those of the engines' machine, without anything else to do."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    receivers = [context.Process(target=_raw_rank, args=(rank, 1 + num_receivers, port, num_bytes, repeats, None)) for rank in range(1, 1 + num_receivers)]
+    for receiver in receivers:
+        receiver.start()
+    seconds: list[float] = []
+    _raw_rank(0, 1 + num_receivers, port, num_bytes, repeats, seconds)
+    for receiver in receivers:
+        receiver.join()
+    return statistics.median(seconds)
+
+
+def _raw_rank(rank: int, world_size: int, port: int, num_bytes: int, repeats: int, seconds: list[float] | None) -> None:
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=120))
+    group: Any = torch.distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=120))
+    data = torch.ones(num_bytes, dtype=torch.uint8)
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = 0
+    for _ in range(repeats):
+        group.barrier().wait()
+        started = time.perf_counter()
+        group.broadcast([data], options).wait()
+        group.barrier().wait()  # until the last receiver has it
+        if seconds is not None:
+            seconds.append(time.perf_counter() - started)
+
+
+def print_sync(report: SyncReport, total_s: float, canary_s: float, raw_s: float) -> None:
+    wire_s, verify_s = report.phase_s["wire"], report.phase_s["verify"] + report.phase_s["send_verify"] + report.phase_s["canary"] + canary_s
+    phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in report.phase_s.items())
+    print(f"sync {total_s:.3f} s ({report.bytes / total_s / 1e9:.2f} GB/s): {phases}, send_canary {canary_s:.3f}")
+    print(
+        f"  wire {report.bytes / wire_s / 1e9:.2f} GB/s, {raw_s / wire_s:.0%} of the raw rate; "
+        f"verification (checksums on both ends, names, canary on both ends) {verify_s:.3f} s, {verify_s / total_s:.0%} of the sync"
+    )
+
+
+def check_served(learner: BenchLearner, pool: ActorPool, num_engines: int) -> None:
+    """Every engine's greedy tokens are the learner's."""
+    decode = DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, NUM_GREEDY_TOKENS, 1, (), (), return_logprobs=False)
+    requests = [RolloutRequest(0, i, f"check-{i}", learner.tokens, (), decode, i) for i in range(num_engines)]
+    (shares,) = pool.generate([[ray.put(request) for request in requests]]).result()
+    rollouts = [rollout for share in ray.get(shares) for rollout in share]
+    assert len({rollout.actor for rollout in rollouts}) == num_engines, "every engine answers"
+    expected = learner.greedy()
+    assert all(rollout.response_token_ids == expected for rollout in rollouts), (expected, [rollout.response_token_ids for rollout in rollouts])
+    print(f"greedy tokens of every engine equal the learner's: {list(expected)}")
+
+
+def check_corruption(learner: BenchLearner, pool: ActorPool, actors: Sequence[Any]) -> None:
+    """Two neighbouring elements that arrive exchanged are noticed, and the next sync is sound."""
+    ray.get(actors[-1].corrupt_next.remote(CORRUPTED))
+    noticed = None
+    try:
+        sync_weights(learner, pool)
+    except WeightSyncError as error:
+        noticed = error
+    assert noticed is not None, "two exchanged elements went unnoticed"
+    assert noticed.quantity == "bucket checksums", noticed
+    print(f"two exchanged elements are noticed: {noticed}")
+    sync_weights(learner, pool)
+
+
+def reload_s(learner: BenchLearner, actors: Sequence[Any], folder: Path) -> tuple[float, float]:
+    """(seconds of saving, seconds until every engine has reloaded), of the median of three."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        learner.save(folder)
+        saved = time.perf_counter()
+        ray.get([actor.reload.remote(str(folder)) for actor in actors])
+        times.append((saved - started, time.perf_counter() - saved))
+    shutil.rmtree(folder)
+    return sorted(times, key=sum)[1]
+
+
+def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
+    model = make_model(folder / "model", options.layers)
+    learner = BenchLearner(model, options.engines, options.bucket_mib << 20)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    print(f"{num_bytes / 4e6:.0f} million parameters, {num_bytes / 1e9:.2f} GB, {options.engines} engines, {os.cpu_count()} cores, {folder}")
+    raw_s = raw_broadcast_s(num_bytes, options.engines)
+    print(f"raw gloo broadcast {raw_s:.3f} s, {num_bytes / raw_s / 1e9:.2f} GB/s to each of {options.engines}")
+    settings = EngineSettings(
+        model_path=str(folder / "model"),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=4,
+        seed=0,
+        transport="rollmatch_gloo",
+        device=Device.CPU,
+        kv_cache_memory_bytes=64 << 20,
+        worker_extension="benchmarks.corrupting_worker.CorruptingWorker",
+    )
+    environment = engine_environment(settings) | {"PYTHONPATH": str(ROOT)}
+    make_actor = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": environment})
+    names = [f"engine-{i}" for i in range(options.engines)]
+    actors = [make_actor.remote(LocalEngine(name, settings, i)) for i, name in enumerate(names)]
+    pool = ActorPool(actors, names, TIMEOUTS, decode_batch_size=4)
+    pool.start()
+    sync_weights(learner, pool)  # opens the group
+    totals = []
+    for _ in range(options.syncs):
+        learner.learn()
+        started = time.perf_counter()
+        report = sync_weights(learner, pool)
+        totals.append(time.perf_counter() - started)
+        print_sync(report, totals[-1], learner.canary_s, raw_s)
+    check_served(learner, pool, options.engines)
+    check_corruption(learner, pool, actors)
+    total_s = statistics.median(totals)
+    for medium, place in (("disk", disk), ("memory", folder)):
+        save_s, load_s = reload_s(learner, actors, place / "saved")
+        print(
+            f"{medium}: save {save_s:.3f} s + reload {load_s:.3f} s = {save_s + load_s:.3f} s; the sync's {total_s:.3f} s: {(save_s + load_s) / total_s:.2f} x"
+        )
+    pool.close()
+    learner.sender.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--syncs", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=24)
+    options = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    ray.init(address="local", num_cpus=2 * options.engines, include_dashboard=False, log_to_driver=False)
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="rollmatch-", dir=memory) as folder, tempfile.TemporaryDirectory(prefix="rollmatch-", dir=ROOT) as disk:
+        try:
+            run(Path(folder), Path(disk), options)
+        finally:
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
