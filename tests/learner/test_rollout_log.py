@@ -215,6 +215,21 @@ def test_what_was_written_is_there_before_the_step_ends_and_half_a_line_is_none(
     assert len(read_step(path)) == 1
 
 
+def test_the_files_of_several_ranks_are_read_as_one_step_in_rank_order(tmp_path, codec):
+    target = ground_truth_target(SAMPLE, codec, RULES)
+    for rank in (10, 2, 0, 1):
+        log = RolloutLog(tmp_path, codec, rank=rank)
+        for step in (7, 8):
+            log.begin(step, Channel.A)
+            for position in (2 * rank, 2 * rank + 1):
+                log.write(None, SAMPLE, target, WEIGHTS.of(target.roles), position)
+        log.close()
+    assert (tmp_path / "step_000007.rank10.jsonl").exists()
+    lines = read_step(step_path(tmp_path, 7))
+    assert [line["position"] for line in lines] == [0, 1, 2, 3, 4, 5, 20, 21]
+    assert {line["step"] for line in lines} == {7}
+
+
 @pytest.mark.parametrize("text", ["no json\n", "[]\n", json.dumps({"step": 1}) + "\n"])
 def test_a_file_that_is_no_rollout_log_is_refused_by_line(tmp_path, text):
     path = tmp_path / "step_000001.jsonl"

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from learner.place import LearnerPlace, ReceiverGroup
+from shared.errors import CollectiveError
 
 RankJob = Callable[..., Any]
 """`job(place, rendezvous, *arguments)`, of a module that the processes can import."""
@@ -29,11 +30,12 @@ class RankProcesses:
             self._processes.append(process)
 
     def run(self, job: RankJob, *arguments: Any) -> list[Any]:
-        """What every rank's job returned, in rank order. Raises what the first of them raised."""
+        """What every rank's job returned, in rank order. Raises what one of them raised."""
         results = self.outcomes(job, *arguments)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            # A rank that waited in vain knows less than the one it waited for.
+            raise min(errors, key=lambda error: isinstance(error, CollectiveError))
         return results
 
     def outcomes(self, job: RankJob, *arguments: Any) -> list[Any]:

@@ -88,6 +88,10 @@ REFUSED = [
         "training.packing_buffer: 40 segments cannot hold a whole step (32 samples on channel A, 48 raw rollouts on channel B); raise it to at least 48",
     ),
     (
+        {"training.packing_buffer": 15, "learner.world_size": 2},
+        "training.packing_buffer: 15 segments cannot hold a learner rank's share of a step, of 2 ranks (16 samples on channel A, 16 raw rollouts on channel B)",
+    ),
+    (
         {"training.effective_batch_size": 300, "training.per_device_train_batch_size": 8},
         "training.packing_buffer: 256 segments cannot hold a whole step (304 samples on channel A, ",
     ),
@@ -135,6 +139,7 @@ ACCEPTED = [
     {"training.effective_batch_size": 33, "training.per_device_train_batch_size": 8, "training.gradient_accumulation_steps": 5},
     {"training.packing_buffer": 7, "training.packing": False},
     {"training.packing_buffer": 32},
+    {"training.packing_buffer": 16, "learner.world_size": 2},
     {"training.packing_buffer": 32, "training.packing_window": 64},
     {**STAGE1, "training.packing_buffer": 32, "stage2_ab.channel_b.rollouts_per_step": 48},
     *({f"{MATCHING}.decoding.temperature": temperature} for temperature in (0, 0.01, 5, 5.0)),

@@ -1,0 +1,103 @@
+"""`rollout_matching.max_staleness: 1`: the next step begins before this one has ended (DESIGN 5, decision 13)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from config_support import configuration
+from learner_support import finish_step, half_right, make_learner
+
+from learner.rollout_log import read_step, step_path
+from shared.errors import RolloutError
+from shared.schedule import RunSchedule
+
+ROLLOUTS = 12
+
+
+@pytest.fixture(scope="module")
+def config(demo_checkpoint, demo_data, tmp_path_factory):
+    settings = {
+        "global_max_length": 512,
+        "training__max_steps": 3,
+        "training__effective_batch_size": ROLLOUTS,
+        "training__packing_window": 4,
+        "stage2_ab__schedule__warmup_steps": 0,
+        "stage2_ab__channel_b__rollouts_per_step": ROLLOUTS,
+        "rollout_matching__max_staleness": 1,
+        "rollout_matching__decoding": {"temperature": 1.0},
+    }
+    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **settings | changes)
+
+
+def of_version(rollouts, version):
+    # Log-probabilities that no weights of the learner's give: comparing them ends the run.
+    return [replace(rollout, weight_version=version, logprobs=(-99.0,) * len(rollout.response_token_ids)) for rollout in rollouts]
+
+
+def fresh(rollouts, version):
+    """Without log-probabilities there is nothing to compare."""
+    return [replace(rollout, weight_version=version) for rollout in rollouts]
+
+
+def two_steps(config):
+    """As the queue runs on: step 1's first round is generated while step 0's last is learned, with the weights from before step 0's update."""
+    learner, schedule = make_learner(config), RunSchedule(config)
+    first = fresh(half_right(learner, schedule.plan(0)), 0)
+    learner.accumulate(first[:6])
+    second = half_right(learner, schedule.plan(1))
+    learner.accumulate(first[6:])
+    reports = [finish_step(learner)]
+    learner.sync_done()
+    learner.accumulate(of_version(second[:6], 0))
+    learner.accumulate(fresh(second[6:], 1))
+    reports.append(finish_step(learner))
+    return learner, reports
+
+
+def test_the_next_step_is_drawn_while_one_is_in_progress_and_rounds_belong_to_the_oldest(config):
+    settings = config()
+    _, (first, second) = two_steps(settings)
+    assert (first.step, second.step) == (0, 1)
+    assert (first.weight_version, second.weight_version) == (0, 1)
+    for step in (0, 1):
+        lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", step))
+        assert [line["position"] for line in lines] == list(range(ROLLOUTS))
+        assert {line["step"] for line in lines} == {step}
+
+
+def test_stale_rollouts_are_learned_and_counted_and_their_log_probabilities_are_not_compared(config):
+    _, (first, second) = two_steps(config())
+    assert (first.metrics["rollout/staleness"], first.metrics["rollout/staleness_max"]) == (0.0, 0)
+    assert (second.metrics["rollout/staleness"], second.metrics["rollout/staleness_max"]) == (0.5, 1)
+    assert second.metrics["packing/num_segments"] == ROLLOUTS
+    assert "rollout/num_compared_tokens" not in second.metrics
+
+
+def test_fresh_rollouts_are_compared_all_the_same(config):
+    learner = make_learner(config())
+    rollouts = of_version(half_right(learner, RunSchedule(config()).plan(0)), 0)
+    with pytest.raises(RolloutError, match=r"log-probability -99\.0"):
+        learner.accumulate(rollouts)
+
+
+def test_a_rollout_two_versions_old_ends_the_run(config):
+    learner = make_learner(config())
+    rollouts = half_right(learner, RunSchedule(config()).plan(0))
+    learner.sync_done()
+    learner.sync_done()
+    with pytest.raises(RolloutError, match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"):
+        learner.accumulate(rollouts)
+
+
+def test_at_most_two_steps_are_in_progress(config):
+    learner, schedule = make_learner(config()), RunSchedule(config())
+    learner.next_requests(schedule.plan(0))
+    learner.next_requests(schedule.plan(1))
+    with pytest.raises(AssertionError, match="finish_step ends a step"):
+        learner.next_requests(schedule.plan(2))
+
+
+def test_stale_or_not_the_same_run_gives_the_same_weights_twice(config):
+    first, second = two_steps(config())[0], two_steps(config())[0]
+    pairs = zip(first._loaded.model.parameters(), second._loaded.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
