@@ -6,12 +6,11 @@ repeat guard `GUARD`.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 import ray
 from backend_support import ModelHost, OfPool, OfServer, UnderTest, child_processes, what_was_said
 from engine_support import SUPPORT, TIMEOUTS, SmallLearner, SpoilableActor, engine_settings
-from serve_support import ServerPool, serve_arguments, serve_process
+from serve_support import ServerPool, serve_process
 from stock_support import stock_process
 
 from learner.weight_sender import WeightSender
@@ -34,6 +33,7 @@ from rollout_actors.backends.vllm_server import ServerClient
 from rollout_actors.engine_actor import LocalEngine
 from rollout_actors.engine_settings import engine_environment
 from rollout_actors.pool import ActorPool
+from rollout_actors.server.command import serve_arguments
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason, RolloutRequest
@@ -103,15 +103,12 @@ def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 @contextmanager
 def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     settings = engine_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
-    with tempfile.TemporaryDirectory() as folder:
-        guard = Path(folder, "repeat_terminate.json")
-        guard.write_text(json.dumps({**asdict(GUARD), "enabled": True}))
-        with serve_process([*serve_arguments(settings), f"repeat_terminate={guard}"], Path(folder)) as process:
-            pool = ServerPool(ServerClient("server", process.address(), index=0, expected=settings))
-            pool.start()
-            # The server is not the client's to end: closing it leaves the process to whoever started it.
-            yield UnderTest("server", OfServer(pool, learner), learner, guard=GUARD, owns_processes=False)
-            pool.close()
+    with tempfile.TemporaryDirectory() as folder, serve_process(serve_arguments(settings, port=0), Path(folder)) as process:
+        pool = ServerPool(ServerClient("server", process.address(), index=0, expected=settings))
+        pool.start()
+        # The server is not the client's to end: closing it leaves the process to whoever started it.
+        yield UnderTest("server", OfServer(pool, learner), learner, guard=GUARD, owns_processes=False)
+        pool.close()
 
 
 @contextmanager

@@ -1,0 +1,124 @@
+"""A run's servers as one pool: who is asked what, who is asked instead, and one sync for all. Real clients in Ray actors, engines that do as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from server_support import ObedientEngine, address, offer, request, serving_engine, settings
+
+from rollout_actors.backends.vllm_server import ServerEngine
+from rollout_actors.engine_actor import EngineActor
+from rollout_actors.pool import ActorPool, PoolTimeouts
+from shared.errors import RolloutError, WeightSyncError
+from shared.rollouts import Rollout
+from shared.weight_sync import SyncPhase
+
+pytestmark = pytest.mark.ray
+
+MakePool = Callable[..., ActorPool]
+
+
+@pytest.fixture
+def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
+    """A started pool over a server for each of the engines."""
+    with ExitStack() as ends:
+
+        def make(*engines: ObedientEngine, **options: Any) -> ActorPool:
+            expected = settings(tmp_path / "model", max_num_seqs=2)
+            urls = [ends.enter_context(serving_engine(engine, settings(tmp_path / "model", max_num_seqs=8))) for engine in engines]
+            names = [f"server-{index}" for index in range(len(urls))]
+            specs = [ServerEngine(name, address(url, infer_timeout_s=None), index, expected) for index, (name, url) in enumerate(zip(names, urls, strict=True))]
+            actors = [ray.remote(EngineActor).options(num_cpus=0).remote(spec) for spec in specs]
+            pool = ActorPool(actors, names, PoolTimeouts(60.0, 60.0, 10.0), decode_batch_size=2, are_servers=True, **options)
+            ends.callback(pool.close)
+            pool.start()
+            return pool
+
+        yield make
+
+
+def generated(pool: ActorPool, num_requests: int) -> list[Rollout]:
+    (shares,) = pool.generate([[ray.put(request(position)) for position in range(num_requests)]]).result(timeout=60)
+    return [rollout for share in ray.get(shares) for rollout in share]
+
+
+def positions(engine: ObedientEngine) -> list[list[int]]:
+    return [[one.position for one in call] for call in engine.asked]
+
+
+def test_multi_server_request_distribution_is_deterministic(make_pool: MakePool) -> None:
+    engines = [ObedientEngine() for _ in range(3)]
+    pool = make_pool(*engines)
+    for _ in range(2):
+        rollouts = generated(pool, 5)
+        assert [(rollout.position, rollout.seed) for rollout in rollouts] == [(position, 100 + position) for position in range(5)]
+        assert [rollout.actor for rollout in rollouts] == ["server-0", "server-0", "server-1", "server-1", "server-2"]
+    assert [positions(engine) for engine in engines] == [[[0, 1]] * 2, [[2, 3]] * 2, [[4]] * 2]
+
+
+def test_servers_of_several_devices_are_asked_how_many_and_take_in_proportion(make_pool: MakePool) -> None:
+    engines = [ObedientEngine(devices=1), ObedientEngine(devices=3)]
+    pool = make_pool(*engines)
+    assert pool.devices == (1, 3)
+    generated(pool, 8)
+    assert [positions(engine) for engine in engines] == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
+
+
+def test_a_server_without_a_share_is_sent_nothing_and_no_requests_are_sent_to_nobody(make_pool: MakePool) -> None:
+    engines = [ObedientEngine(), ObedientEngine()]
+    pool = make_pool(*engines)
+    generated(pool, 1)
+    assert pool.generate([[]]).result() == [[]]
+    assert [positions(engine) for engine in engines] == [[[0]], []]
+
+
+def test_a_server_that_fails_twice_is_replaced_by_the_next_with_the_same_seeds(make_pool: MakePool) -> None:
+    engines = [ObedientEngine(), ObedientEngine()]
+    pool = make_pool(*engines)
+    engines[0].trouble = [RuntimeError("a"), RuntimeError("b")]
+    rollouts = generated(pool, 4)
+    assert [(rollout.position, rollout.seed, rollout.actor, rollout.attempt) for rollout in rollouts] == [
+        (0, 100, "server-1", 2),
+        (1, 101, "server-1", 2),
+        (2, 102, "server-1", 0),
+        (3, 103, "server-1", 0),
+    ]
+    assert (len(engines[0].asked), positions(engines[1])) == (2, [[2, 3], [0, 1]])
+
+
+def test_when_no_server_answers_the_run_ends_with_a_name(make_pool: MakePool) -> None:
+    engines = [ObedientEngine(), ObedientEngine()]
+    pool = make_pool(*engines)
+    for engine in engines:
+        engine.trouble = [RuntimeError("no")] * 8
+    with pytest.raises(RolloutError, match=r"generate on server-\d: http://127\.0\.0\.1:\d+ failed 2 times, last with: HTTP 500: RuntimeError: no"):
+        generated(pool, 4)
+
+
+def test_one_sync_reaches_every_server_by_its_own_group(make_pool: MakePool) -> None:
+    engines = [ObedientEngine(), ObedientEngine()]
+    pool = make_pool(*engines)
+    made = offer(version=4, num_groups=2)
+    assert pool.receive_weights(made).result(timeout=60).version == 4
+    for engine, group in zip(engines, made.rendezvous["terms"].groups, strict=True):
+        assert [phase for phase, _ in engine.phases] == list(SyncPhase)
+        assert {kept.rendezvous["terms"].groups for _, kept in engine.phases} == {(group,)}
+    assert {rollout.weight_version for rollout in generated(pool, 4)} == {4}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(make_pool: MakePool, failing: int) -> None:
+    engines = [ObedientEngine(), ObedientEngine()]
+    pool = make_pool(*engines)
+    engines[failing].trouble = [None, None, WeightSyncError("it broke", actor="x", phase="wire")]
+    with pytest.raises(WeightSyncError, match=rf"wire on server-{failing}: .*it broke"):
+        pool.receive_weights(offer(num_groups=2)).result(timeout=60)
+    with pytest.raises(RolloutError, match="a sync to version 1"):
+        generated(pool, 4)
+    pool.receive_weights(offer(version=2, num_groups=2)).result(timeout=60)
+    assert {rollout.weight_version for rollout in generated(pool, 4)} == {2}
