@@ -116,7 +116,7 @@ class ShardedModel:
     """A rank that holds a part of every parameter.
 
     One module around the model is the root, so that a forward may read parts of the model one by one: rows apply its head to some positions only. What is in
-    no block (embeddings, norms, mergers, the head) is gathered with the root, once in a forward and once in its backward.
+    no block (embeddings, norms, mergers, the head) is gathered with the root, once in a forward and once in its backward. Not run on a GPU.
     """
 
     holds_parts = True

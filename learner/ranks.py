@@ -128,7 +128,7 @@ def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s:
 
 
 def _open_group(place: LearnerPlace, store: Any, timeout: timedelta) -> ProcessGroup:
-    """Gloo for what lies in host memory, NCCL for what lies on a GPU (not run on several GPUs)."""
+    """Gloo for what lies in host memory, NCCL for what lies on a GPU. The latter was not run on a GPU."""
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
