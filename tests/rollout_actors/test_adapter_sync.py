@@ -167,9 +167,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("spoil", "reason"), FAILURES)
-def test_a_failed_adapter_sync_falls_back_visibly_to_merged_weights_for_the_rest_of_the_run(
-    fresh: EnginePool, make_learner: Any, caplog: pytest.LogCaptureFixture, spoil: Spoil, reason: str
-) -> None:
+def test_adapter_sync_can_fall_back_to_full_sync(fresh: EnginePool, make_learner: Any, caplog: pytest.LogCaptureFixture, spoil: Spoil, reason: str) -> None:
     learner = make_learner()
     learner.learn(31)
     sync(learner, fresh)

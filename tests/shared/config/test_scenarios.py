@@ -14,7 +14,7 @@ import pytest
 
 from launch.data_checks import check_data
 from learner.rules import target_rules
-from shared.config.derive import batch_algebra
+from shared.config.derive import batch_algebra, resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.config.retired import take_retired
 from shared.errors import RecordError
@@ -208,3 +208,31 @@ def test_rollout_decode_batch_size_2_with_learner_microbatch_1(load):
     algebra = batch_algebra(load({f"{MATCHING}.decode_batch_size": 2, f"{MATCHING}.vllm.actors.num_actors": 1, "stage2_ab.channel_b.rollouts_per_step": 8}))
     assert (algebra.per_device_train_batch_size, algebra.decode_batch_size) == (1, 2)
     assert algebra.shares == ((2,), (2,), (2,), (2,))
+
+
+SYNC_MODES = [
+    # what is configured, whether engines serve adapters, the adapter; what a sync sends
+    (None, False, None, "full"),
+    (None, True, "lora", "full"),
+    ("auto", False, "lora", "full"),
+    ("auto", True, "lora", "adapter"),
+    ("auto", True, "dora", "full"),
+    ("adapter", True, "lora", "adapter"),
+]
+
+
+@pytest.mark.parametrize(("mode", "enable_lora", "kind", "resolved"), SYNC_MODES)
+def test_sync_mode_is_full_unless_adapters_are_asked_for_and_can_be_served(load, mode, enable_lora, kind, resolved):
+    sync = {} if mode is None else {f"{MATCHING}.vllm.sync.mode": mode}
+    adapter = {} if kind is None else {"model.adapter": {"kind": kind}}
+    run = load({**sync, **adapter, f"{MATCHING}.vllm.enable_lora": enable_lora})
+    assert resolved_sync_mode(run) == resolved
+    assert run.rollout_matching.vllm.sync.fallback_to_full is True
+
+
+@pytest.mark.parametrize("mode", ["adapter", "auto"])
+def test_non_full_sync_mode_fails_fast_under_multi_process_learner(problems, mode):
+    lora = {"model.adapter": {"kind": "lora"}, f"{MATCHING}.vllm.enable_lora": True, "learner.world_size": 2}
+    (line,) = problems({**lora, f"{MATCHING}.vllm.sync.mode": mode})
+    assert line.startswith(f"{MATCHING}.vllm.sync.mode: '{mode}' syncs adapters alone, which 2 learner ranks cannot; set {MATCHING}.vllm.sync.mode: full")
+    assert problems({**lora, f"{MATCHING}.vllm.sync.mode": "full"}) == []
