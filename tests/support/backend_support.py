@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 import torch
-from engine_support import SmallLearner
+from engine_support import SmallLearner, engine_settings
 from serve_support import ServerPool
 
+from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.pool import ActorPool
 from shared.errors import RolloutError
 from shared.protocols import RolloutBackend
@@ -50,6 +52,11 @@ class ModelHost:
             yield
         finally:
             self.is_away = False
+
+
+def colocated_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
+    """Of engines in the tests' own process. They have one worker extension, because vLLM mixes the first into its worker's class for good."""
+    return engine_settings(checkpoint, transport="inproc", worker_extension="counting_worker.CountingWorker", **changes)
 
 
 def what_was_said(rollouts: Sequence[Rollout]) -> list[tuple[object, ...]]:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from backend_support import ModelHost, OfPool, OfServer, UnderTest, child_processes, what_was_said
+from backend_support import ModelHost, OfPool, OfServer, UnderTest, child_processes, colocated_settings, what_was_said
 from engine_support import SUPPORT, TIMEOUTS, SmallLearner, SpoilableActor, engine_settings
 from serve_support import ServerPool, serve_process
 from stock_support import stock_process
@@ -75,9 +75,7 @@ def taken(rows: list[int]) -> list[int]:
 @contextmanager
 def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase_s)
-    worker = "counting_worker.CountingWorker"
-    settings = engine_settings(checkpoint, transport="inproc", max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension=worker)
-    backend = ColocatedSpec("colocated", settings)(ModelHost(learner))
+    backend = ColocatedSpec("colocated", colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(ModelHost(learner))
     assert isinstance(backend, ColocatedBackend)
     llm = backend._llm._llm
     llm.collective_rpc("count_rows")

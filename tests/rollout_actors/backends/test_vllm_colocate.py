@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_support import ModelHost, what_was_said
-from engine_support import SUPPORT, TIMEOUTS, EnginePool, SmallLearner, engine_settings
+from backend_support import ModelHost, colocated_settings, what_was_said
+from engine_support import SUPPORT, TIMEOUTS, EnginePool, SmallLearner
 
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
@@ -53,7 +53,7 @@ def host(learner: SmallLearner) -> ModelHost:
 def backend(learner: SmallLearner, host: ModelHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # a learner's; the engine has one
-    backend = ColocatedSpec("colocated", engine_settings(demo_checkpoint, transport="inproc"))(host)
+    backend = ColocatedSpec("colocated", colocated_settings(demo_checkpoint))(host)
     yield backend
     backend.close()
     torch.set_num_threads(threads)
@@ -171,8 +171,8 @@ import sys
 import torch
 import torch.distributed as dist
 from pathlib import Path
-from backend_support import ModelHost, what_was_said
-from engine_support import SmallLearner, engine_settings
+from backend_support import ModelHost, colocated_settings, what_was_said
+from engine_support import SmallLearner
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
 from rollout_actors.backends.vllm_colocate import ColocatedSpec
@@ -191,7 +191,7 @@ learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", r
 learner.learn(seed=1)
 if rank == 1:
     dist.new_group([0, 1])  # ranks do not have to load their engines at the same point
-backend = ColocatedSpec(f"beside-{rank}", engine_settings(checkpoint, transport="inproc"))(ModelHost(learner))
+backend = ColocatedSpec(f"beside-{rank}", colocated_settings(checkpoint))(ModelHost(learner))
 if rank == 0:
     dist.new_group([0, 1])
 summed()

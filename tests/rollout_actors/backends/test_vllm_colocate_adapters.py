@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_support import ModelHost
-from engine_support import TIMEOUTS, SmallLearner, engine_settings
+from backend_support import ModelHost, colocated_settings
+from engine_support import TIMEOUTS, SmallLearner
 
 from learner.adapter_sender import AdapterSender
 from learner.adapters import apply_adapter
@@ -45,7 +45,7 @@ def host(learner: SmallLearner) -> AdaptedHost:
 
 @pytest.fixture(scope="module")
 def backend(host: AdaptedHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
-    backend = ColocatedSpec("colocated", engine_settings(demo_checkpoint, transport="inproc", enable_lora=True, max_lora_rank=4))(host)
+    backend = ColocatedSpec("colocated", colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4))(host)
     yield backend
     backend.close()
 
