@@ -37,6 +37,8 @@ class GlooWire:
     def __init__(self, terms: Terms, listening: list[socket.socket]) -> None:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
+        # Kept from sync to sync: memory that the system hands out anew, page by page, takes several times as long as filling it.
+        self._buffers: list[torch.Tensor] = []
         self._groups: list[Any] = []
         for group, bound in zip(terms.groups, listening, strict=True):
             self._groups.append(
@@ -47,8 +49,7 @@ class GlooWire:
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
         cut = [(bucket, offsets(bucket)) for bucket in buckets(terms.sent, terms.bucket_bytes)]
-        largest = max(starts[-1] for _, starts in cut)
-        buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(NUM_BUFFERS, len(cut)))]
+        buffers = self._room_for(max(starts[-1] for _, starts in cut), min(NUM_BUFFERS, len(cut)))
         sending: list[list[Any]] = [[] for _ in buffers]
         stream = iter(tensors)
         for turn, (bucket, (*starts, size)) in enumerate(cut):
@@ -61,6 +62,11 @@ class GlooWire:
             sending[slot] = [group.broadcast([packed], _from_rank_0()) for group in self._groups]
         for works in sending:
             _wait(works)
+
+    def _room_for(self, num_bytes: int, num_buffers: int) -> list[torch.Tensor]:
+        if len(self._buffers) < num_buffers or len(self._buffers[0]) < num_bytes:
+            self._buffers = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
+        return self._buffers[:num_buffers]
 
     def close(self) -> None:
         from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group

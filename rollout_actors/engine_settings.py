@@ -91,4 +91,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's core process: half the start-up
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would bind to the same core
         "OMP_NUM_THREADS": "1",  # with more, log-probabilities depend on the batch
+        # glibc keeps up to 256 MiB of what a weight sync frees. Given back to the system, it would be handed out again page by page, which takes
+        # several times as long as filling it.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
     }
