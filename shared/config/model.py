@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from shared.config.base import Section
 
@@ -15,8 +15,8 @@ class AdapterSection(Section):
     kind: Literal["lora", "dora"]
     """LoRA, or LoRA with learned magnitudes (DoRA), which vLLM cannot serve unmerged."""
 
-    rank: Annotated[int, Field(ge=1, le=512)] = 16
-    """Of every pair of matrices. vLLM serves adapters of at most 512."""
+    rank: PositiveInt = 16
+    """Of every pair of matrices."""
 
     alpha: PositiveFloat = 32.0
     """The product of a pair is scaled by alpha / rank."""

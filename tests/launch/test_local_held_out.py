@@ -36,7 +36,7 @@ def got(monkeypatch):
 
 def test_the_shares_are_scored_in_order_within_the_timeout(got):
     asked = got([["a", "b"], ["c"]])
-    assert LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([None, None]) == ["scene of a", "scene of b", "scene of c"]
+    assert LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([[None, None]]) == ["scene of a", "scene of b", "scene of c"]
     assert asked == [7.0]
 
 
@@ -50,4 +50,4 @@ def test_the_shares_are_scored_in_order_within_the_timeout(got):
 def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(got, error, message):
     got(error)
     with pytest.raises(RolloutError, match=f"(?s){message}"):
-        LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([None])
+        LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([[None]])
