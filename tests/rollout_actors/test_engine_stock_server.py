@@ -127,7 +127,7 @@ def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: ServerPool, e
 
 
 def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sync_succeeds(
-    pool: ServerPool, client: StockClient, server: StockProcess, settings: EngineSettings, learner: SmallLearner
+    pool: ServerPool, client: StockClient, learner: SmallLearner
 ) -> None:
     asyncio.run(client._engine.collective_rpc("arm", args=("", VISION_TENSOR, "")))
     learner.learn(81)
@@ -135,22 +135,28 @@ def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sy
         sync_weights(learner, pool)
     with pytest.raises(RolloutError, match="was not completed"):
         pool.generate([learner.request(0)])
-    another = ServerPool(StockClient("server-0", server.address(), index=0, expected=settings))
-    assert another.start() == 1
-    with pytest.raises(RolloutError, match=r"serves no rollouts: it holds weights that another run has sent \(rollmatch-unverified\)"):
-        another.generate([learner.request(0)])
-    another.close()
     sync_weights(learner, pool)
     assert pool.generate([learner.request(0)])[0].weight_version == learner.version
 
 
-def test_a_failing_load_names_the_phase_and_the_next_sync_succeeds(pool: ServerPool, client: StockClient, learner: SmallLearner) -> None:
+def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_this_one(
+    pool: ServerPool, client: StockClient, server: StockProcess, settings: EngineSettings, learner: SmallLearner
+) -> None:
+    request = learner.request(0)
     asyncio.run(client._engine.collective_rpc("arm", args=("", "", VISION_TENSOR)))
     with pytest.raises(WeightSyncError, match=r"wire on server-0.*told to fail"):
         sync_weights(learner, pool)
-    learner.sender.close()
-    sync_weights(learner, pool)
-    assert pool.generate([learner.request(0)])[0].response_token_ids == learner.greedy(learner.request(0))[0]
+    another = ServerPool(StockClient("server-0", server.address(), index=0, expected=settings))
+    assert another.start() == 1
+    with pytest.raises(RolloutError, match=r"serves no rollouts: it holds weights that another run has sent \(rollmatch-unverified\)"):
+        another.generate([request])
+    for one in (another, pool):
+        learner.sender.close()
+        sync_weights(learner, one)
+        assert one.generate([request])[0].response_token_ids == learner.greedy(request)[0]
+    with pytest.raises(RolloutError, match="was sampled by weights labelled"):
+        another.generate([request])
+    another.close()
 
 
 def test_what_the_server_refuses_names_the_sample(pool: ServerPool, learner: SmallLearner) -> None:
