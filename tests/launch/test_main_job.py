@@ -102,6 +102,27 @@ def test_two_runs_of_the_same_configuration_give_the_same_losses(job, greedy_job
     assert_same([job(3), greedy_jobs[3]])
 
 
+STALE = {
+    "rollout_matching__max_staleness": 1,
+    "rollout_matching__decode_batch_size": 2,
+    "stage2_ab__channel_b__rollouts_per_step": 12,
+    "training__max_steps": 3,
+}
+
+
+def test_with_staleness_1_two_runs_give_the_same_rollouts_and_the_same_losses_to_the_bit(job):
+    first, second = job(3, **STALE), job(3, **STALE)
+    assert what_was_said(first) == what_was_said(second)
+    assert first.reports.losses == second.reports.losses
+    # Two rounds of 6 a step: the first of the second and third step began with the weights before.
+    versions = [[rollout.weight_version for rollout in first.rollouts if rollout.step == step] for step in range(3)]
+    assert versions == [[1] * 12, [1] * 6 + [2] * 6, [2] * 6 + [3] * 6]
+    for step, (mean, oldest) in enumerate([(0.0, 0.0), (0.5, 1.0), (0.5, 1.0)]):
+        metrics = first.reports.steps[step].metrics
+        assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (mean, oldest)
+        assert metrics["rollout/logprob_max_abs"] < 1e-4, "rollouts of older weights are not compared with newer ones"
+
+
 def test_the_learners_log_probabilities_of_sampled_tokens_agree_with_the_engines(greedy_jobs):
     for report in greedy_jobs[3].reports.steps:
         assert report.metrics["rollout/num_valid_objects"] > 0, "the model writes no objects, so nothing was compared"

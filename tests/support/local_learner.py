@@ -27,7 +27,7 @@ from shared.weight_sync import SendReport
 
 
 class LocalLearner:
-    """What `learner.actor.RemoteLearner` is, without a process of its own. Remembers every rollout."""
+    """What `learner.actor.RemoteLearner` of one rank is, without a process of its own. Remembers every rollout."""
 
     def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
         self.learner = Learner(config, LearnerPlace("rollmatch_gloo", (ReceiverGroup(receiver_ranks),)))
@@ -36,10 +36,10 @@ class LocalLearner:
         """When each sync's weights were out, Unix time."""
         self._threads = ThreadPoolExecutor(1)
 
-    def next_requests(self, plan: StepPlan) -> list[Any]:
+    def next_requests(self, plan: StepPlan) -> list[list[Any]]:
         return _put(self.learner.next_requests(plan))
 
-    def accumulate(self, done: Sequence[Any]) -> None:
+    def accumulate(self, done: Sequence[Sequence[Any]]) -> None:
         rollouts = _get(done)
         self.rollouts += rollouts
         self.learner.accumulate(rollouts)
@@ -47,10 +47,10 @@ class LocalLearner:
     def finish_step(self) -> StepReport:
         return merge_reports([self.learner.finish_step()])
 
-    def held_out_requests(self, step: int) -> list[Any]:
+    def held_out_requests(self, step: int) -> list[list[Any]]:
         return _put(self.learner.held_out_requests(step))
 
-    def score(self, done: Sequence[Any]) -> Any:
+    def score(self, done: Sequence[Sequence[Any]]) -> Any:
         return self.learner.score(_get(done))
 
     def offer_weights(self) -> WeightOffer:
@@ -83,8 +83,9 @@ class Reports:
     def sync(self, report: SyncReport) -> None:
         self.syncs.append(report)
 
-    def evaluation(self, report: Evaluation) -> None:
+    def evaluation(self, report: Evaluation) -> float:
         self.evaluations.append(report)
+        return 0.0
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
@@ -113,19 +114,33 @@ class Job:
     sent_s: list[float]
 
 
+class NoCheckpoints:
+    """Whoever keeps checkpoints, where none is kept."""
+
+    def after_step(self, num_steps: int) -> None:
+        pass
+
+    def after_report(self, num_steps: int, f1: float) -> None:
+        pass
+
+    def at_end(self, num_steps: int) -> None:
+        pass
+
+
 def run_job(config: RunConfig, pool: ActorPool, num_actors: int, queue: Queue) -> Job:
     """The whole page over these actors."""
     learner, reports = LocalLearner(config, receiver_ranks=num_actors), Reports()
     try:
-        train(learner, pool, RunSchedule(config), queue, reports)
+        train(learner, pool, RunSchedule(config), queue, reports, NoCheckpoints())
     finally:
         learner.close()
     return Job(reports, learner.rollouts, learner.sent_s)
 
 
-def _put(requests: Sequence[RolloutRequest]) -> list[Any]:
-    return [ray.put(request) for request in requests]
+def _put(requests: Sequence[RolloutRequest]) -> list[list[Any]]:
+    return [[ray.put(request) for request in requests]]
 
 
-def _get(shares: Sequence[Any]) -> list[Rollout]:
+def _get(done: Sequence[Sequence[Any]]) -> list[Rollout]:
+    (shares,) = done
     return list(itertools.chain(*ray.get(list(shares))))
