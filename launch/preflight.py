@@ -102,7 +102,17 @@ def _placement(config: RunConfig, findings: Findings) -> None:
         findings.problems += error.problems
         return
     findings.lines += _describe(config, placement, resources)
+    findings.problems += _all_of(lambda config: _offload(config, placement), config)
     findings.problems += _memory(config, placement, shape, findings)
+
+
+def _offload(config: RunConfig, placement: Placement) -> Iterable[str]:
+    import torch
+
+    from learner.offload import require_offload
+
+    require_offload(config, torch.device(placement.learner_device))
+    return []
 
 
 def _describe(config: RunConfig, placement: Placement, resources: Resources) -> list[str]:

@@ -38,7 +38,7 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
     if config.learner.parallel == "fsdp" and config.learner.world_size > 1:
         problems.append(
             f"{SECTION}.enabled: the parameters are sharded over {config.learner.world_size} ranks (learner.parallel: fsdp), and shards cannot be moved away; "
-            "set it to false, set learner.parallel: ddp, or generate elsewhere (rollout_matching.vllm.mode: actors, or rollout_backend: hf)"
+            "set it to false, set learner.parallel: ddp, or generate elsewhere (rollout_matching.vllm.mode: actors)"
         )
     if problems:
         raise ConfigError(problems)

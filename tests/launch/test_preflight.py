@@ -95,6 +95,13 @@ def test_the_installed_packages_are_those_that_were_run_together(config):
     assert list(version_problems(config())) == []
 
 
+def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
+    colocate = {"rollout_matching__vllm": {"mode": "colocate", "kv_cache_memory_bytes": 2**26}, "stage2_ab__channel_b__enable_pipeline": False}
+    findings = preflight(config(**colocate, rollout_matching__offload={"enabled": True, "offload_model": True}))
+    (problem,) = findings.problems
+    assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
+
+
 def test_a_cache_that_cannot_hold_one_sequence_is_refused(config):
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
     assert findings.problems == ["rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"]

@@ -1,0 +1,46 @@
+"""One engine over two devices: each worker takes its part of every weight, and the engine answers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from engine_support import TIMEOUTS, SmallLearner, create_actor, engine_settings
+
+from rollout_actors.pool import ActorPool
+from shared.weight_sync import sync_weights
+
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[ActorPool]:
+    actor = create_actor("actor-0", engine_settings(demo_checkpoint, tensor_parallel_size=2), 0)
+    pool = ActorPool([actor], ["actor-0"], TIMEOUTS, decode_batch_size=4)
+    pool.start()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    learner = SmallLearner(demo_checkpoint, num_receivers=2)
+    yield learner
+    learner.close()
+
+
+def test_an_engine_of_two_devices_takes_weights_on_both_and_decodes_for_both(pool: ActorPool, learner: SmallLearner) -> None:
+    assert pool.devices == (2,)
+    assert [len(rank) for round_ in pool.split([list(range(9))]) for rank in round_] == [5, 4], "4 sequences for each of 2 devices at a time"
+    for seed in (1, 2):
+        learner.learn(seed)
+        report = sync_weights(learner, pool)
+        assert report.canary_max_abs < 1e-4
+        requests = [learner.request(position) for position in range(4)]
+        ((share,),) = pool.generate([[ray.put(request) for request in requests]]).result()
+        for rollout, request in zip(ray.get(share), requests, strict=True):
+            tokens, logprobs = learner.greedy(request)
+            assert rollout.response_token_ids == tokens
+            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
