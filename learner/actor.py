@@ -191,6 +191,9 @@ class RemoteLearner:
         # The backend keeps a limit on each phase.
         return self._threads.submit(self._wait, _Wait("receive_weights", 10 * self._timeouts.sync_phase_s, "10 x timeouts.sync_phase_s"), refs)
 
+    def _whose(self, refs: list[Any], ref: Any) -> str:
+        return "its" if len(self._actors) == 1 else f"rank {refs.index(ref)}'s"
+
     def _learn(self, phase: str, ask: Callable[[int], Any]) -> list[Any]:
         return self._all(phase, self._timeouts.learn_s, "timeouts.learn_s", ask)
 
@@ -205,7 +208,7 @@ class RemoteLearner:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            error = _error_of(ready[0], call.phase)
+            error = _error_of(ready[0], call.phase, self._whose(refs, ready[0]))
             if error is not None:
                 errors.append(error)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -213,30 +216,29 @@ class RemoteLearner:
             # A rank that waited for another in vain knows less than the other.
             raise min(errors, key=lambda error: isinstance(error, CollectiveError))
         if waiting:
-            late = "" if len(refs) == 1 else f" from rank {', '.join(str(refs.index(ref)) for ref in waiting)}"
+            late = "" if len(self._actors) == 1 else f" from rank {', '.join(str(refs.index(ref)) for ref in waiting)}"
             told = f"no answer{late} in {call.timeout_s:g} s ({call.timeout_key})"
             look = "look at the learner's stack in the Ray dashboard or with `py-spy dump`"
             raise LearnerError(f"{told}; {look}, or raise {call.timeout_key}", phase=call.phase)
         return ray.get(refs)
 
 
-def _error_of(ref: Any, phase: str) -> Exception | None:
+def _error_of(ref: Any, phase: str, whose: str) -> Exception | None:
     try:
         # The driver reads no payload here: a rollout's reference is never among those that are waited for.
         ray.get(ref)
     except RayError as error:
-        explained = _explained(error, phase)
-        if explained is not error:
-            explained.__cause__ = error
+        explained = _explained(error, phase, whose)
+        explained.__cause__ = error
         return explained
     return None
 
 
-def _explained(error: RayError, phase: str) -> Exception:
-    """What the learner raised in place of Ray's exception around it, or what became of its process."""
+def _explained(error: RayError, phase: str, whose: str) -> Exception:
+    """What the learner raised in place of Ray's exception around it, or what became of its process; `whose` is "its" or names a rank's."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         return error.cause
-    return LearnerError(f"its process ended; look for a lack of memory (dmesg) and at Ray's worker logs: {error}", phase=phase)
+    return LearnerError(f"{whose} process ended; look for a lack of memory (dmesg) and at Ray's worker logs: {error}", phase=phase)
 
 
 def _without_rays_wrapping(source: Future[Any], phase: str) -> Future[Any]:
@@ -245,7 +247,7 @@ def _without_rays_wrapping(source: Future[Any], phase: str) -> Future[Any]:
     def deliver(done: Future[Any]) -> None:
         error = done.exception()
         if isinstance(error, RayError):
-            explained = _explained(error, phase)
+            explained = _explained(error, phase, "its")
             explained.__cause__ = error
             target.set_exception(explained)
         elif error is not None:

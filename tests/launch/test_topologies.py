@@ -130,3 +130,18 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job,
     served = job("stage2_server", in_server_mode(servers), "learner.world_size=2", "rollout_matching.decode_batch_size=6")
     assert losses(served) == pytest.approx(losses(actors_job), rel=1e-4)
     assert rollouts(served, 0) == rollouts(actors_job, 0)
+
+
+def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
+    overrides = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null"]
+    run = Command(tmp_path, warm_checkpoint, demo_data, *overrides, experiment="stage2_2learners")
+    try:
+        run.wait_for("step    2/500")
+        rank_1 = [pid for pid, line in run.processes().items() if line.startswith("ray::LearnerShell")][-1]
+        os.kill(rank_1, signal.SIGKILL)
+        assert run.process.wait(timeout=120) == 1, run.output
+        run.assert_nothing_left()
+    finally:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+    assert re.search(r"on the learner: rank \d's process ended; look for a lack of memory", run.output)
