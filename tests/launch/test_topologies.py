@@ -10,6 +10,8 @@ import sys
 import pytest
 from command_support import ROOT, Command, adopt_orphans
 
+from learner.rollout_log import read_step, step_path
+
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 # Three channel-B steps of 12 rollouts from a model that already writes objects, without the queue, which not every topology has.
@@ -48,7 +50,7 @@ def actors_job(job):
 
 def rollouts(command, step):
     """What became of every sample: response and seed, by position."""
-    lines = command.lines(f"rollouts/step_{step:06d}.jsonl")
+    lines = read_step(step_path(command.run_dir / "rollouts", step))
     return [(line["position"], line["rollout"]["response_token_ids"], line["rollout"]["seed"], line["rollout"]["weight_version"]) for line in lines]
 
 
