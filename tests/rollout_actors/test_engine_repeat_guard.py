@@ -52,7 +52,7 @@ def said(rollout: Rollout) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.15])
-def test_an_offending_sequence_is_ended_at_its_step_and_its_neighbours_go_on_as_without_the_guard(
+def test_offending_sequence_is_terminated_without_batch_abort_and_its_neighbours_go_on_as_without_the_guard(
     engine_pool: EnginePool, guarded: Any, learner: SmallLearner, temperature: float
 ) -> None:
     requests = [learner.request(position, temperature=temperature, max_new_tokens=LONGEST) for position in range(NUM_REQUESTS)]

@@ -326,6 +326,21 @@ def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_p
     assert ("VLLM_USE_V2_MODEL_RUNNER=0" in said) == (version == V2)
 
 
+def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module: Any, demo_checkpoint: Path) -> None:
+    """The guard is an argument of the engine's start. What is sent with a request does not know of it."""
+    from engine_support import engine_settings
+
+    from rollout_actors.vllm_requests import engine_arguments, sampling_params
+    from shared.rollouts import DecodeMode, DecodeSettings
+
+    guarded, free = (engine_arguments(engine_settings(demo_checkpoint, repeat_guard=guard)) for guard in (SETTINGS, None))
+    assert {name: value for name, value in guarded.items() if name not in free} == guard_arguments(SETTINGS)
+    assert guarded["logits_processors"] == [GUARD_PROCESSOR]
+    assert guarded["additional_config"] == {"repeat_terminate": {"enabled": True, **asdict(SETTINGS)}}
+    params = sampling_params(DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 40, 1, (1,), (), return_logprobs=True), 7)
+    assert (params.extra_args, params.repetition_detection) == (None, None)
+
+
 def test_an_engine_without_a_guard_is_asked_for_none(module: Any) -> None:
     assert guard_arguments(None) == {}
     asyncio.run(module.check_active(AnsweringEngine([{"runner": V1, "settings": None}]), None, "actor-0"))

@@ -158,7 +158,7 @@ def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under: Un
         assert 0 < len(rollout.response_token_ids) == len(rollout.logprobs) <= SHORT
 
 
-def test_the_prompt_comes_back_as_the_learner_encodes_it(under: UnderTest) -> None:
+def test_a_vllm_backend_produces_token_ids_suitable_for_strict_alignment_as_every_backend_does(under: UnderTest) -> None:
     requests = requests_of(under, range(3))
     for request, rollout in zip(requests, under.backend.generate(requests), strict=True):
         expanded = under.learner.logits(request.prompt_token_ids, request.images[0])[0] if under.is_model else request.prompt_token_ids

