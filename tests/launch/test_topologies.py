@@ -118,7 +118,7 @@ def in_server_mode(servers):
     return f"rollout_matching.vllm.server.servers=[{entries}]"
 
 
-def test_3_rollout_gpus_and_1_learner_gpu_are_operational_through_servers(job, actors_job, servers):
+def test_3_rollout_gpus_1_learner_gpu_is_operational_through_servers(job, actors_job, servers):
     """Scenario: 3 rollout GPUs + 1 learner GPU is operational, on CPU: three servers, one learner, weights in memory."""
     served = job("stage2_server", in_server_mode(servers), "rollout_matching.decode_batch_size=6")
     assert [rollouts(served, step) for step in range(3)] == [rollouts(actors_job, step) for step in range(3)]
