@@ -3,43 +3,70 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch.memory_estimate import in_gib
+from launch.memory_estimate import Estimate, in_gib
 from launch.placement import Resources
 from rollout_actors.engine_settings import Device
 from shared.config import RunConfig
 from shared.errors import ConfigError
 
+_SMALLER_LEARNER = "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or use learner.parallel: fsdp over more ranks"
+_SMALLER_ENGINE = "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the engine more devices"
+
 
 @dataclass(frozen=True, slots=True)
-class FreeMemory:
-    """Of this machine; other nodes of a cluster are taken to be like it."""
+class Needs:
+    """What a run's processes need."""
+
+    learner: Estimate
+    """Of one rank."""
+    num_ranks: int
+    engine: Estimate | None = None
+    """Of one device; None where the run starts no engines."""
+    num_engine_devices: int = 0
+    shared: Estimate | None = None
+    """Of a rank and an engine's device together, where engines live on the ranks' GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Total memory of this machine, whether something holds it or not; other nodes of a cluster are taken to be like it."""
 
     device: Device
-    per_device: int
-    """Bytes of one GPU, or of the whole machine."""
+    total: int
+    """Bytes of one GPU; on CPU of the whole machine, which all processes share."""
 
-    def problems(self, learner: int, needed: Mapping[str, int], *, shares_device: bool) -> list[str]:
-        """`learner` bytes for one rank, `needed` for all processes by kind."""
-        remedy = "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or use learner.parallel: fsdp over more ranks"
-        if self.device is Device.CUDA:
-            if learner > self.per_device:
-                return [f"learner.gpus: a learner rank needs about {in_gib(learner)}, a GPU has {in_gib(self.per_device)}; {remedy}"]
+    def problems(self, needs: Needs) -> list[str]:
+        """On a GPU a rank and an engine are counted together where they share it, else each alone."""
+        if self.device is Device.CPU:
+            return self._of_the_machine(needs)
+        if needs.shared is not None:
+            return self._too_large("learner.gpus", needs.shared, f"{_SMALLER_LEARNER}, {_SMALLER_ENGINE}, or turn on vllm.sleep and rollout_matching.offload")
+        engine = [] if needs.engine is None else self._too_large("rollout_matching.vllm.kv_cache_memory_bytes", needs.engine, _SMALLER_ENGINE)
+        return self._too_large("learner.gpus", needs.learner, _SMALLER_LEARNER) + engine
+
+    def _too_large(self, key: str, needed: Estimate, remedy: str) -> list[str]:
+        return [f"{key}: {needed.describe()}, and a GPU has {in_gib(self.total)}; {remedy}"] if needed.total > self.total else []
+
+    def _of_the_machine(self, needs: Needs) -> list[str]:
+        parts = {"learner ranks": needs.learner.total * needs.num_ranks}
+        if needs.engine is not None:
+            parts["engines"] = needs.engine.total * needs.num_engine_devices
+        needed = sum(parts.values())
+        if needed <= self.total:
             return []
-        if sum(needed.values()) > self.per_device:
-            parts = ", ".join(f"{name} {in_gib(size)}" for name, size in needed.items())
-            return [f"cluster.address: the processes need about {in_gib(sum(needed.values()))} ({parts}), this machine has {in_gib(self.per_device)}; {remedy}"]
-        return []
+        listed = ", ".join(f"{name} {in_gib(size)}" for name, size in parts.items())
+        return [f"cluster.address: the processes need about {in_gib(needed)} ({listed}), this machine has {in_gib(self.total)}; {_SMALLER_LEARNER}"]
 
 
-def free_memory(device: Device) -> FreeMemory:
+def device_memory(device: Device) -> DeviceMemory:
+    """Of the smallest GPU."""
     if device is Device.CUDA:
         import torch
 
-        return FreeMemory(device, min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())))
-    return FreeMemory(device, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return DeviceMemory(device, min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())))
+    return DeviceMemory(device, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def cluster_resources(config: RunConfig) -> Resources:

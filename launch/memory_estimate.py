@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from learner.logits import LOGIT_CHUNK
-from learner.parts import part_of, section_of
+from learner.parts import Part, find_part, part_of, section_of
 from shared.config import RunConfig
+from shared.config.derive import resolved_sync_mode
 from shared.errors import ConfigError
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,12 +40,12 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """ConfigError where the folder's files are not those of a checkpoint."""
+        """ConfigError where the folder's files are not those of a checkpoint, or its model is of a family that is not trained."""
         try:
             config = json.loads((folder / "config.json").read_text())
             text = config.get("text_config", config)
             heads = text["num_attention_heads"]
-            return cls(
+            shape = cls(
                 parameters=_parameters(folder),
                 hidden=text["hidden_size"],
                 layers=text["num_hidden_layers"],
@@ -56,6 +57,9 @@ class ModelShape:
             )
         except (OSError, ValueError, KeyError, struct.error) as error:
             raise ConfigError(f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a folder that save_pretrained wrote") from error
+        if strange := [name for name in shape.parameters if find_part(name) is None]:
+            raise ConfigError(f"model.path: {folder} holds {strange[0]}, which no Qwen2.5-VL or Qwen3-VL has; choose a checkpoint of one of them")
+        return shape
 
     @property
     def num_parameters(self) -> int:
@@ -93,7 +97,12 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
     """Values that have gradients and optimizer state: of the adapter where there is one, else of the parts that are not frozen."""
     adapter = config.model.adapter
     if adapter is not None:
-        adapted = [sizes for name, sizes in shape.parameters.items() if len(sizes) == 2 and name.split(".")[-2] in adapter.target_modules]
+        adapted = [
+            sizes
+            for name, sizes in shape.parameters.items()
+            # The vision tower has modules of the same names, which are not adapted.
+            if len(sizes) == 2 and name.split(".")[-2] in adapter.target_modules and part_of(name) is Part.LANGUAGE_MODEL
+        ]
         return sum(adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0) for sizes in adapted)
     trained = (sizes for name, sizes in shape.parameters.items() if not section_of(part_of(name), config.training.parts).frozen)
     return sum(map(math.prod, trained))
@@ -127,6 +136,31 @@ def engine_estimate(config: RunConfig, shape: ModelShape, devices: int, device_b
     if cache is None:
         cache = max(0, math.floor(vllm.resolved_gpu_memory_utilization * device_bytes) - weights)
     return Estimate("engine device", {"weights": weights, "key-value cache": cache})
+
+
+def shared_device_estimate(config: RunConfig, learner: Estimate, engine: Estimate) -> Estimate:
+    """A learner rank and an engine on the same GPU, at the time when the two need most.
+
+    While the rank learns, an engine that sleeps has given its memory back. While the engine generates or takes weights, the rank has no activations, and is
+    without what `rollout_matching.offload` moves away, save that full weights are read where they lie.
+    """
+    matching = config.rollout_matching
+    model_leaves, optimizer_leaves = (matching.offload.enabled and moved for moved in (matching.offload.offload_model, matching.offload.offload_optimizer))
+    stays = {
+        "weights": not model_leaves or resolved_sync_mode(config) == "full",
+        "master weights": not optimizer_leaves,
+        # Where there are masters, the gradients are theirs.
+        "gradients": not (optimizer_leaves if learner.parts["master weights"] else model_leaves),
+        "optimizer": not optimizer_leaves,
+    }
+    of_engine = {f"engine's {name}": size for name, size in engine.parts.items()}
+    learning = learner.parts if matching.vllm.sleep else {**learner.parts, **of_engine}
+    at_work = {name: learner.parts[name] for name in stays if stays[name]} | of_engine
+    return max(
+        Estimate("learner rank and engine on one GPU, while the learner learns", learning),
+        Estimate("learner rank and engine on one GPU, while the engine works", at_work),
+        key=lambda estimate: estimate.total,
+    )
 
 
 def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:

@@ -6,12 +6,12 @@ import asyncio
 import socket
 from collections.abc import Iterator
 
-from rollout_actors.backends.http_client import HEALTH, HttpClient, RefusedError, UnansweredError, server_addresses
+from rollout_actors.backends.http_client import HttpClient, RefusedError, UnansweredError, server_addresses
 from shared.config import RunConfig
 from shared.config.server import ServerSection
 
 ANSWER_S = 5.0
-"""A server that runs answers `/health/` at once; a start waits `server.timeout_s` for one that is still loading."""
+"""A server that runs answers its health route at once; a start waits `server.timeout_s` for one that is still loading."""
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
@@ -29,14 +29,14 @@ def server_problems(config: RunConfig) -> Iterator[str]:
     for index, address in enumerate(server_addresses(section) if section is not None else ()):
         path = f"{_SERVERS}[{index}].base_url: {address.base_url}"
         try:
-            asyncio.run(HttpClient(address.base_url, address, command="").get(HEALTH, timeout_s=ANSWER_S))
+            asyncio.run(HttpClient(address.base_url, address, command="").get(address.health_route, timeout_s=ANSWER_S))
         except UnansweredError as error:
             yield (
                 f"{path} does not answer ({error}); launch it, check the address, "
                 "or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
             )
         except RefusedError as error:
-            yield f"{path} answers {error.status} to {HEALTH}; look at the server's output, and at {_SERVERS.rpartition('.')[0]}.token_env"
+            yield f"{path} answers {error.status} to {address.health_route}; look at the server's output, and at {_SERVERS.rpartition('.')[0]}.token_env"
 
 
 def _servers(config: RunConfig) -> ServerSection | None:

@@ -16,12 +16,13 @@ from rich.console import Console
 
 from launch.command import explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.machine import Resources, cluster_resources, free_memory
-from launch.memory_estimate import ModelShape, engine_estimate, learner_estimate, sequences_in_cache
+from launch.machine import Needs, Resources, cluster_resources, device_memory
+from launch.memory_estimate import ModelShape, engine_estimate, learner_estimate, sequences_in_cache, shared_device_estimate
 from launch.path_checks import path_problems
 from launch.placement import Placement, plan_placement
 from launch.port_checks import port_problems, server_problems
 from launch.version_checks import version_problems
+from rollout_actors.engine_settings import Device
 from shared.config import RunConfig, load_config
 from shared.config.derive import batch_algebra, engine_devices, generates_in_ranks
 from shared.errors import ConfigError, RecordError
@@ -134,20 +135,22 @@ def _devices(placement: Placement) -> str:
 
 
 def _memory(config: RunConfig, placement: Placement, shape: ModelShape, findings: Findings) -> list[str]:
-    there = free_memory(placement.learner_device)
+    there = device_memory(placement.learner_device)
     learner = learner_estimate(config, shape)
     findings.lines.append(f"memory    {learner.describe()}")
-    needed = {"learner ranks": learner.total * len(placement.ranks)}
-    if config.rollout_matching.rollout_backend == "vllm" and (placement.engines or generates_in_ranks(config)):
-        engine = engine_estimate(config, shape, placement.devices_per_engine, there.per_device)
-        fit, asked = sequences_in_cache(config, shape, engine, placement.devices_per_engine), config.rollout_matching.decode_batch_size
-        findings.lines.append(
-            f"memory    {engine.describe()}; the cache holds {fit} of the longest sequences, {asked * placement.devices_per_engine} are decoded"
-        )
-        needed["engines"] = engine.total * placement.devices_per_engine * max(len(placement.engines), len(placement.ranks) if generates_in_ranks(config) else 0)
-        if fit < 1:
-            return ["rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"]
-    return there.problems(learner.total, needed, shares_device=generates_in_ranks(config))
+    in_ranks = generates_in_ranks(config)
+    if config.rollout_matching.rollout_backend != "vllm" or not (placement.engines or in_ranks):
+        return there.problems(Needs(learner, len(placement.ranks)))
+    devices = placement.devices_per_engine
+    engine = engine_estimate(config, shape, devices, there.total)
+    fit, asked = sequences_in_cache(config, shape, engine, devices), config.rollout_matching.decode_batch_size
+    findings.lines.append(f"memory    {engine.describe()}; the cache holds {fit} of the longest sequences, {asked * devices} are decoded")
+    shared = shared_device_estimate(config, learner, engine) if in_ranks and there.device is Device.CUDA else None
+    if shared is not None:
+        findings.lines.append(f"memory    {shared.describe()}")
+    no_room = "rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"
+    num_engines = len(placement.ranks) if in_ranks else len(placement.engines)
+    return ([no_room] if fit < 1 else []) + there.problems(Needs(learner, len(placement.ranks), engine, devices * num_engines, shared))
 
 
 if __name__ == "__main__":

@@ -150,9 +150,9 @@ class Telemetry:
     def sync(self, report: SyncReport) -> None:
         """A sync outside any step, that ended now."""
         self._note_mode(report)
-        self._trace_spans([_span_until_now(f"sync v{report.version}", _total_s(report))])
+        self._trace_spans([_span_until_now(f"sync v{report.version}", report.total_s)])
         self._console.print(
-            f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {_total_s(report):.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
+            f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {report.total_s:.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
         )
 
     def evaluation(self, evaluation: Evaluation) -> float:
@@ -196,7 +196,7 @@ class Telemetry:
                 "sync/mode": sync.mode,
                 "sync/bytes": sync.bytes,
                 "sync/canary_max_abs": sync.canary_max_abs,
-                "time/sync_s": _total_s(sync),
+                "time/sync_s": sync.total_s,
             }
             if sync.wire_gb_per_s is not None:
                 metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
@@ -246,11 +246,6 @@ def _progress_line(report: StepReport, metrics: Mapping[str, float | str], max_s
     if "time/sync_s" in metrics:
         parts.append(f"sync {metrics['time/sync_s']:.2f} s")
     return "  ".join([*parts, f"step {metrics['time/step_s']:.2f} s", f"v{report.weight_version}"])
-
-
-def _total_s(report: SyncReport) -> float:
-    """Of the receivers' phases; the sender's run beside them."""
-    return sum(seconds for phase, seconds in report.phase_s.items() if not phase.startswith("send_"))
 
 
 def _positions(algebra: BatchAlgebra) -> list[list[list[int]]]:

@@ -21,18 +21,32 @@ class Part(StrEnum):
 
 # The first prefix that fits. Qwen2.5-VL has one merger; Qwen3-VL has more, for the vision layers that it feeds into the first text layers.
 # A tied head has no name of its own and follows the embedding; so does an untied one by this table.
+# Behind `lm_head.`: what the files of a Qwen2.5-VL call what its parameters call `model.visual.` and `model.language_model.`.
 _PREFIXES = (
     ("model.visual.merger.", Part.ALIGNER),
     ("model.visual.deepstack_merger_list.", Part.ALIGNER),
     ("model.visual.", Part.VISION_TOWER),
     ("model.language_model.", Part.LANGUAGE_MODEL),
     ("lm_head.", Part.LANGUAGE_MODEL),
+    ("visual.merger.", Part.ALIGNER),
+    ("visual.", Part.VISION_TOWER),
+    ("model.embed_tokens.", Part.LANGUAGE_MODEL),
+    ("model.layers.", Part.LANGUAGE_MODEL),
+    ("model.norm.", Part.LANGUAGE_MODEL),
 )
 
 
+def find_part(name: str) -> Part | None:
+    """The part of the parameter that `named_parameters` of a Qwen2.5-VL or Qwen3-VL, adapters included, or a file of its checkpoint calls `name`.
+
+    None where neither has such a name.
+    """
+    return next((part for prefix, part in _PREFIXES if name.startswith(prefix)), None)
+
+
 def part_of(name: str) -> Part:
-    """The part of the parameter that `named_parameters` of a Qwen2.5-VL or Qwen3-VL calls `name`, adapters included."""
-    found = next((part for prefix, part in _PREFIXES if name.startswith(prefix)), None)
+    """As `find_part`, of a model that is known to be of these families."""
+    found = find_part(name)
     assert found is not None, f"{name} belongs to no part: learner/loading.py admits a model that learner/parts.py does not know"
     return found
 

@@ -89,7 +89,7 @@ class WeightSender:
         except WeightSyncError:
             self.close()
             raise
-        phase_s = {"gather": sealed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": sealed.verify_s}
+        phase_s = {"send_gather": sealed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": sealed.verify_s}
         return SendReport(bytes=terms.num_bytes, phase_s=phase_s)
 
     def close(self) -> None:

@@ -120,6 +120,11 @@ class SyncReport:
         return cls(reports[0].version, reports[0].bytes, phases, max(report.canary_max_abs for report in reports), mode=reports[0].mode)
 
     @property
+    def total_s(self) -> float:
+        """Of the engines' phases; the sender's (`send_...`) run beside them."""
+        return sum(seconds for phase, seconds in self.phase_s.items() if not phase.startswith("send_"))
+
+    @property
     def wire_gb_per_s(self) -> float | None:
         """What one actor received per second of the slowest actor's wire phase, in 1e9 bytes; None where nothing went over a wire."""
         return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None

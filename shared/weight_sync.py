@@ -117,7 +117,7 @@ class SendReport:
 
     bytes: int
     phase_s: dict[str, float]
-    """Seconds in `gather` (materialising the weights), `send_verify` (checksums), `send_rendezvous` (0 when the groups are kept) and `send_wire`."""
+    """Seconds in `send_gather` (materialising the weights), `send_verify` (checksums), `send_rendezvous` (0 when the groups are kept) and `send_wire`."""
 
 
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:

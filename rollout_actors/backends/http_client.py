@@ -22,7 +22,8 @@ from shared.errors import ConfigError, RolloutError
 T = TypeVar("T")
 
 SECTION = "rollout_matching.vllm.server"
-HEALTH = "/health/"
+HEALTH_ROUTES = {"rollmatch": "/health/", "vllm": "/health"}
+"""By `server.kind`. A stock server would only redirect from the other form."""
 POLL_S = 0.5
 """Between two questions whether a starting server is up."""
 WATCH_S = 10.0
@@ -45,6 +46,8 @@ class ServerAddress:
     timeout_s: float
     infer_timeout_s: float | None
     """None: no limit, and the server is watched instead."""
+    health_route: str
+    """What a server of this kind answers as soon as it is up."""
     token: str | None = field(default=None, repr=False)
 
 
@@ -59,7 +62,14 @@ def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
             )
     limit_s = section.infer_timeout_s
     return tuple(
-        ServerAddress(f"{SECTION}.servers[{index}]", entry.base_url, section.timeout_s, limit_s if limit_s is not None and limit_s > 0 else None, token)
+        ServerAddress(
+            f"{SECTION}.servers[{index}]",
+            entry.base_url,
+            section.timeout_s,
+            limit_s if limit_s is not None and limit_s > 0 else None,
+            HEALTH_ROUTES[section.kind],
+            token,
+        )
         for index, entry in enumerate(section.servers)
     )
 
@@ -84,9 +94,9 @@ class RefusedError(Exception):
 class HttpClient:
     """The calls to one server. Holds no connection."""
 
-    def __init__(self, name: str, address: ServerAddress, *, command: str, health: str = HEALTH, watch_s: float = WATCH_S) -> None:
-        """`name` is the server's among the rollout actors; `command` is how such a server is started, for messages; `health` is the route that is watched."""
-        self._health, self._watch_s = health, watch_s
+    def __init__(self, name: str, address: ServerAddress, *, command: str, watch_s: float = WATCH_S) -> None:
+        """`name` is the server's among the rollout actors; `command` is how such a server is started, for messages."""
+        self._health, self._watch_s = address.health_route, watch_s
         self.name, self.address = name, address
         self._command = command
         self._headers = {} if address.token is None else {"Authorization": f"Bearer {address.token}"}
@@ -96,7 +106,7 @@ class HttpClient:
         self._tls = httpx.create_ssl_context(trust_env=self._trust_env)
 
     async def wait_until_up(self) -> None:
-        """Ask `/health/` until it says yes. Raises RolloutError(phase="start") after the address's `timeout_s`, or at once where something else answers."""
+        """Ask its health route until it says yes. Raises RolloutError(phase="start") after `timeout_s`, or at once where something else answers."""
         deadline = time.monotonic() + self.address.timeout_s
         while True:
             try:
@@ -122,7 +132,7 @@ class HttpClient:
         return await self._call("POST", route, body, timeout_s)
 
     async def watched(self, work: Awaitable[T]) -> T:
-        """`work`, which has no limit of its own, for as long as the server answers `/health/`. Raises UnansweredError when it no longer does."""
+        """`work`, which has no limit of its own, for as long as the server answers its health route. Raises UnansweredError when it no longer does."""
         task = asyncio.ensure_future(work)
         watch = asyncio.create_task(self._watch())
         try:

@@ -52,7 +52,7 @@ class StockClient:
     """A `RolloutEngine`. Holds no connection; the door is shut while the server's weights are not this run's, or not verified."""
 
     def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
-        self._http = HttpClient(name, address, command=stock_command(expected, address.base_url), health="/health", watch_s=watch_s)
+        self._http = HttpClient(name, address, command=stock_command(expected, address.base_url), watch_s=watch_s)
         self._index, self._expected = index, expected
         self._engine = StockEngine(self._http, run=uuid.uuid4().hex[:8])
         # A group of its own: its workers' ranks begin behind the sender's.

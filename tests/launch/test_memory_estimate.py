@@ -3,9 +3,14 @@
 import pytest
 import torch
 from config_support import configuration
+from safetensors.torch import save_file
+from tiny_qwen import FAMILIES, make_stock_model
 
-from launch.memory_estimate import ModelShape, engine_estimate, learner_estimate, num_trainable, sequences_in_cache
+from launch.add_coord_tokens import AddOptions, make_coord_model
+from launch.machine import DeviceMemory, Needs
+from launch.memory_estimate import Estimate, ModelShape, engine_estimate, learner_estimate, num_trainable, sequences_in_cache, shared_device_estimate
 from learner.loading import load_model
+from rollout_actors.engine_settings import Device
 from shared.errors import ConfigError
 
 
@@ -19,6 +24,14 @@ def shape(demo_checkpoint):
     return ModelShape.read(demo_checkpoint)
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def stock(request, tmp_path_factory):
+    """A checkpoint of each family, with the tensor names of its own files."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_coord_model(AddOptions(model=make_stock_model(folder / "stock", request.param), out=folder / "model"))
+    return folder / "model"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -29,8 +42,8 @@ def shape(demo_checkpoint):
         {"model__adapter": {"kind": "dora", "rank": 4}},
     ],
 )
-def test_weights_gradients_and_optimizer_state_are_exact(config, shape, changes):
-    run = config(**changes)
+def test_weights_gradients_and_optimizer_state_are_exact(stock, tmp_path, changes):
+    run, shape = configuration(stock, tmp_path / "data", tmp_path / "run", **changes), ModelShape.read(stock)
     model = load_model(run, torch.device("cpu")).model
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert num_trainable(run, shape) == trained
@@ -75,3 +88,50 @@ def test_a_folder_that_holds_no_weights_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"model\.path: {tmp_path} cannot be read \(.*\); give a folder that save_pretrained wrote"):
         ModelShape.read(tmp_path)
+
+
+def test_a_model_of_another_family_is_refused_by_the_name_of_a_tensor(demo_checkpoint, tmp_path):
+    (tmp_path / "config.json").write_text((demo_checkpoint / "config.json").read_text())
+    save_file({"model.decoder.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.path: .* holds model\.decoder\.weight, which no Qwen2\.5-VL or Qwen3-VL has; choose"):
+        ModelShape.read(tmp_path)
+
+
+LEARNER = Estimate("learner rank", {"weights": 10, "master weights": 20, "gradients": 20, "optimizer": 40, "activations of a row of 9 tokens": 30})
+ENGINE = Estimate("engine device", {"weights": 10, "key-value cache": 50})
+OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("vllm", "offload", "total"),
+    [
+        ({"sleep": False}, {}, 180),  # everything at once
+        ({}, {}, 150),  # the engine sleeps while there are activations
+        ({}, OFFLOAD, 120),  # turns, of which learning is the larger
+        ({}, {**OFFLOAD, "offload_optimizer": False}, 150),  # full weights are read where they lie
+        ({}, {**OFFLOAD, "offload_model": False}, 120),
+        ({"kv_cache_memory_bytes": 1, "sleep": False}, OFFLOAD, 180),
+        ({}, {**OFFLOAD, "enabled": False}, 150),
+    ],
+)
+def test_a_learner_and_an_engine_on_one_gpu_need_the_most_that_either_leaves_there_beside_the_other(config, vllm, offload, total):
+    run = config(rollout_matching__vllm={"mode": "colocate", **vllm}, rollout_matching__offload=offload, stage2_ab__channel_b__enable_pipeline=False)
+    assert shared_device_estimate(run, LEARNER, ENGINE).total == total
+
+
+def test_what_a_gpu_cannot_hold_is_refused_together_where_it_is_shared_and_else_alone():
+    shared = Estimate("learner rank and engine on one GPU, while the engine works", {"weights": 150})
+    small, middle, large = (DeviceMemory(Device.CUDA, size) for size in (50, 130, 150))
+    together, apart = Needs(LEARNER, 1, ENGINE, 1, shared), Needs(LEARNER, 1, ENGINE, 1)
+    assert [problem.split(": ")[0] for problem in middle.problems(together)] == ["learner.gpus"]
+    assert "learner rank and engine on one GPU" in middle.problems(together)[0]
+    assert middle.problems(apart) == large.problems(together) == []
+    assert [problem.split(": ")[0] for problem in small.problems(apart)] == ["learner.gpus", "rollout_matching.vllm.kv_cache_memory_bytes"]
+    assert [problem.split(": ")[0] for problem in small.problems(Needs(LEARNER, 1))] == ["learner.gpus"]
+
+
+def test_on_cpu_all_processes_share_the_machine():
+    needs = Needs(LEARNER, 2, ENGINE, 3)
+    assert DeviceMemory(Device.CPU, 2 * 120 + 3 * 60).problems(needs) == []
+    (problem,) = DeviceMemory(Device.CPU, 2 * 120 + 3 * 60 - 1).problems(needs)
+    assert problem.startswith("cluster.address: the processes need about")

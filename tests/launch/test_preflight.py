@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from config_support import configuration
+from fastapi import FastAPI
+from server_support import serving
 
+from launch.machine import DeviceMemory
 from launch.path_checks import path_problems
 from launch.port_checks import port_problems, server_problems
 from launch.preflight import preflight
@@ -72,6 +75,17 @@ def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config):
     assert problem.endswith("launch it, check the address, or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf")
 
 
+@pytest.mark.parametrize(("kind", "route"), [("rollmatch", "/health/"), ("vllm", "/health")])
+def test_a_server_of_either_kind_that_is_up_is_no_problem(config, kind, route):
+    app = FastAPI(redirect_slashes=kind == "vllm")
+
+    @app.get(route)
+    def health() -> None: ...
+
+    with serving(app) as url:
+        assert list(server_problems(config(**in_server_mode(url, kind=kind)))) == []
+
+
 def test_a_group_port_that_is_taken_is_named(config):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
@@ -105,6 +119,12 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
 def test_a_cache_that_cannot_hold_one_sequence_is_refused(config):
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
     assert findings.problems == ["rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"]
+
+
+def test_a_cache_that_is_too_small_hides_no_other_lack_of_memory(config, monkeypatch):
+    monkeypatch.setattr("launch.preflight.device_memory", lambda device: DeviceMemory(device, 2**20))
+    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
+    assert [problem.split(": ")[0] for problem in findings.problems] == ["rollout_matching.vllm.kv_cache_memory_bytes", "cluster.address"]
 
 
 def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(demo_checkpoint, demo_data, tmp_path):

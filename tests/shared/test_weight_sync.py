@@ -166,6 +166,7 @@ def test_a_report_holds_both_sides_seconds() -> None:
     report = sync_weights(side, side)
     assert side.num_done == 1, "the learner ranks are told that the version is served"
     assert (report.version, report.phase_s) == (4, {"wire": 0.3, "send_rendezvous": 0.1, "send_wire": 0.2})
+    assert report.total_s == 0.3, "the sender's seconds run beside the receivers'"
 
 
 def test_when_both_fail_the_receivers_error_is_raised_from_the_senders() -> None:

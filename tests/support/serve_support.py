@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout_actors.backends.http_client import ServerAddress
+from rollout_actors.backends.http_client import HEALTH_ROUTES, ServerAddress
 from rollout_actors.backends.vllm_server import ServerClient, ServerEngine
 from rollout_actors.engine_settings import EngineSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -32,7 +32,7 @@ class ServeProcess:
     """What it wrote to its standard error."""
 
     def address(self, index: int = 0) -> ServerAddress:
-        return ServerAddress(f"rollout_matching.vllm.server.servers[{index}]", self.url, 120.0, None)
+        return ServerAddress(f"rollout_matching.vllm.server.servers[{index}]", self.url, 120.0, None, HEALTH_ROUTES["rollmatch"])
 
     def engine(self, name: str, expected: EngineSettings, index: int = 0) -> ServerEngine:
         return ServerEngine(name, self.address(index), index, expected)

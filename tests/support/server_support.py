@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
-from rollout_actors.backends.http_client import ServerAddress
+from rollout_actors.backends.http_client import HEALTH_ROUTES, ServerAddress
 from rollout_actors.engine_settings import Device, EngineSettings
 from rollout_actors.server.app import make_app
 from rollout_actors.server.service import Limits, RolloutService
@@ -129,7 +129,7 @@ def service(engine: Any, engine_settings: EngineSettings, *, max_request_bytes: 
 
 
 def address(url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None) -> ServerAddress:
-    return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, token)
+    return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, HEALTH_ROUTES["rollmatch"], token)
 
 
 @contextmanager
