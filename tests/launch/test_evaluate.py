@@ -20,6 +20,7 @@ from launch.report_folder import write_report
 from learner.heldout import HeldOut
 from learner.loading import load_tokens
 from learner.samples import load_samples
+from shared.config.checks import cross_check
 from shared.errors import ConfigError
 from shared.weight_sync import sync_weights
 
@@ -80,6 +81,33 @@ def test_the_runs_own_configuration_holds_with_the_changes_and_its_own_checkpoin
     options = EvaluateOptions(run=run, checkpoint=tmp_path / "later", name="mine")
     assert evaluation_config(options, []).model.path == str(tmp_path / "later")
     assert report_folder(config, options) == run / "evaluations" / "mine"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout_matching__vllm": {"mode": "colocate", "sync": {"transport": "inproc"}}, "stage2_ab__channel_b": {"enable_pipeline": False}},
+        {"rollout_matching__vllm": {"mode": "actors", "enable_lora": True, "sync": {"mode": "adapter"}}, "model__adapter": {"kind": "lora"}},
+        {
+            "learner__world_size": 2,
+            "training__per_device_train_batch_size": 1,
+            "training__effective_batch_size": 4,
+            "training__gradient_accumulation_steps": 2,
+            "stage2_ab__channel_b": {"rollouts_per_step": 8},
+            "training__packing_buffer": 4,
+        },
+    ],
+)
+def test_a_run_of_any_topology_is_evaluated_by_actors_that_serve_whole_weights(tmp_path, changes):
+    folder = tmp_path / "run"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "config.json").write_text("{}")
+    (folder / "config.json").write_text(configuration(tmp_path / "model", tmp_path / "data", folder, **changes).model_dump_json())
+    config = evaluation_config(EvaluateOptions(run=folder), [])
+    assert cross_check(config) == []
+    assert plan_placement(config, {"GPU": 8.0, "CPU": 8.0}, learns=False).transport == "nccl"
+    assert not config.rollout_matching.vllm.enable_lora
+    assert config.learner.world_size == 1
 
 
 def test_a_moved_run_is_read_where_it_is(run, tmp_path):
@@ -144,7 +172,7 @@ def test_real_engines_give_the_same_report_to_a_learner_and_to_the_command_on_an
     finally:
         learner.close()
     alone = LocalHeldOut(HeldOut.of(config, load_samples(config, config.data.val), load_tokens(config)), config.timeouts)
-    by_the_command = evaluate(alone, engine_pool.over("actor-0", "actor-2", round_capacity=4), 60, one_ahead)
+    by_the_command = evaluate(alone, engine_pool.over("actor-0", "actor-2", decode_batch_size=2), 60, one_ahead)
     assert by_the_command.scenes == in_training.scenes
     assert [scene.position for scene in in_training.scenes] == list(range(16))
     scores = [found.score for scene in in_training.scenes for found in scene.objects]
