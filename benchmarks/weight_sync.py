@@ -44,7 +44,7 @@ from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncRepo
 from shared.weight_sync import SendReport, sync_weights
 
 ROOT = Path(__file__).parent.parent
-TIMEOUTS = PoolTimeouts(start_s=240.0, generate_s=120.0, sync_phase_s=60.0)
+TIMEOUTS = PoolTimeouts.of_actors(start_s=240.0, generate_s=120.0, sync_phase_s=60.0)
 NUM_CANARY_TOKENS = 12
 NUM_GREEDY_TOKENS = 12
 CORRUPTED = "model.language_model.layers.1.mlp.gate_proj.weight"

@@ -19,9 +19,11 @@ from rollout_actors.backends.http_client import server_addresses
 from rollout_actors.backends.vllm_server import ServerEngine
 from rollout_actors.engine_actor import EngineActor, LocalEngine, MakeEngine
 from rollout_actors.engine_settings import engine_environment
-from rollout_actors.pool import ActorPool, PoolTimeouts
+from rollout_actors.pool import ActorPool, Limit, PoolTimeouts
 from shared.config import RunConfig
-from shared.config.derive import generates_in_ranks
+from shared.config.derive import generates_in_ranks, rank_name
+from shared.config.server import ServerSection
+from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError
 from shared.protocols import MakeBackend
 
@@ -58,7 +60,7 @@ class Cluster:
         self._ends.close()
 
     def start(self) -> tuple[RemoteLearner, Rollouts]:
-        """Place and start every learner rank and every engine at once.
+        """Place and start every learner rank and every engine at once; servers are waited for first.
 
         Raises:
             ConfigError: too few resources, or what the learner finds wrong with model and data.
@@ -69,7 +71,7 @@ class Cluster:
         group = self._reserve(placement)
         learner = self._place_learner(placement, group)
         if generates_in_ranks(config):
-            learner.start(config, _places(config, placement, ()), _make_backend(config, placement, max_images=self._max_images))
+            learner.start(config, _places(placement, ()), _make_backend(config, placement, max_images=self._max_images))
             return learner, RankRollouts(
                 learner,
                 num_ranks=config.learner.world_size,
@@ -80,7 +82,7 @@ class Cluster:
             pool = self._place_actors(placement, group)
             # The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created above, import vllm meanwhile.
             workers = len(placement.engines) * placement.devices_per_engine
-            learner.start(config, _places(config, placement, (ReceiverGroup(workers),)))
+            learner.start(config, _places(placement, (ReceiverGroup(workers),)))
             pool.start()
             return learner, pool
         pool = self._reach_servers(placement)
@@ -88,7 +90,7 @@ class Cluster:
         servers = config.rollout_matching.vllm.server
         assert servers is not None
         receivers = tuple(ReceiverGroup(devices, server.group_port) for devices, server in zip(pool.devices, servers.servers, strict=True))
-        learner.start(config, _places(config, placement, receivers))
+        learner.start(config, _places(placement, receivers))
         return learner, pool
 
     def start_actors(self) -> ActorPool:
@@ -103,7 +105,7 @@ class Cluster:
             self._create(
                 LearnerShell,
                 (),
-                name="learner" if len(placement.ranks) == 1 else f"learner-{rank}",
+                name=rank_name(rank, len(placement.ranks)),
                 resources=resources,
                 # Engines come first in the group.
                 group=_bundle(group, len(placement.engines) + rank),
@@ -125,7 +127,8 @@ class Cluster:
             )
             for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
-        timeouts = PoolTimeouts(config.timeouts.start_s, config.timeouts.generate_s, config.timeouts.sync_phase_s)
+        limits = config.timeouts
+        timeouts = PoolTimeouts.of_actors(start_s=limits.start_s, generate_s=limits.generate_s, sync_phase_s=limits.sync_phase_s)
         return self._pool(actors, names, timeouts, are_servers=False)
 
     def _reach_servers(self, placement: Placement) -> ActorPool:
@@ -135,13 +138,10 @@ class Cluster:
         names = [f"server-{index}" for index in range(len(section.servers))]
         engines = _server_engines(config, placement, names, max_images=self._max_images)
         actors = [
-            self._create(EngineActor, (engine,), name=f"rollout-server-{index}", resources={"CPU": 0.0, "GPU": 0.0}, group=None, environment={})
-            for index, engine in enumerate(engines)
+            self._create(EngineActor, (engine,), name=name, resources={"CPU": 0.0, "GPU": 0.0}, group=None, environment={})
+            for name, engine in zip(names, engines, strict=True)
         ]
-        limit_s = section.infer_timeout_s if section.infer_timeout_s is not None and section.infer_timeout_s > 0 else None
-        # A server is asked twice, then another one; its client keeps the limit of each call.
-        timeouts = PoolTimeouts(section.timeout_s + config.timeouts.start_s, limit_s and 4 * limit_s + 60.0, config.timeouts.sync_phase_s)
-        return self._pool(actors, names, timeouts, are_servers=True)
+        return self._pool(actors, names, server_timeouts(section, config.timeouts), are_servers=True)
 
     def _pool(self, actors: list[Any], names: list[str], timeouts: PoolTimeouts, *, are_servers: bool) -> ActorPool:
         size, ranks = self._config.rollout_matching.decode_batch_size, self._config.learner.world_size
@@ -168,19 +168,30 @@ class Cluster:
         group = placement_group(placement.bundles, strategy="PACK")
         self._ends.callback(remove_placement_group, group)
         if not group.wait(self._config.timeouts.start_s):
+            key = "rollout_matching.vllm.actors.num_actors" if placement.engines else "learner.world_size"
             raise ConfigError(
-                f"rollout_matching.vllm.actors.num_actors: the cluster has the resources, but in {self._config.timeouts.start_s:g} s (timeouts.start_s) "
+                f"{key}: the cluster has the resources, but in {self._config.timeouts.start_s:g} s (timeouts.start_s) "
                 f"no nodes had room for {placement.bundles}; "
                 "look at `ray status` for what other jobs hold, or lower what is asked for"
             )
         return group
 
 
+def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTimeouts:
+    """Of the pool over the servers, whose clients keep the limit of each call themselves. A server is asked twice, then another one."""
+    key, limit_s = "rollout_matching.vllm.server", section.infer_timeout_s
+    return PoolTimeouts(
+        start=Limit(section.timeout_s + timeouts.start_s, f"{key}.timeout_s + timeouts.start_s"),
+        generate=Limit(4 * limit_s + 60.0 if limit_s is not None and limit_s > 0 else None, f"4 x {key}.infer_timeout_s + 60"),
+        sync_phase=Limit(timeouts.sync_phase_s, "timeouts.sync_phase_s"),
+    )
+
+
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
 
 
-def _places(config: RunConfig, placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[LearnerPlace]:
+def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[LearnerPlace]:
     return [
         LearnerPlace(placement.transport, receivers if rank == 0 else (), device=placement.learner_device, rank=rank, world_size=len(placement.ranks))
         for rank in range(len(placement.ranks))
@@ -203,7 +214,7 @@ def _make_backend(config: RunConfig, placement: Placement, *, max_images: int) -
     if config.rollout_matching.rollout_backend == "hf":
         from rollout_actors.backends.hf import HFBackendSpec
 
-        return HFBackendSpec("learner", config.rollout_matching.decode_batch_size, config.rollout_matching.repeat_terminate.settings())
+        return HFBackendSpec(config.rollout_matching.decode_batch_size, config.rollout_matching.repeat_terminate.settings())
     from rollout_actors.backends.vllm_colocate import ColocatedSpec
 
-    return ColocatedSpec("learner", engine_settings(config, placement, max_images=max_images), sleep=config.rollout_matching.vllm.sleep)
+    return ColocatedSpec(engine_settings(config, placement, max_images=max_images), sleep=config.rollout_matching.vllm.sleep)

@@ -41,6 +41,21 @@ _DECIDED = {
 }
 """Keys of the configuration that this command sets itself."""
 
+_BY_ACTORS_ALONE: Mapping[str, Any] = {
+    # Whatever generated in the run: a checkpoint is evaluated by actors of this command's own, which serve it as it is.
+    "rollout_matching.rollout_backend": "vllm",
+    "rollout_matching.vllm.mode": "actors",
+    "rollout_matching.vllm.enable_lora": False,
+    "rollout_matching.vllm.sync.mode": "full",
+    "rollout_matching.vllm.sync.transport": "auto",
+    "model.adapter": None,
+    # Nobody learns: sizes that were right for the run's ranks must not contradict the only share of requests there is.
+    "learner.world_size": 1,
+    "training.effective_batch_size": None,
+    "training.packing": False,
+    "stage2_ab.channel_b.rollouts_per_step": None,
+}
+
 
 def _folder_name(name: str) -> str:
     if name != Path(name).name or name in ("", "..") or name.endswith(".partial"):
@@ -123,13 +138,8 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
         problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
     if problems:
         raise ConfigError(problems)
-    # Whatever generated in the run: a checkpoint is evaluated by actors of this command's own.
-    matching = config.rollout_matching
-    engines = matching.model_copy(update={"rollout_backend": "vllm", "vllm": matching.vllm.model_copy(update={"mode": "actors"})})
-    model = config.model.model_copy(update={"path": str(checkpoint), "adapter": None})
-    one_rank = config.learner.model_copy(update={"world_size": 1})
-    telemetry = config.telemetry.model_copy(update={"run_dir": options.run})
-    return with_absolute_paths(config.model_copy(update={"model": model, "rollout_matching": engines, "learner": one_rank, "telemetry": telemetry}))
+    decided = {"model.path": str(checkpoint), "telemetry.run_dir": str(options.run)}
+    return with_absolute_paths(load_run(options.run, {**changes, **_BY_ACTORS_ALONE, **decided}))
 
 
 def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:

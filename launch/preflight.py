@@ -24,7 +24,7 @@ from launch.port_checks import port_problems, server_problems
 from launch.version_checks import version_problems
 from rollout_actors.engine_settings import Device
 from shared.config import RunConfig, load_config
-from shared.config.derive import batch_algebra, engine_devices, generates_in_ranks
+from shared.config.derive import batch_algebra, engine_devices, generates_in_ranks, rank_name
 from shared.errors import ConfigError, RecordError
 
 
@@ -122,7 +122,7 @@ def _describe(config: RunConfig, placement: Placement, resources: Resources) -> 
     for index, engine in enumerate(placement.engines):
         lines.append(f"place     rollout-actor-{index}: {engine['GPU']:g} GPU, {engine['CPU']:g} CPU, an engine of {_devices(placement)}")
     for rank, resources_of_rank in enumerate(placement.ranks):
-        name = "learner" if len(placement.ranks) == 1 else f"learner-{rank}"
+        name = rank_name(rank, len(placement.ranks))
         beside = f", with an engine of {_devices(placement)} beside it" if generates_in_ranks(config) else ""
         lines.append(f"place     {name}: {resources_of_rank['GPU']:g} GPU, {resources_of_rank['CPU']:g} CPU{beside}")
     if (server := config.rollout_matching.vllm.server) and not placement.engines and not generates_in_ranks(config):

@@ -8,6 +8,7 @@ from typing import Any
 
 from learner.actor import RemoteLearner
 from shared.chunking import rank_rounds
+from shared.config.derive import rank_name
 from shared.rollouts import SyncReport, WeightOffer
 
 
@@ -17,14 +18,13 @@ class RankRollouts:
     def __init__(self, learner: RemoteLearner, *, num_ranks: int, devices_per_rank: int, decode_batch_size: int) -> None:
         self._learner = learner
         self._chunk = decode_batch_size * devices_per_rank
-        self._version = 0
-        self.names = tuple(f"learner-{rank}" for rank in range(num_ranks)) if num_ranks > 1 else ("learner",)
+        self.names = tuple(rank_name(rank, num_ranks) for rank in range(num_ranks))
         self.devices = (devices_per_rank,) * num_ranks
 
     @property
     def version(self) -> int:
         """The version that every rank's engine serves; 0 before the first sync."""
-        return self._version
+        return self._learner.received_version
 
     def split(self, requests: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
         """The rounds of a step, as few as the decode batches allow: `requests` are those of each learner rank."""
@@ -36,15 +36,4 @@ class RankRollouts:
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         """The slowest rank's report. The future fails with WeightSyncError."""
-        merged: Future[SyncReport] = Future()
-
-        def deliver(done: Future[list[SyncReport]]) -> None:
-            error = done.exception()
-            if error is not None:
-                merged.set_exception(error)
-                return
-            self._version = offer.version
-            merged.set_result(SyncReport.of_slowest(done.result()))
-
-        self._learner.receive_weights(offer).add_done_callback(deliver)
-        return merged
+        return self._learner.receive_weights(offer)

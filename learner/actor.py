@@ -123,6 +123,8 @@ class RemoteLearner:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="learner")
         self.num_threads = 0
         """Of torch in each rank's process, once they have started."""
+        self.received_version = 0
+        """Of the weights that the ranks' backends took last; 0 before the first sync."""
 
     def start(self, config: RunConfig, places: Sequence[LearnerPlace], make_backend: MakeBackend | None = None) -> None:
         """Returns when every rank has loaded model and data and, where there is one, its backend. Raises what a rank finds wrong with them."""
@@ -184,12 +186,19 @@ class RemoteLearner:
 
         return self._threads.submit(collect)
 
-    def receive_weights(self, offer: WeightOffer) -> Future[list[SyncReport]]:
-        """Each rank's backend takes the weights of its own learner."""
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        """Each rank's backend takes the weights of its own learner. The future holds the slowest one's report."""
         shared_offer = ray.put(offer)
         refs = [actor.receive_weights.remote(shared_offer) for actor in self._actors]
-        # The backend keeps a limit on each phase.
-        return self._threads.submit(self._wait, _Wait("receive_weights", 10 * self._timeouts.sync_phase_s, "10 x timeouts.sync_phase_s"), refs)
+        # A backend waits for nobody and keeps no limits of its own: this one bounds the whole sync.
+        call = _Wait("receive_weights", 10 * self._timeouts.sync_phase_s, "10 x timeouts.sync_phase_s")
+
+        def collect() -> SyncReport:
+            report = SyncReport.of_slowest(self._wait(call, refs))
+            self.received_version = offer.version
+            return report
+
+        return self._threads.submit(collect)
 
     def _whose(self, refs: list[Any], ref: Any) -> str:
         return "its" if len(self._actors) == 1 else f"rank {refs.index(ref)}'s"

@@ -23,6 +23,10 @@ class LearnerHost:
         require_offload(config, learner.loaded.device)
 
     @property
+    def name(self) -> str:
+        return self._learner.name
+
+    @property
     def model(self) -> Any:
         return self._learner.loaded.model
 

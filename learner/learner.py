@@ -48,7 +48,7 @@ from learner.weight_source import WeightSource
 from shared.canary import CanaryProbe
 from shared.chunking import rank_share
 from shared.config import RunConfig
-from shared.config.derive import resolved_sync_mode
+from shared.config.derive import rank_name, resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
 from shared.errors import ConfigError
@@ -59,7 +59,6 @@ from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
 from shared.weight_sync import SendReport
 
-TRACK = "learner"
 # Of the canary's response: enough to pass every layer and the head, little enough to cost one short prefill per sync.
 _CANARY_TOKENS = 32
 
@@ -78,7 +77,7 @@ class Learner:
         """
         self._config = config
         self._ranks = join_ranks(place, rendezvous, timeout_s=config.timeouts.learn_s, sums_in_backward=config.learner.parallel == "fsdp")
-        self._track = TRACK if place.rank == 0 else f"{TRACK}-{place.rank}"
+        self._track = rank_name(place.rank, place.world_size)
         self._loaded, self._parallel = load_parallel(config, torch.device(place.device), self._ranks)
         self._rules = target_rules(config)
         self._encoder = PromptEncoder(self._loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
@@ -208,6 +207,11 @@ class Learner:
             self._log.close()
 
     # What a backend in this process works with
+
+    @property
+    def name(self) -> str:
+        """Of this rank."""
+        return self._track
 
     @property
     def loaded(self) -> LoadedModel:

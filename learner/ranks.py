@@ -61,7 +61,7 @@ class Ranks(Protocol):
     def barrier(self) -> None: ...
 
     def of_phase(self, phase: str) -> Any:
-        """A context: errors that leave it say which rank they are of, and a lost or late peer is a CollectiveError."""
+        """A context: a LearnerError that leaves it says which rank it is of, other errors stay as they are, and a lost or late peer is a CollectiveError."""
         ...
 
     def take_times(self) -> list[Waited]:

@@ -1,4 +1,4 @@
-"""What the configuration says about one channel, as the values the learner computes with."""
+"""What the configuration says about targets and about one channel, as the values the learner computes with."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class WeightSender:
             late = f"not done with {num_receivers} receivers after timeouts.sync_phase_s = {self._timeout_s:g} s"
             what = late if isinstance(error, TimeoutError) else str(error)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)
-            raise WeightSyncError(f"{what}; check that every rollout actor is alive and reaches {addresses}", actor=LEARNER, phase=phase) from error
+            raise WeightSyncError(f"{what}; check that every rollout engine is alive and reaches {addresses}", actor=LEARNER, phase=phase) from error
 
 
 def _run(work: Callable[[], T], result: Future[T]) -> None:

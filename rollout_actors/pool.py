@@ -24,13 +24,26 @@ Round = list[list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class PoolTimeouts:
-    """Seconds, from the configuration's section `timeouts`."""
+class Limit:
+    """The longest that a wait may take, and what the configuration calls it."""
 
-    start_s: float
-    generate_s: float | None
+    seconds: float | None
     """None: the engines keep their own limit."""
-    sync_phase_s: float
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTimeouts:
+    """Of a pool's waits."""
+
+    start: Limit
+    generate: Limit
+    sync_phase: Limit
+
+    @classmethod
+    def of_actors(cls, *, start_s: float, generate_s: float, sync_phase_s: float) -> PoolTimeouts:
+        """The configuration's section `timeouts`."""
+        return cls(Limit(start_s, "timeouts.start_s"), Limit(generate_s, "timeouts.generate_s"), Limit(sync_phase_s, "timeouts.sync_phase_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +51,11 @@ class _Call:
     """One call to every actor that takes part: what to say when it does not end well."""
 
     phase: str
-    timeout_s: float | None
-    timeout_key: str
+    limit: Limit
     check: str
     error: type[Error]
     margin_s: float = 0.0
-    """Waited beyond the timeout, where the actor keeps the same timeout itself and can say more."""
+    """Waited beyond the limit, where the actor keeps the same timeout itself and can say more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +126,7 @@ class ActorPool:
 
         Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round.
         """
-        call = _Call("start", self._timeouts.start_s, "timeouts.start_s", "the actor's log for what it is loading, and the machine's free memory", RolloutError)
+        call = _Call("start", self._timeouts.start, "the actor's log for what it is loading, and the machine's free memory", RolloutError)
         self.devices = tuple(self._wait(call, [(name, actor.start.remote()) for name, actor in zip(self._names, self._actors, strict=True)]))
         try:
             self._chunk()
@@ -179,7 +191,7 @@ class ActorPool:
 
     def _collect(self, sent: list[_Sent], num_ranks: int) -> Round:
         check = "the actor's log, and whether max_new_tokens times the share fits the time"
-        call = _Call("generate", self._timeouts.generate_s, "timeouts.generate_s", check, RolloutError)
+        call = _Call("generate", self._timeouts.generate, check, RolloutError)
 
         def elsewhere(index: int) -> tuple[str, Any] | None:
             piece = sent[index].piece
@@ -203,7 +215,7 @@ class ActorPool:
         check = "that the learner and every other actor are alive"
         # Phase by phase over all actors: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
-            call = _Call(phase, self._timeouts.sync_phase_s, "timeouts.sync_phase_s", check, WeightSyncError, margin_s=2 * MARGIN_S)
+            call = _Call(phase, self._timeouts.sync_phase, check, WeightSyncError, margin_s=2 * MARGIN_S)
             answers = self._wait(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
         self._version = offer.version
         return SyncReport.of_slowest(answers)
@@ -211,23 +223,24 @@ class ActorPool:
     def _named(self) -> list[tuple[str, Any]]:
         return list(zip(self._names, self._actors, strict=True))
 
-    def _wait(self, call: _Call, answers: list[tuple[str, Any]], *, instead: Instead = lambda index: None) -> list[Any]:
-        """Every actor's answer, in order. The first failure ends the wait, whatever the others are doing, where `instead` has no other answer to wait for."""
+    def _wait(self, call: _Call, answers: list[tuple[str, Any]], *, instead: Instead | None = None) -> list[Any]:
+        """Every actor's answer, in order. The first failure ends the wait, whatever the others are doing, where `instead` gives no other answer to wait for."""
         answers = list(answers)
         values: dict[int, Any] = {}
-        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s + call.margin_s
+        limit = call.limit
+        deadline = None if limit.seconds is None else time.monotonic() + limit.seconds + call.margin_s
         while len(values) < len(answers):
             waiting = {answer: index for index, (_, answer) in enumerate(answers) if index not in values}
             ready, _ = ray.wait(list(waiting), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = ", ".join(answers[index][0] for index in waiting.values())
-                told = f"no answer from {late} after {call.timeout_key} = {call.timeout_s:g} s; check {call.check}"
+                told = f"no answer from {late} after {limit.key} = {limit.seconds:g} s; check {call.check}"
                 raise call.error(told, actor=answers[next(iter(waiting.values()))][0], phase=call.phase)
             index = waiting[ready[0]]
             try:
                 values[index] = _value(call, *answers[index])
             except RolloutError:
-                other = instead(index)
+                other = None if instead is None else instead(index)
                 if other is None:
                     raise
                 answers[index] = other

@@ -61,6 +61,11 @@ class BackendHost(Protocol):
     """What a learner rank offers to a backend that lives in its process (`hf`, and `vllm.mode: colocate`)."""
 
     @property
+    def name(self) -> str:
+        """Of the rank, and so of the backend in it (`Rollout.actor`)."""
+        ...
+
+    @property
     def model(self) -> Any:
         """transformers' model, as it is trained: an adapter is part of it."""
         ...

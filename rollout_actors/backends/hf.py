@@ -33,12 +33,11 @@ NO_STOP_TOKEN = -1
 class HFBackendSpec:
     """Makes an `HFBackend` in the learner's process."""
 
-    name: str
     decode_batch_size: int
     repeat_guard: RepeatGuardSettings | None = None
 
     def __call__(self, host: BackendHost) -> HFBackend:
-        return HFBackend(host, self.name, decode_batch_size=self.decode_batch_size, repeat_guard=self.repeat_guard)
+        return HFBackend(host, host.name, decode_batch_size=self.decode_batch_size, repeat_guard=self.repeat_guard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from rollout_actors.colocated_llm import ColocatedLLM
     from rollout_actors.surroundings import Surroundings
 
-COLOCATE_GPU_MEMORY_UTILIZATION = 0.45
-"""Of the device's memory, where none is configured: the learner has the rest."""
-
 T = TypeVar("T")
 
 
@@ -58,13 +55,12 @@ def _surroundings(settings: EngineSettings) -> Surroundings:
 class ColocatedSpec:
     """Makes a `ColocatedBackend` in the learner's process, and starts its engine."""
 
-    name: str
     settings: EngineSettings
     """Its transport is `inproc` on CPU, `ipc` on a GPU."""
     sleep: bool = True
 
     def __call__(self, host: BackendHost) -> ColocatedBackend:
-        backend = ColocatedBackend(host, self.name, self.settings, sleep=self.sleep)
+        backend = ColocatedBackend(host, host.name, self.settings, sleep=self.sleep)
         backend.start()
         return backend
 

@@ -153,6 +153,11 @@ def generates_in_ranks(run: RunConfig) -> bool:
     return run.rollout_matching.rollout_backend == "hf" or run.rollout_matching.vllm.mode == "colocate"
 
 
+def rank_name(rank: int, world_size: int) -> str:
+    """What a learner rank is called: its actor, its track on the timeline, and whatever generates in it."""
+    return "learner" if world_size == 1 else f"learner-{rank}"
+
+
 def engine_noun(run: RunConfig) -> str:
     return "engine" if generates_in_ranks(run) else "actor" if run.rollout_matching.vllm.mode == "actors" else "server"
 

@@ -5,9 +5,13 @@ from typing import Any
 import pytest
 from config_support import configuration
 
+from launch.cluster import server_timeouts
 from launch.placement import engine_settings, plan_placement
 from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
 from rollout_actors.engine_settings import Device
+from rollout_actors.pool import Limit
+from shared.config.server import ServerSection
+from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError
 
 GPUS = {"GPU": 4.0, "CPU": 16.0}
@@ -117,3 +121,12 @@ def test_an_engine_beside_the_learner_leaves_it_more_than_half_of_the_memory(con
     colocated = config(**COLOCATE)
     assert engine_settings(colocated, plan_placement(colocated, CPUS), max_images=1).gpu_memory_utilization == 0.45
     assert engine_settings(config(), plan_placement(config(), CPUS), max_images=1).gpu_memory_utilization == 0.85
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(30.0, 180.0), (None, None), (0.0, None)])
+def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(given, seconds):
+    servers = ({"base_url": "http://127.0.0.1:8000", "group_port": 0},)
+    section = ServerSection.model_validate({"servers": servers, "timeout_s": 240.0, "infer_timeout_s": given})
+    timeouts = server_timeouts(section, TimeoutsSection(start_s=300.0))
+    assert timeouts.start == Limit(540.0, "rollout_matching.vllm.server.timeout_s + timeouts.start_s")
+    assert timeouts.generate == Limit(seconds, "4 x rollout_matching.vllm.server.infer_timeout_s + 60")

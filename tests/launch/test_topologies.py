@@ -80,7 +80,7 @@ def test_two_learner_ranks_learn_what_one_does(job, actors_job):
     assert losses(two) == pytest.approx(losses(actors_job), rel=1e-4)
     assert [line["rollout/num"] for line in two.lines("metrics.jsonl")] == [12.0] * 3
     tracks = {event["args"]["name"] for event in json.loads((two.run_dir / "timeline.json").read_text()) if event["name"] == "thread_name"}
-    assert {"learner", "learner-1", "driver"} <= tracks
+    assert {"learner-0", "learner-1", "driver"} <= tracks
 
 
 class Server:

@@ -55,9 +55,10 @@ def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
 def test_a_learner_learns_from_its_own_rollouts(run: tuple[RunConfig, Learner]) -> None:
     """Prompts, versions and log-probabilities are compared on the way, as those of any engine are."""
     config, learner = run
-    backend = HFBackendSpec("learner", 3)(LearnerHost(config, learner))
+    backend = HFBackendSpec(3)(LearnerHost(config, learner))
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
     rollouts = backend.generate(learner.next_requests(plan))
+    assert {rollout.actor for rollout in rollouts} == {"learner"}
     assert {rollout.finish_reason for rollout in rollouts} <= {FinishReason.STOP, FinishReason.LENGTH}
     assert learner.loaded.model.training
     learner.accumulate(rollouts)

@@ -12,6 +12,7 @@ import torch
 
 from learner.place import LearnerPlace, ReceiverGroup
 from learner.rollout_log import read_step, step_path
+from shared.config.derive import rank_name
 from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
 from shared.reports import merge_reports
@@ -233,9 +234,14 @@ def test_each_rank_logs_its_own_samples_and_they_are_read_as_one_step(ddp, ddp_c
     assert [line["sample_id"] for line in lines] == [*ddp[0].sample_ids[1], *ddp[1].sample_ids[1]]
 
 
+def test_every_rank_has_a_name_of_its_own_and_one_alone_needs_no_number():
+    assert [rank_name(rank, 2) for rank in range(2)] == ["learner-0", "learner-1"]
+    assert rank_name(0, 1) == "learner"
+
+
 def test_every_rank_has_a_track_of_its_own_on_the_timeline(ddp):
     spans = merged(ddp)[1].spans
-    assert {span.track for span in spans} == {"nobody", "learner", "learner-1"}
-    for track in ("learner", "learner-1"):
+    assert {span.track for span in spans} == {"nobody", "learner-0", "learner-1"}
+    for track in ("learner-0", "learner-1"):
         assert {span.name for span in spans if span.track == track} == {"draw samples", "learn round", "finish step", "wait for ranks", "reduce gradients"}
     assert 0 < merged(ddp)[1].metrics["time/reduce_s"] <= merged(ddp)[1].metrics["time/learn_s"]

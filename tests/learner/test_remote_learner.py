@@ -10,6 +10,7 @@ from learner.actor import RemoteLearner
 from learner.place import LearnerPlace, ReceiverGroup
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError, WeightSyncError
+from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
 
 pytestmark = pytest.mark.ray
@@ -44,6 +45,9 @@ class Shell:
     def send_weights(self, offer):
         raise WeightSyncError("nobody came", actor="learner", phase="rendezvous")
 
+    def receive_weights(self, offer):
+        return SyncReport(offer.version, 10, {"load": 1.0}, 0.0)
+
 
 @pytest.fixture
 def learner(ray_cluster):
@@ -67,6 +71,13 @@ def test_an_answer_that_does_not_come_names_the_phase_the_key_and_what_to_check(
 def test_a_learner_whose_process_ended_is_reported(learner):
     with pytest.raises(LearnerError, match="finish_step on the learner: its process ended"):
         learner().finish_step()
+
+
+def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken(learner):
+    remote = learner()
+    assert remote.received_version == 0
+    assert remote.receive_weights(WeightOffer(3, "inproc", {}, None)).result(timeout=30).version == 3
+    assert remote.received_version == 3
 
 
 def test_a_failed_send_arrives_through_its_future(learner):

@@ -176,7 +176,7 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
     offer = sender.offer(1, CANARY)
     sender_warm_up()
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match=r"rendezvous on learner.*check that every rollout actor is alive") as caught:
+    with pytest.raises(WeightSyncError, match=r"rendezvous on learner.*check that every rollout engine is alive") as caught:
         sender.send(offer)
     assert time.monotonic() - started < 10
     assert (caught.value.actor, caught.value.phase) == ("learner", "rendezvous")

@@ -30,7 +30,10 @@ def make_pool(ray_cluster: None) -> Iterator[MakePool]:
         ray.get([actor.__ray_ready__.remote() for actor in actors])  # so that no limit counts the start of a process
         pools.append(
             ActorPool(
-                actors, names, PoolTimeouts(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s), **{"decode_batch_size": 2, "devices": (1, 1), **options}
+                actors,
+                names,
+                PoolTimeouts.of_actors(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s),
+                **{"decode_batch_size": 2, "devices": (1, 1), **options},
             )
         )
         return pools[-1]

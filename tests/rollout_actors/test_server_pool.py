@@ -34,7 +34,9 @@ def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
             names = [f"server-{index}" for index in range(len(urls))]
             specs = [ServerEngine(name, address(url, infer_timeout_s=None), index, expected) for index, (name, url) in enumerate(zip(names, urls, strict=True))]
             actors = [ray.remote(EngineActor).options(num_cpus=0).remote(spec) for spec in specs]
-            pool = ActorPool(actors, names, PoolTimeouts(60.0, 60.0, 10.0), decode_batch_size=2, are_servers=True, **options)
+            pool = ActorPool(
+                actors, names, PoolTimeouts.of_actors(start_s=60.0, generate_s=60.0, sync_phase_s=10.0), decode_batch_size=2, are_servers=True, **options
+            )
             ends.callback(pool.close)
             pool.start()
             return pool

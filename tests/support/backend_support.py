@@ -25,11 +25,16 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 class ModelHost:
     """`shared.protocols.BackendHost` over the small learner's model. Remembers when it was away."""
 
-    def __init__(self, learner: SmallLearner) -> None:
+    def __init__(self, learner: SmallLearner, name: str = "colocated") -> None:
         self._learner = learner
+        self._name = name
         self.is_away = False
         self.departures: list[bool] = []
         """Whether the model went along, each time."""
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     @property
     def model(self) -> Any:

@@ -30,7 +30,7 @@ from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest,
 from shared.weight_sync import SendReport
 
 SUPPORT = Path(__file__).parent
-TIMEOUTS = PoolTimeouts(start_s=240.0, generate_s=120.0, sync_phase_s=30.0)
+TIMEOUTS = PoolTimeouts.of_actors(start_s=240.0, generate_s=120.0, sync_phase_s=30.0)
 
 
 def engine_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
@@ -198,6 +198,9 @@ class SmallLearner:
 
     def sync_done(self) -> None:
         pass
+
+    def fall_back_to_full(self) -> None:
+        raise AssertionError("only full weights are offered")
 
     def close(self) -> None:
         self.sender.close()

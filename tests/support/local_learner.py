@@ -62,6 +62,9 @@ class LocalLearner:
     def sync_done(self) -> None:
         self.learner.sync_done()
 
+    def fall_back_to_full(self) -> None:
+        self.learner.fall_back_to_full()
+
     def _send(self, offer: WeightOffer) -> SendReport:
         report = self.learner.send_weights(offer)
         self.sent_s.append(time.time())

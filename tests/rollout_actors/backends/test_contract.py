@@ -62,7 +62,7 @@ def scripted(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
 def hf(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
     rows: list[int] = []
     hook = learner._model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
-    backend = HFBackendSpec("hf", BATCH, GUARD)(ModelHost(learner))
+    backend = HFBackendSpec(BATCH, GUARD)(ModelHost(learner, "hf"))
     yield UnderTest("hf", backend, learner, take_rows=partial(taken, rows), guard=GUARD)
     hook.remove()
 
@@ -75,7 +75,7 @@ def taken(rows: list[int]) -> list[int]:
 @contextmanager
 def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase_s)
-    backend = ColocatedSpec("colocated", colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(ModelHost(learner))
+    backend = ColocatedSpec(colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(ModelHost(learner))
     assert isinstance(backend, ColocatedBackend)
     llm = backend._llm._llm
     llm.collective_rpc("count_rows")

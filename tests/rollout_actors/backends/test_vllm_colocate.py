@@ -53,7 +53,7 @@ def host(learner: SmallLearner) -> ModelHost:
 def backend(learner: SmallLearner, host: ModelHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # a learner's; the engine has one
-    backend = ColocatedSpec("colocated", colocated_settings(demo_checkpoint))(host)
+    backend = ColocatedSpec(colocated_settings(demo_checkpoint))(host)
     yield backend
     backend.close()
     torch.set_num_threads(threads)
@@ -191,7 +191,7 @@ learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", r
 learner.learn(seed=1)
 if rank == 1:
     dist.new_group([0, 1])  # ranks do not have to load their engines at the same point
-backend = ColocatedSpec(f"beside-{rank}", colocated_settings(checkpoint))(ModelHost(learner))
+backend = ColocatedSpec(colocated_settings(checkpoint))(ModelHost(learner, f"beside-{rank}"))
 if rank == 0:
     dist.new_group([0, 1])
 summed()

@@ -45,7 +45,7 @@ def host(learner: SmallLearner) -> AdaptedHost:
 
 @pytest.fixture(scope="module")
 def backend(host: AdaptedHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
-    backend = ColocatedSpec("colocated", colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4))(host)
+    backend = ColocatedSpec(colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4))(host)
     yield backend
     backend.close()
 
