@@ -91,7 +91,11 @@ class BenchLearner:
         self.canary_s = 0.0
         self.tokens = tuple(torch.randint(300, (NUM_CANARY_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist())
         self.sender = WeightSender(
-            FullWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(num_engines),), timeout_s=TIMEOUTS.sync_phase_s, bucket_bytes=bucket_bytes
+            FullWeights(model),
+            transport="rollmatch_gloo",
+            receivers=(ReceiverGroup(num_engines),),
+            timeout_s=TIMEOUTS.sync_phase.seconds,
+            bucket_bytes=bucket_bytes,
         )
 
     def learn(self) -> None:

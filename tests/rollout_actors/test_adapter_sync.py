@@ -42,9 +42,9 @@ class AdaptedLearner(SmallLearner):
         self._trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         self._start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
         full = WeightSender(
-            weight_source(self._model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=TIMEOUTS.sync_phase_s, bucket_bytes=1 << 20
+            weight_source(self._model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=TIMEOUTS.sync_phase.seconds, bucket_bytes=1 << 20
         )
-        self.sender: Any = full if mode == "full" else AdapterSender(self._model, full, timeout_s=TIMEOUTS.sync_phase_s, falls_back=falls_back)
+        self.sender: Any = full if mode == "full" else AdapterSender(self._model, full, timeout_s=TIMEOUTS.sync_phase.seconds, falls_back=falls_back)
         self.spoil: Spoil | None = None
 
     def learn(self, seed: int) -> None:

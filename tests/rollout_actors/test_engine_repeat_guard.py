@@ -28,7 +28,7 @@ LONGEST = 48
 def guarded(ray_cluster: None, demo_checkpoint: Path) -> Iterator[Any]:
     """One more engine, with the guard, on the checkpoint's weights."""
     actor = create_actor("guarded", engine_settings(demo_checkpoint, repeat_guard=SETTINGS), 0)
-    assert ray.get(actor.start.remote(), timeout=TIMEOUTS.start_s) == 1
+    assert ray.get(actor.start.remote(), timeout=TIMEOUTS.start.seconds) == 1
     yield actor
     ray.kill(actor)
 

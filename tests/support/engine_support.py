@@ -122,7 +122,7 @@ class SmallLearner:
             FullWeights(self._model),
             transport="rollmatch_gloo",
             receivers=(ReceiverGroup(num_receivers),),
-            timeout_s=TIMEOUTS.sync_phase_s,
+            timeout_s=TIMEOUTS.sync_phase.seconds,
             bucket_bytes=1 << 20,
         )
         self._threads = ThreadPoolExecutor(1)

@@ -128,8 +128,8 @@ def service(engine: Any, engine_settings: EngineSettings, *, max_request_bytes: 
     return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=engine_settings, limits=limits)
 
 
-def address(url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None) -> ServerAddress:
-    return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, HEALTH_ROUTES["rollmatch"], token)
+def address(url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None, kind: str = "rollmatch") -> ServerAddress:
+    return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, HEALTH_ROUTES[kind], token)
 
 
 @contextmanager

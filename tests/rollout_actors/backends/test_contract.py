@@ -74,7 +74,7 @@ def taken(rows: list[int]) -> list[int]:
 
 @contextmanager
 def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase_s)
+    learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
     backend = ColocatedSpec(colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(ModelHost(learner))
     assert isinstance(backend, ColocatedBackend)
     llm = backend._llm._llm

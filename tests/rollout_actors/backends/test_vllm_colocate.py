@@ -38,7 +38,7 @@ def test_devices_as_given_and_a_refusal_of_more_than_there_are() -> None:
 @pytest.fixture(scope="module")
 def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
     learner = SmallLearner(demo_checkpoint, num_receivers=1)
-    learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase_s)
+    learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
     learner.learn(seed=1)
     yield learner
     learner.close()

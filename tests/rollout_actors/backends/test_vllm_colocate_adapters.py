@@ -32,8 +32,8 @@ class AdaptedHost(ModelHost):
 def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
     learner = SmallLearner(demo_checkpoint, num_receivers=1)
     apply_adapter(learner._model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path=str(demo_checkpoint), seed=3)
-    full = WeightSender(weight_source(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase_s)
-    learner.sender = AdapterSender(learner._model, full, timeout_s=TIMEOUTS.sync_phase_s, falls_back=True)
+    full = WeightSender(weight_source(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner.sender = AdapterSender(learner._model, full, timeout_s=TIMEOUTS.sync_phase.seconds, falls_back=True)
     yield learner
     learner.close()
 

@@ -146,7 +146,7 @@ def picture(mode: str, *, turned: bool = False) -> ImageRef:
 
 
 def client(url: str, expected: EngineSettings, **changes: Any) -> StockClient:
-    return StockClient("server-0", address(url, **changes), index=0, expected=expected)
+    return StockClient("server-0", address(url, kind="vllm", **changes), index=0, expected=expected)
 
 
 async def started(url: str, expected: EngineSettings, **changes: Any) -> StockClient:
@@ -357,7 +357,7 @@ class TestSync:
 
     def test_each_server_joins_its_own_group_at_rank_one(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         terms = Terms.of(offer(num_groups=2))
-        one = StockClient("server-1", address(url), index=1, expected=expected)
+        one = StockClient("server-1", address(url, kind="vllm"), index=1, expected=expected)
         asyncio.run(one.start())
         asyncio.run(synced(one, replace(an_offer(), rendezvous={"terms": terms})))
         (info,) = [body["init_info"] for route, body in server.asked if route == "/init_weight_transfer_engine"]
@@ -386,7 +386,7 @@ class TestSync:
 
 
 def test_a_spec_travels_to_an_actor_and_makes_a_client_there(url: str, expected: EngineSettings) -> None:
-    spec = StockServerEngine("server-0", address(url), 0, expected)
+    spec = StockServerEngine("server-0", address(url, kind="vllm"), 0, expected)
     assert asyncio.run(pickle.loads(pickle.dumps(spec))().start()) == 1
 
 
