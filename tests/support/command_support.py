@@ -64,6 +64,13 @@ class Command:
                 continue  # it ended while we looked
         return found
 
+    def process_called(self, text, timeout_s=60):
+        """A process with this in its command line, which Ray changes with every task."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := [pid for pid, line in self.processes().items() if line.startswith("ray::") and text in line]):
+            assert time.monotonic() < deadline, self.processes()
+        return found[-1]
+
     def assert_nothing_left(self, timeout_s=20):
         deadline = time.monotonic() + timeout_s
         while left := self.processes():
