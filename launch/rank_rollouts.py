@@ -34,6 +34,9 @@ class RankRollouts:
     def generate(self, round_: list[list[Any]]) -> Future[list[list[Any]]]:
         return self._learner.generate(round_)
 
+    def settle(self) -> None:
+        """Nothing to wait for: a rank generates and learns in turn."""
+
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         """The slowest rank's report. The future fails with WeightSyncError."""
         return self._learner.receive_weights(offer)

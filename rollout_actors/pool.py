@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -156,8 +156,13 @@ class ActorPool:
         self._round = self._threads.submit(self._collect, [self._send(piece) for piece in self._pieces(round_)], len(round_))
         return self._round
 
+    def settle(self) -> None:
+        """Wait for the round that is being generated, if there is one. Raises its RolloutError."""
+        if self._round is not None:
+            self._round.result()
+
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin one sync, behind the round that is being generated. The future fails with WeightSyncError naming phase and actor; the actors then serve no
+        """Begin one sync, nothing being generated. The future fails with WeightSyncError naming phase and actor; the actors then serve no
         rollouts."""
         return self._threads.submit(self._receive, offer)
 
@@ -208,9 +213,6 @@ class ActorPool:
         return [[one.rollouts for one in sent if one.piece.rank == rank] for rank in range(num_ranks)]
 
     def _receive(self, offer: WeightOffer) -> SyncReport:
-        if self._round is not None:
-            # Under max_staleness the next step's first round may still be running: it ends with the weights it began with.
-            wait([self._round])
         shared_offer = ray.put(offer)
         check = "that the learner and every other actor are alive"
         # Phase by phase over all actors: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.

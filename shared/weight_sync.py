@@ -186,6 +186,14 @@ class SendsWeights(Protocol):
 
 
 class TakesWeights(Protocol):
+    def settle(self) -> None:
+        """Return when nothing is being generated, within the limit that a round has. Raises RolloutError where that round failed.
+
+        Under `max_staleness` the next step's first round may still be running: it ends with the weights it began with, before anyone's limits of a
+        sync begin to count.
+        """
+        ...
+
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]: ...
 
 
@@ -195,6 +203,7 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     Where the learner offers its adapter and that fails in any way, a full sync takes its place, now and for the rest of the run, if the configuration
     permits it (DESIGN 5, decision 20).
     """
+    rollouts.settle()
     offer = learner.offer_weights()
     reason = offer.fell_back
     if offer.transport == ADAPTER_TRANSPORT:

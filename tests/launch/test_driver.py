@@ -52,7 +52,7 @@ class Rollouts:
     """The driver's view of rollout actors: rounds of fixed latency in virtual time. One learner rank, so that every list of ranks holds one."""
 
     def __init__(self, world, round_size):
-        self.world, self.round_size = world, round_size
+        self.world, self.round_size, self.round = world, round_size, None
 
     @property
     def version(self):
@@ -65,7 +65,12 @@ class Rollouts:
     def generate(self, round_):
         (requests,) = round_
         self.world.note("submit", tuple(requests), self.world.version)
-        return Round(self.world, requests)
+        self.round = Round(self.world, requests)
+        return self.round
+
+    def settle(self):
+        if self.round is not None:
+            self.world.now = max(self.world.now, self.round.end)
 
     def receive_weights(self, offer):
         self.world.version = offer.version

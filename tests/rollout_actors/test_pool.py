@@ -113,8 +113,15 @@ def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wan
 def test_a_sync_waits_for_the_round_that_is_being_generated(make_pool: MakePool) -> None:
     pool = make_pool("generate", "slow")
     waiting = pool.generate(refs(2))
-    pool.receive_weights(offer(1)).result()
+    pool.settle()
     assert waiting.done()
+
+
+def test_a_round_that_failed_is_raised_before_a_sync_begins(make_pool: MakePool) -> None:
+    pool = make_pool("generate", "fail")
+    pool.generate(refs(2))
+    with pytest.raises(RolloutError, match="told to fail"):
+        pool.settle()
 
 
 def test_a_sync_raises_the_version_and_reports_the_slowest_actor(make_pool: MakePool) -> None:

@@ -25,7 +25,7 @@ class Side:
 
     def __init__(self, sent: SendReport | Exception | None, received: SyncReport | Exception | None) -> None:
         self._sent, self._received = sent, received
-        self.num_done = 0
+        self.num_done = self.num_settled = 0
 
     def offer_weights(self) -> WeightOffer:
         return WeightOffer(4, "rollmatch_gloo", {"terms": TERMS}, None)
@@ -36,7 +36,11 @@ class Side:
     def sync_done(self) -> None:
         self.num_done += 1
 
+    def settle(self) -> None:
+        self.num_settled += 1
+
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        assert self.num_settled, "a sync begins when nothing is being generated"
         return self._future(self._received)
 
     @staticmethod

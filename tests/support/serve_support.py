@@ -89,6 +89,9 @@ class ServerPool:
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         return asyncio.run(self._client.generate(requests))
 
+    def settle(self) -> None:
+        """Nothing is generated beside a sync here."""
+
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         return self._thread.submit(lambda: asyncio.run(self._receive(offer)))
 
