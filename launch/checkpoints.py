@@ -14,10 +14,11 @@ from shared.config import RunConfig
 from shared.errors import StorageError
 
 INTERRUPTED_S = 60.0
-"""Longest time for saving the weights of a run that is being ended."""
+"""Longest time for what the learner is doing when a run is being ended, and again for saving its weights."""
 
 
 class SavesWeights(Protocol):
+    def num_updates(self, *, timeout_s: float) -> int: ...
     def save(self, folder: Path, *, timeout_s: float | None = None) -> None: ...
 
 
@@ -34,11 +35,9 @@ class Checkpoints:
         self._shelf = CheckpointShelf(config.checkpoint, self._run_dir / "checkpoints")
         self._others: list[dict[str, object]] = []
         """Of the index: those that no later one takes the place of."""
-        self._num_steps = 0
 
     def after_step(self, num_steps: int) -> None:
         """`num_steps` updates are done. StorageError where a checkpoint cannot be written; the older ones are still there then."""
-        self._num_steps = num_steps
         self._carry_out(self._shelf.after_step(num_steps))
 
     def after_report(self, num_steps: int, f1: float) -> None:
@@ -56,10 +55,15 @@ class Checkpoints:
         try:
             yield
         except KeyboardInterrupt:
-            if self._config.checkpoint.save_on_interrupt and self._num_steps:
-                folder = self._run_dir / f"checkpoint_interrupted_{self._num_steps:06d}"
-                self._save_for_good(folder, self._num_steps, "interrupted", timeout_s=INTERRUPTED_S)
+            if self._config.checkpoint.save_on_interrupt:
+                self._save_interrupted()
             raise
+
+    def _save_interrupted(self) -> None:
+        # Asked, not counted here: the learner may have finished an update that nobody has heard of yet.
+        num_updates = self._learner.num_updates(timeout_s=INTERRUPTED_S)
+        if num_updates:
+            self._save_for_good(self._run_dir / f"checkpoint_interrupted_{num_updates:06d}", num_updates, "interrupted", timeout_s=INTERRUPTED_S)
 
     def _carry_out(self, change: Change) -> None:
         if change.save is not None:

@@ -84,6 +84,9 @@ class LearnerShell:
     def save(self, folder: Path) -> None:
         self._learner.save(folder)
 
+    def num_updates(self) -> int:
+        return self._learner.num_updates
+
     def generate(self, *requests: RolloutRequest) -> tuple[Share, int]:
         """As `EngineActor.generate`, by the backend beside the learner."""
         assert self._backend is not None, "this rank was started without a backend"
@@ -167,6 +170,11 @@ class RemoteLearner:
 
     def fall_back_to_full(self) -> None:
         self._learn("fall_back_to_full", lambda rank: self._actors[rank].fall_back_to_full.remote())
+
+    def num_updates(self, *, timeout_s: float) -> int:
+        """Finished updates, once the ranks have done whatever they are doing."""
+        counts = self._all("num_updates", timeout_s, "the limit of an interrupted run", lambda rank: self._actors[rank].num_updates.remote())
+        return max(counts)
 
     def save(self, folder: Path, *, timeout_s: float | None = None) -> None:
         """Behind whatever the ranks are doing; None: timeouts.learn_s for both."""

@@ -106,6 +106,8 @@ class Learner:
         # The learner's fixed sequence: it proves a sync, and a rank without a row of its own computes it beside the others' rows.
         self._fixed = Segment(0, self._encoder.encode(self._train[0]), ground_truth_target(self._train[0], self._loaded.codec, self._rules), 0, None)
         self._version = 0
+        self.num_updates = 0
+        """Finished updates: what the weights are of."""
         self._steps: deque[StepInProgress] = deque()
         with self._ranks.of_phase("start"):
             self._require_same_start()
@@ -148,6 +150,7 @@ class Learner:
             denominator = self._ranks.sum(step.tally.num_segments) if self._rows.carries else step.plan.num_samples
             update = self._updater.update(step.plan.step, denominator)
             step.mark("finish step", started_s)
+            self.num_updates = step.plan.step + 1
             self._steps.popleft()
             if self._steps:
                 self._begin_log()
