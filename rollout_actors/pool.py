@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from shared.chunking import chunk_size, rank_rounds, split_over
-from shared.errors import ConfigError, RolloutError, WeightSyncError
+from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync import MARGIN_S, SyncPhase
 
@@ -109,7 +109,8 @@ class ActorPool:
         Args:
             decode_batch_size: most requests that one rollout device decodes at a time.
             devices: rollout devices of each actor's engine; None: they are asked at the start.
-            are_servers: each engine is a server launched elsewhere: requests that it failed to answer are sent once more, to the next one.
+            are_servers: each engine is a server launched elsewhere: requests that could not be brought to it (UnreachableError) are sent once more, to the
+                next one.
         """
         self._names, self._actors = tuple(names), tuple(actors)
         self._timeouts = timeouts
@@ -241,7 +242,7 @@ class ActorPool:
             index = waiting[ready[0]]
             try:
                 values[index] = _value(call, *answers[index])
-            except RolloutError:
+            except UnreachableError:
                 other = None if instead is None else instead(index)
                 if other is None:
                     raise

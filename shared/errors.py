@@ -62,6 +62,18 @@ def _rollout_error(message: str, actor: str, phase: str) -> RolloutError:
     return RolloutError(message, actor=actor, phase=phase)
 
 
+class UnreachableError(RolloutError):
+    """A rollout server that could not be reached, or failed at what it was asked, however often: another one may be asked the same. What a server
+    *answers* and contradicts the run is a plain RolloutError, and would be no better elsewhere."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _unreachable_error, (self.message, self.actor, self.phase)
+
+
+def _unreachable_error(message: str, actor: str, phase: str) -> UnreachableError:
+    return UnreachableError(message, actor=actor, phase=phase)
+
+
 class WeightSyncError(RuntimeError):
     """A weight transfer failed or could not be verified.
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from shared.config.server import ServerSection, is_loopback
-from shared.errors import ConfigError, RolloutError
+from shared.errors import ConfigError, RolloutError, UnreachableError
 
 T = TypeVar("T")
 
@@ -146,7 +146,8 @@ class HttpClient:
             watch.cancel()
 
     async def asked_twice(self, ask: Callable[[], Awaitable[T]]) -> tuple[T, int]:
-        """What `ask` gives, and how many failures came before it (`Rollout.attempt`). Raises RolloutError(phase="generate") with the server's URL."""
+        """What `ask` gives, and how many failures came before it (`Rollout.attempt`). Raises RolloutError(phase="generate") with the server's
+        URL: an UnreachableError where the server did not answer or failed, and another one may be asked."""
         for attempt in range(TRIES):
             try:
                 return await ask(), attempt
@@ -156,7 +157,8 @@ class HttpClient:
                 last: Exception = error
             except UnansweredError as error:
                 last = error
-        raise self.error(f"failed {TRIES} times, last with: {last}; check the server's own output", "generate") from last
+        told = self.named(f"failed {TRIES} times, last with: {last}; check the server's own output")
+        raise UnreachableError(told, actor=self.name, phase="generate") from last
 
     def error(self, message: str, phase: str) -> RolloutError:
         return RolloutError(self.named(message), actor=self.name, phase=phase)

@@ -9,13 +9,13 @@ from typing import Any
 
 import ray
 
-from shared.errors import RolloutError, WeightSyncError
+from shared.errors import RolloutError, UnreachableError, WeightSyncError
 from shared.rollouts import RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
 
 class FakeActor:
-    """`trouble` is `slow`, `sleep`, `die`, `fail` or nothing, in `phase`: `start`, `generate` or one of a sync."""
+    """`trouble` is `slow`, `sleep`, `die`, `fail`, `unreachable` or nothing, in `phase`: `start`, `generate` or one of a sync."""
 
     def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
         self._name, self._phase, self._trouble = name, phase, trouble
@@ -43,6 +43,8 @@ class FakeActor:
                 await asyncio.sleep(3600)
             case "die":
                 os._exit(1)
+            case "unreachable":
+                raise UnreachableError("gone", actor=self._name, phase=phase)
             case "fail" if phase in ("start", "generate"):
                 raise RolloutError("told to fail", actor=self._name, phase=phase)
             case "fail":
