@@ -97,5 +97,5 @@ def test_a_prompt_too_long_for_the_engine_names_the_actor_and_the_sample(engine_
 
 
 def test_a_share_without_requests_makes_no_call(engine_pool: EnginePool) -> None:
-    assert engine_pool.pool.generate([]).result() == []
+    assert engine_pool.pool.generate([[]]).result() == [[]]
     assert ray.get(engine_pool.actors["actor-0"].generate.options(num_returns=2).remote()[1]) == 0
