@@ -28,7 +28,7 @@ from shared.errors import WeightSyncError
 from shared.rollouts import WeightOffer
 from shared.weight_sync import sync_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray]
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra, pytest.mark.ray]
 
 Spoil = Callable[[AdapterTerms], AdapterTerms]
 

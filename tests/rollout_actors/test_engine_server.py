@@ -21,7 +21,7 @@ from shared.errors import RolloutError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.weight_sync import sync_weights
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 
 @pytest.fixture(scope="module")

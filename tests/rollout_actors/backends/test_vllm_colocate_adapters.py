@@ -20,7 +20,7 @@ from shared.adapter_terms import AdapterTerms
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 
 class AdaptedHost(ModelHost):
