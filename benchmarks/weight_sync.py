@@ -34,7 +34,7 @@ from launch.make_demo_model import make_config, make_processor, make_tokenizer
 from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
-from rollout_actors.engine_actor import EngineActor, LocalEngine
+from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
@@ -234,7 +234,7 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
     environment = engine_environment(settings) | {"PYTHONPATH": str(ROOT)}
     make_actor = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": environment})
     names = [f"engine-{i}" for i in range(options.engines)]
-    actors = [make_actor.remote(LocalEngine(name, settings, i)) for i, name in enumerate(names)]
+    actors = [make_actor.remote(VllmEngineSpec(name, settings, i)) for i, name in enumerate(names)]
     pool = ActorPool(actors, names, TIMEOUTS, decode_batch_size=4)
     pool.start()
     sync_weights(learner, pool)  # opens the group

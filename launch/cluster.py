@@ -17,7 +17,7 @@ from learner.actor import LearnerShell, RemoteLearner
 from learner.place import LearnerPlace, ReceiverGroup
 from rollout_actors.backends.http_client import server_addresses
 from rollout_actors.backends.vllm_server import ServerEngine
-from rollout_actors.engine_actor import EngineActor, LocalEngine, MakeEngine
+from rollout_actors.engine_actor import EngineActor, MakeEngine, VllmEngineSpec
 from rollout_actors.engine_settings import engine_environment
 from rollout_actors.pool import ActorPool, Limit, PoolTimeouts
 from shared.config import RunConfig
@@ -123,7 +123,7 @@ class Cluster:
         environment = engine_environment(settings)
         actors = [
             self._create(
-                EngineActor, (LocalEngine(name, settings, index),), name=name, resources=resources, group=_bundle(group, index), environment=environment
+                EngineActor, (VllmEngineSpec(name, settings, index),), name=name, resources=resources, group=_bundle(group, index), environment=environment
             )
             for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
@@ -200,7 +200,7 @@ def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[
 
 def _server_engines(config: RunConfig, placement: Placement, names: list[str], *, max_images: int) -> list[MakeEngine]:
     """What reaches each server. Raises ConfigError where the token is not there."""
-    from rollout_actors.backends.vllm_serve import StockServerEngine
+    from rollout_actors.backends.stock_client import StockServerEngine
 
     section = config.rollout_matching.vllm.server
     assert section is not None

@@ -14,14 +14,14 @@ from shared.schedule import RunSchedule, StepPlan
 from shared.weight_sync import SendsWeights, TakesWeights, sync_weights
 
 
-class HoldsOut(Protocol):
+class HasHeldOut(Protocol):
     """Who has the held-out samples. Requests and rollouts are references, those of each learner rank in a list of its own."""
 
     def held_out_requests(self, step: int) -> list[list[Any]]: ...
     def score(self, done: list[list[Any]]) -> list[Scene]: ...
 
 
-class DrivesLearner(HoldsOut, SendsWeights, Protocol):
+class DrivesLearner(HasHeldOut, SendsWeights, Protocol):
     """The learner as the driver sees it; requests and rollouts are references, by learner rank."""
 
     def next_requests(self, plan: StepPlan) -> list[list[Any]]: ...
@@ -68,7 +68,7 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
         report(schedule.max_steps)
 
 
-def evaluate(held_out: HoldsOut, rollouts: DrivesRollouts, step: int, queue: Queue) -> Evaluation:
+def evaluate(held_out: HasHeldOut, rollouts: DrivesRollouts, step: int, queue: Queue) -> Evaluation:
     """What the engines find on the held-out samples with the weights that they serve now."""
     scenes: list[Scene] = []
     started_s = time.monotonic()

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 
-from rollout_actors.backends.http_client import HttpClient, RefusedError, UnansweredError, server_addresses
+from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError, server_addresses
 from shared.config import RunConfig
 from shared.config.server import ServerSection
 
@@ -35,7 +35,7 @@ def server_problems(config: RunConfig) -> Iterator[str]:
                 f"{path} does not answer ({error}); launch it, check the address, "
                 "or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
             )
-        except RefusedError as error:
+        except HttpStatusError as error:
             yield f"{path} answers {error.status} to {address.health_route}; look at the server's output, and at {_SERVERS.rpartition('.')[0]}.token_env"
 
 

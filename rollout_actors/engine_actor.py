@@ -1,4 +1,4 @@
-"""The Ray shell of one rollout engine: `ray.remote(EngineActor).options(...).remote(LocalEngine(name, settings, index))`.
+"""The Ray shell of one rollout engine: `ray.remote(EngineActor).options(...).remote(VllmEngineSpec(name, settings, index))`.
 
 Where the engine is one of this machine's, the actor's `runtime_env` must carry `engine_environment(settings)`: the variables have to be there before
 vllm is imported, and reach its children.
@@ -24,7 +24,7 @@ MakeEngine = Callable[[], RolloutEngine]
 
 
 @dataclass(frozen=True, slots=True)
-class LocalEngine:
+class VllmEngineSpec:
     """Makes a vLLM engine in the process that calls it."""
 
     name: str

@@ -78,7 +78,7 @@ class UnansweredError(Exception):
     """No connection, a broken one, no answer in time, or a server that fell silent: the call may be tried again."""
 
 
-class RefusedError(Exception):
+class HttpStatusError(Exception):
     """An answer that says no. `body` is its JSON, or its text where it is none."""
 
     def __init__(self, status: int, body: Any) -> None:
@@ -114,7 +114,7 @@ class HttpClient:
                 return
             except UnansweredError as error:
                 last = str(error)
-            except RefusedError as error:
+            except HttpStatusError as error:
                 if error.status not in NOT_YET:
                     raise self.error(f"answers {self._health} with {error}, so it is no rollout server; {self._remedy()}", "start") from error
                 last = str(error)
@@ -124,11 +124,11 @@ class HttpClient:
             await asyncio.sleep(POLL_S)
 
     async def get(self, route: str, *, timeout_s: float | None) -> bytes:
-        """The answer's body. Raises UnansweredError and RefusedError."""
+        """The answer's body. Raises UnansweredError and HttpStatusError."""
         return await self._call("GET", route, None, timeout_s)
 
     async def post(self, route: str, body: bytes, *, timeout_s: float | None) -> bytes:
-        """The answer's body; `body` is JSON. Cancelling it closes the connection. Raises UnansweredError and RefusedError."""
+        """The answer's body; `body` is JSON. Cancelling it closes the connection. Raises UnansweredError and HttpStatusError."""
         return await self._call("POST", route, body, timeout_s)
 
     async def watched(self, work: Awaitable[T]) -> T:
@@ -151,7 +151,7 @@ class HttpClient:
         for attempt in range(TRIES):
             try:
                 return await ask(), attempt
-            except RefusedError as error:
+            except HttpStatusError as error:
                 if not error.may_be_tried_again:
                     raise self.error(f"refused the call: {error}", "generate") from error
                 last: Exception = error
@@ -178,7 +178,7 @@ class HttpClient:
         except httpx.HTTPError as error:
             raise UnansweredError(f"{route}: {type(error).__name__}: {error}".rstrip(": ")) from error
         if not answer.is_success:
-            raise RefusedError(answer.status_code, _content(answer))
+            raise HttpStatusError(answer.status_code, _content(answer))
         return answer.content
 
     def _connect(self) -> httpx.AsyncClient:
@@ -190,7 +190,7 @@ class HttpClient:
             await asyncio.sleep(self._watch_s)
             try:
                 await self.get(self._health, timeout_s=self.address.timeout_s)
-            except RefusedError as error:
+            except HttpStatusError as error:
                 raise UnansweredError(f"{self._health}: {error}") from error
 
     def _remedy(self) -> str:

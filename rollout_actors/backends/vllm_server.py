@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollout_actors.backends.http_client import WATCH_S, HttpClient, RefusedError, ServerAddress, UnansweredError
+from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError
+from rollout_actors.backends.server_command import serve_command
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.server import wire
-from rollout_actors.server.command import serve_command
+from rollout_actors.server import messages
 from shared.errors import WeightSyncError
 from shared.protocols import RolloutEngine
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -52,11 +52,11 @@ class ServerClient:
     async def start(self) -> int:
         """Waits for the server. Returns its rollout devices. Raises RolloutError also where the server does not suit the run."""
         await self._http.wait_until_up()
-        info = await self._ask(wire.ServerInfo, "/info/")
+        info = await self._ask(messages.ServerInfo, "/info/")
         problems = list(disagreements(info, self._expected))
         if problems:
             raise self._http.error(f"does not suit the run: {'; '.join(problems)}. All of it: `{self._command}`", "start")
-        world_size = (await self._ask(wire.WorldSize, "/get_world_size/")).world_size
+        world_size = (await self._ask(messages.WorldSize, "/get_world_size/")).world_size
         self._version = info.version
         return world_size
 
@@ -64,11 +64,11 @@ class ServerClient:
         """One `/infer/`; where it fails or takes too long, one more with the same seeds."""
         if not requests:
             return []
-        call = wire.InferCall(requests=tuple(requests), seed=requests[0].seed, run=self._run, version=self._version)
+        call = messages.InferCall(requests=tuple(requests), seed=requests[0].seed, run=self._run, version=self._version)
         LOG.info("%s/infer/ step %d, %d requests, seed %d", self._http.address.base_url, requests[0].step, len(requests), call.seed)
         body = call.body()
         answer, attempt = await self._http.asked_twice(lambda: self._infer(body))
-        rollouts = self._read(wire.InferAnswer, answer, "generate").rollouts
+        rollouts = self._read(messages.InferAnswer, answer, "generate").rollouts
         if [(rollout.step, rollout.position) for rollout in rollouts] != [(request.step, request.position) for request in requests]:
             raise self._http.error(f"answered {len(rollouts)} rollouts that are not those of the {len(requests)} requests, in their order", "generate")
         return [replace(rollout, actor=self._http.name, attempt=attempt) for rollout in rollouts]
@@ -84,15 +84,15 @@ class ServerClient:
         try:
             answer = await self._http.post(
                 "/init_communicator/" if is_rendezvous else f"/sync/{phase}/",
-                wire.SyncCall.of(phase, offer, self._run).body(),
+                messages.SyncCall.of(phase, offer, self._run).body(),
                 timeout_s=min(limit_s, self._http.address.timeout_s) if is_rendezvous else limit_s,
             )
         except UnansweredError as error:
             raise self._sync_error(f"{error}; check that the server is alive, and that it reaches the learner's node", phase) from error
-        except RefusedError as error:
+        except HttpStatusError as error:
             raise self._refused(error, phase) from error
         try:
-            report = wire.read(wire.SyncAnswer, answer).report
+            report = messages.read(messages.SyncAnswer, answer).report
         except ValueError as error:
             raise self._sync_error(f"answered something else: {error}", phase) from error
         if phase is SyncPhase.CANARY:
@@ -118,21 +118,21 @@ class ServerClient:
         call = self._http.post("/infer/", body, timeout_s=limit_s)
         return await (call if limit_s is not None else self._http.watched(call))
 
-    async def _ask(self, form: type[wire.M], route: str) -> wire.M:
+    async def _ask(self, form: type[messages.M], route: str) -> messages.M:
         try:
             return self._read(form, await self._http.get(route, timeout_s=self._http.address.timeout_s), "start")
-        except (UnansweredError, RefusedError) as error:
+        except (UnansweredError, HttpStatusError) as error:
             raise self._http.error(f"does not tell {route}: {error}; is it `{self._command}`?", "start") from error
 
-    def _read(self, form: type[wire.M], body: bytes, phase: str) -> wire.M:
+    def _read(self, form: type[messages.M], body: bytes, phase: str) -> messages.M:
         try:
-            return wire.read(form, body)
+            return messages.read(form, body)
         except ValueError as error:
             raise self._http.error(f"answered something else: {error}; is it `{self._command}`, and server.kind right?", phase) from error
 
-    def _refused(self, error: RefusedError, phase: SyncPhase) -> WeightSyncError:
+    def _refused(self, error: HttpStatusError, phase: SyncPhase) -> WeightSyncError:
         try:
-            detail = wire.read(wire.ErrorAnswer, json.dumps(error.body).encode()).error
+            detail = messages.read(messages.ErrorAnswer, json.dumps(error.body).encode()).error
         except ValueError:
             return self._sync_error(str(error), phase)
         if detail.kind != WeightSyncError.__name__:
@@ -143,7 +143,7 @@ class ServerClient:
         return WeightSyncError(self._http.named(message), actor=self._http.name, phase=phase)
 
 
-def disagreements(info: wire.ServerInfo, expected: EngineSettings) -> Iterator[str]:
+def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterator[str]:
     """What the server was started with that the run cannot use, each with the remedy."""
     model_type = _model_type(expected.model_path)
     if info.model_type != model_type:

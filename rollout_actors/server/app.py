@@ -3,11 +3,11 @@
     GET  /health/                         200 when rollouts can be asked for; no token needed
     GET  /get_world_size/                 rollout devices
     GET  /version/  /info/                weight version; what the server was started with
-    POST /infer/                          `wire.InferCall` -> `wire.InferAnswer`
-    POST /init_communicator/              phase rendezvous of a sync: `wire.SyncCall` -> `wire.SyncAnswer`
+    POST /infer/                          `messages.InferCall` -> `messages.InferAnswer`
+    POST /init_communicator/              phase rendezvous of a sync: `messages.SyncCall` -> `messages.SyncAnswer`
     POST /sync/{phase}/                   its other phases
 
-Errors are `wire.ErrorAnswer`: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404, 405, 409 not now, 413 too large,
+Errors are `messages.ErrorAnswer`: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404, 405, 409 not now, 413 too large,
 415 not JSON, 500 the engine failed, 503 it is not there yet or no longer.
 """
 
@@ -23,13 +23,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from rollout_actors.server import wire
+from rollout_actors.server import messages
 from rollout_actors.server.service import RefusalError, RolloutService
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync import SyncPhase
 
 T = TypeVar("T")
-Route = Callable[[Request], Awaitable[wire.Message]]
+Route = Callable[[Request], Awaitable[messages.Message]]
 
 GONE_S = 1.0
 """How often a working call looks whether its caller is still there."""
@@ -69,43 +69,43 @@ class _Routes:
     def __init__(self, service: RolloutService) -> None:
         self._service = service
 
-    async def health(self, request: Request) -> wire.Message:
-        return wire.WorldSize(world_size=self._service.world_size)
+    async def health(self, request: Request) -> messages.Message:
+        return messages.WorldSize(world_size=self._service.world_size)
 
-    async def world_size(self, request: Request) -> wire.Message:
-        return wire.WorldSize(world_size=self._service.world_size)
+    async def world_size(self, request: Request) -> messages.Message:
+        return messages.WorldSize(world_size=self._service.world_size)
 
-    async def version(self, request: Request) -> wire.Message:
+    async def version(self, request: Request) -> messages.Message:
         assert self._service.world_size
-        return wire.Version(version=self._service.version)
+        return messages.Version(version=self._service.version)
 
-    async def info(self, request: Request) -> wire.Message:
+    async def info(self, request: Request) -> messages.Message:
         return self._service.info()
 
-    async def infer(self, request: Request) -> wire.Message:
-        call = await self._read(wire.InferCall, request)
+    async def infer(self, request: Request) -> messages.Message:
+        call = await self._read(messages.InferCall, request)
         rollouts = await _while_there(request, self._service.infer(call))
-        return wire.InferAnswer(rollouts=tuple(rollouts))
+        return messages.InferAnswer(rollouts=tuple(rollouts))
 
-    async def rendezvous(self, request: Request) -> wire.Message:
+    async def rendezvous(self, request: Request) -> messages.Message:
         return await self._run_phase(SyncPhase.RENDEZVOUS, request)
 
-    async def sync(self, request: Request) -> wire.Message:
+    async def sync(self, request: Request) -> messages.Message:
         name = request.path_params["phase"]
         phases = [phase for phase in SyncPhase if phase is not SyncPhase.RENDEZVOUS]
         if name not in phases:
             raise RefusalError(404, f"{name} is no phase; there are {', '.join(phases)}, and {SyncPhase.RENDEZVOUS} is /init_communicator/")
         return await self._run_phase(SyncPhase(name), request)
 
-    async def _run_phase(self, phase: SyncPhase, request: Request) -> wire.Message:
-        call = await self._read(wire.SyncCall, request)
+    async def _run_phase(self, phase: SyncPhase, request: Request) -> messages.Message:
+        call = await self._read(messages.SyncCall, request)
         # Its caller may go: a phase has a limit of its own, and half of one is worse than all of it.
-        return wire.SyncAnswer(report=await asyncio.shield(self._service.run_sync_phase(phase, call)))
+        return messages.SyncAnswer(report=await asyncio.shield(self._service.run_sync_phase(phase, call)))
 
-    async def _read(self, form: type[wire.M], request: Request) -> wire.M:
+    async def _read(self, form: type[messages.M], request: Request) -> messages.M:
         body = await _body(request, self._service.limits.max_request_bytes)
         try:
-            return await asyncio.to_thread(wire.read, form, body)
+            return await asyncio.to_thread(messages.read, form, body)
         except ValueError as error:
             raise RefusalError(400, str(error)) from error
 
@@ -156,27 +156,27 @@ async def _while_there(request: Request, work: Awaitable[T]) -> T:
         task.cancel()
 
 
-def _json(status: int, message: wire.Message) -> Response:
+def _json(status: int, message: messages.Message) -> Response:
     return Response(message.body(), status, media_type="application/json")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusalError)
-    return _json(error.status, wire.ErrorAnswer(error=wire.ErrorDetail(kind="refused", message=error.message)))
+    return _json(error.status, messages.ErrorAnswer(error=messages.ErrorDetail(kind="refused", message=error.message)))
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: "no such route; POST /infer/, GET /health/, /get_world_size/, /info/, /version/", 405: "POST /infer/ and the phases of a sync, GET the rest"}
     message = said[error.status_code] if error.status_code in said else HTTPStatus(error.status_code).phrase
-    return _json(error.status_code, wire.ErrorAnswer(error=wire.ErrorDetail(kind="refused", message=message)))
+    return _json(error.status_code, messages.ErrorAnswer(error=messages.ErrorDetail(kind="refused", message=message)))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RolloutError | WeightSyncError)
-    return _json(500, wire.ErrorAnswer.of(error))
+    return _json(500, messages.ErrorAnswer.of(error))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     """Whatever else: the caller learns what, the server's output has the traceback."""
-    return _json(500, wire.ErrorAnswer(error=wire.ErrorDetail(kind="failed", message=f"{type(error).__name__}: {error}")))
+    return _json(500, messages.ErrorAnswer(error=messages.ErrorDetail(kind="failed", message=f"{type(error).__name__}: {error}")))

@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.server import wire
+from rollout_actors.server import messages
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
 from shared.records import ImageRef
@@ -84,9 +84,9 @@ class RolloutService:
     def version(self) -> int:
         return self._engine.version
 
-    def info(self) -> wire.ServerInfo:
+    def info(self) -> messages.ServerInfo:
         settings = self._settings
-        return wire.ServerInfo(
+        return messages.ServerInfo(
             name=self._name,
             model=settings.model_path,
             model_type=self._model_type,
@@ -102,10 +102,10 @@ class RolloutService:
             version=self.version,
         )
 
-    async def infer(self, call: wire.InferCall) -> list[Rollout]:
+    async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Raises RefusalError, and what the engine raises. Cancelling it aborts its requests."""
         self._check_open(call)
-        wrong = list(wire.problems(call.requests, self._settings))
+        wrong = list(messages.problems(call.requests, self._settings))
         if len(call.requests) > self.limits.max_requests:
             wrong.append(f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests}; split it, or start the server with max_requests=N")
         if wrong:
@@ -118,7 +118,7 @@ class RolloutService:
             self._check_open(call)
             raise
 
-    async def run_sync_phase(self, phase: SyncPhase, call: wire.SyncCall) -> SyncReport | None:
+    async def run_sync_phase(self, phase: SyncPhase, call: messages.SyncCall) -> SyncReport | None:
         """Raises RefusalError for a phase out of turn, and what the engine raises: then the sync begins anew. `pause` is always in turn."""
         self._check_group(call)
         offer = self._offer_of(phase, call)
@@ -133,7 +133,7 @@ class RolloutService:
             self._shut, self._run = "", call.run
         return report
 
-    def _check_group(self, call: wire.SyncCall) -> None:
+    def _check_group(self, call: messages.SyncCall) -> None:
         num_workers = self.world_size
         if call.offer is None or call.offer.terms is None:
             return
@@ -144,7 +144,7 @@ class RolloutService:
                 f"offer.terms.groups: have {sizes} ranks; this server's group is the sender and {num_workers} of its workers, and no other server's",
             )
 
-    def _offer_of(self, phase: SyncPhase, call: wire.SyncCall) -> WeightOffer:
+    def _offer_of(self, phase: SyncPhase, call: messages.SyncCall) -> WeightOffer:
         """What the phase is about; shuts the door where it is the first. Raises RefusalError where it is not its turn."""
         brought, kept = call.weight_offer(), self._offer
         if phase is SyncPhase.PAUSE:
@@ -161,7 +161,7 @@ class RolloutService:
             )
         return kept if brought is None else brought
 
-    def _check_open(self, call: wire.InferCall) -> None:
+    def _check_open(self, call: messages.InferCall) -> None:
         assert self.world_size
         if self._shut:
             raise RefusalError(409, f"{self._name} serves no rollouts: {self._shut}; complete a sync")

@@ -88,7 +88,7 @@ def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_shipped_backend_takes_the_place_of_the_actors(backend: str) -> None:
     run = loaded("+experiment=stage2_3v1", f"backend={backend}", "stage2_ab.channel_b.enable_pipeline=false")
-    expected = {"actors": "actors", "colocate": "colocate", "hf": "colocate", "server": "server", "vllm_serve": "server"}
+    expected = {"actors": "actors", "colocate": "colocate", "hf": "colocate", "server": "server", "stock_server": "server"}
     assert run.rollout_matching.vllm.mode == expected[backend]
     assert run.rollout_matching.rollout_backend == ("hf" if backend == "hf" else "vllm")
 

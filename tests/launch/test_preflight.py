@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from config_support import configuration
+from fake_server import serving
 from fastapi import FastAPI
-from server_support import serving
 
 from launch.machine import DeviceMemory
 from launch.path_checks import path_problems

@@ -14,8 +14,8 @@ import pytest
 
 from launch.arguments import read_arguments
 from launch.serve_options import ServeOptions, settings_of
+from rollout_actors.backends.server_command import serve_arguments, serve_command
 from rollout_actors.engine_settings import Device, EngineSettings
-from rollout_actors.server.command import serve_arguments, serve_command
 from shared.errors import ConfigError
 from shared.repeat_guard import RepeatGuardSettings
 

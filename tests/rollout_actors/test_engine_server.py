@@ -12,11 +12,11 @@ import psutil
 import pytest
 from backend_support import what_was_said
 from engine_support import EnginePool, SmallLearner, engine_settings
-from serve_support import ServeProcess, ServerPool, serve_process
-from server_support import eventually
+from fake_server import eventually
+from serve_process import ServeProcess, ServerPool, serve_process
 
+from rollout_actors.backends.server_command import serve_arguments
 from rollout_actors.backends.vllm_server import ServerClient
-from rollout_actors.server.command import serve_arguments
 from shared.errors import RolloutError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.weight_sync import sync_weights

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from backend_support import what_was_said
 from engine_support import EnginePool, SmallLearner, engine_settings
+from fake_server import eventually
 from PIL import Image
-from serve_support import ServerPool
-from server_support import eventually
-from stock_support import StockProcess, stock_process
+from serve_process import ServerPool
+from stock_process import StockProcess, stock_process
 
-from rollout_actors.backends.vllm_serve import StockClient
+from rollout_actors.backends.stock_client import StockClient
 from rollout_actors.engine_settings import EngineSettings
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef

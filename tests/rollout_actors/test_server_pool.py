@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from server_support import ObedientEngine, address, offer, request, serving_engine, settings
+from fake_server import ObedientEngine, address, offer, request, serving_engine, settings
 
 from rollout_actors.backends.vllm_server import ServerEngine
 from rollout_actors.engine_actor import EngineActor

@@ -12,7 +12,7 @@ import psutil
 import ray
 import torch
 from engine_support import SmallLearner, engine_settings
-from serve_support import ServerPool
+from serve_process import ServerPool
 
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.pool import ActorPool

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
-from rollout_actors.engine_actor import EngineActor, LocalEngine
+from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
@@ -75,7 +75,7 @@ class SpoilableActor(EngineActor):
 
 def create_actor(name: str, settings: EngineSettings, index: int) -> Any:
     environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
-    return ray.remote(SpoilableActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(LocalEngine(name, settings, index))
+    return ray.remote(SpoilableActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(VllmEngineSpec(name, settings, index))
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,20 @@ import pytest
 import ray
 from backend_support import ModelHost, OfPool, OfServer, UnderTest, child_processes, colocated_settings, what_was_said
 from engine_support import SUPPORT, TIMEOUTS, SmallLearner, SpoilableActor, engine_settings
-from serve_support import ServerPool, serve_process
-from stock_support import stock_process
+from serve_process import ServerPool, serve_process
+from stock_process import stock_process
 
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
 from rollout_actors.backends.hf import HFBackend, HFBackendSpec
 from rollout_actors.backends.scripted import ScriptedBackend
+from rollout_actors.backends.server_command import serve_arguments
+from rollout_actors.backends.stock_client import StockClient
 from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
-from rollout_actors.backends.vllm_serve import StockClient
 from rollout_actors.backends.vllm_server import ServerClient
-from rollout_actors.engine_actor import LocalEngine
+from rollout_actors.engine_actor import VllmEngineSpec
 from rollout_actors.engine_settings import engine_environment
 from rollout_actors.pool import ActorPool
-from rollout_actors.server.command import serve_arguments
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason, RolloutRequest
@@ -88,7 +88,7 @@ def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     settings = engine_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension="counting_worker.CountingWorker")
     environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
     remote = ray.remote(CountedActor).options(num_cpus=0, runtime_env={"env_vars": environment})
-    actor = remote.remote(LocalEngine("actor", settings, 0))
+    actor = remote.remote(VllmEngineSpec("actor", settings, 0))
     pool = ActorPool([actor], ["actor"], TIMEOUTS, decode_batch_size=BATCH)
     pool.start()
     ray.get(actor.rows.remote("count_rows"))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_support import ObedientEngine, address, eventually, offer, request, service, serving, serving_engine, settings
+from fake_server import ObedientEngine, address, eventually, offer, request, service, serving, serving_engine, settings
 
 from rollout_actors.backends import http_client
 from rollout_actors.backends.vllm_server import ServerClient, ServerEngine
@@ -30,7 +30,7 @@ from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode
 from shared.weight_sync import SyncPhase
 
-SUPPORT = Path(__file__).parents[2] / "support" / "server_support.py"
+SUPPORT = Path(__file__).parents[2] / "support" / "fake_server.py"
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from server_support import ObedientEngine, eventually, offer, png, request, service, serving, settings
+from fake_server import ObedientEngine, eventually, offer, png, request, service, serving, settings
 
-from rollout_actors.server import wire
+from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
@@ -35,10 +35,10 @@ class Caller:
         return httpx.post(self.url + route, content=body, headers={"Content-Type": "application/json"} | headers, trust_env=False, timeout=30)
 
     def infer(self, *requests: RolloutRequest, run: str | None = None) -> httpx.Response:
-        return self.post("/infer/", wire.InferCall(requests=requests, seed=1, run=run).body())
+        return self.post("/infer/", messages.InferCall(requests=requests, seed=1, run=run).body())
 
     def phase(self, phase: SyncPhase, version: int = 1, run: str | None = "a run", **changes: Any) -> httpx.Response:
-        return self.post(ROUTES[phase], wire.SyncCall.of(phase, offer(version, **changes), run).body())
+        return self.post(ROUTES[phase], messages.SyncCall.of(phase, offer(version, **changes), run).body())
 
     def sync(self, version: int = 1, run: str | None = "a run") -> None:
         for phase in SyncPhase:
@@ -46,7 +46,7 @@ class Caller:
 
 
 def said(answer: httpx.Response) -> str:
-    return wire.read(wire.ErrorAnswer, answer.content).error.message
+    return messages.read(messages.ErrorAnswer, answer.content).error.message
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_every_route_is_there_with_and_without_its_last_slash(caller: Caller, sl
 
 def test_requests_are_answered_in_order_with_their_seeds(caller: Caller) -> None:
     answer = caller.infer(request(4), request(2))
-    rollouts = wire.read(wire.InferAnswer, answer.content).rollouts
+    rollouts = messages.read(messages.InferAnswer, answer.content).rollouts
     assert [(r.position, r.seed, r.response_token_ids) for r in rollouts] == [(4, 104, (4, 104)), (2, 102, (2, 102))]
     assert rollouts[0].logprobs == (-0.1, -1 / 3)
 
@@ -109,7 +109,7 @@ def test_another_route_is_404_and_another_method_405(caller: Caller) -> None:
     assert (caller.get("/docs").status_code, caller.get("/openapi.json").status_code) == (404, 404)
     assert "POST /infer/" in said(caller.get("/nope"))
     assert caller.get("/infer/").status_code == 405
-    answer = caller.post("/sync/rendezvous/", wire.SyncCall(version=1, offer=None).body())
+    answer = caller.post("/sync/rendezvous/", messages.SyncCall(version=1, offer=None).body())
     assert (answer.status_code, "/init_communicator/" in said(answer)) == (404, True)
 
 
@@ -155,7 +155,7 @@ class TestLimits:
 
     def test_what_is_not_called_json_is_refused(self, caller: Caller) -> None:
         """A page in a browser may send `text/plain` to any address unasked."""
-        body = wire.InferCall(requests=(request(0),), seed=1).body()
+        body = messages.InferCall(requests=(request(0),), seed=1).body()
         for kind in ("text/plain", "application/x-www-form-urlencoded", "application/octet-stream"):
             assert caller.post("/infer/", body, **{"Content-Type": kind}).status_code == 415
         assert caller.post("/infer/", body, **{"Content-Type": "application/json; charset=utf-8"}).status_code == 200
@@ -181,14 +181,14 @@ class TestBadRequests:
         [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", 0), ("repetition_penalty", 0.0), ("max_new_tokens", 0)],
     )
     def test_decoding_the_engine_cannot_do_is_refused(self, caller: Caller, key: str, value: float) -> None:
-        body = json.loads(wire.InferCall(requests=(request(0),), seed=1).body())
+        body = json.loads(messages.InferCall(requests=(request(0),), seed=1).body())
         body["requests"][0]["decode"][key] = value
         answer = caller.post("/infer/", json.dumps(body).encode())
         assert (answer.status_code, f"requests[0].decode.{key}: is" in said(answer)) == (400, True)
         assert not caller.engine.asked
 
     def test_beams_too_many_images_and_a_prompt_that_is_too_long_are_refused_at_once(self, caller: Caller) -> None:
-        body = json.loads(wire.InferCall(requests=(request(0), request(1), request(2)), seed=1).body())
+        body = json.loads(messages.InferCall(requests=(request(0), request(1), request(2)), seed=1).body())
         body["requests"][0]["decode"]["mode"] = str(DecodeMode.BEAM)
         body["requests"][1]["images"] = [{"path": None, "data": "", "sha256": ""}] * 3
         body["requests"][2]["prompt_token_ids"] = [1] * 64
@@ -251,7 +251,7 @@ class TestSync:
         assert caller.get("/version/").json() == {"version": 5}
 
     def test_the_last_phase_gives_the_report(self, caller: Caller) -> None:
-        answers = [wire.read(wire.SyncAnswer, caller.phase(phase, 2).content).report for phase in SyncPhase]
+        answers = [messages.read(messages.SyncAnswer, caller.phase(phase, 2).content).report for phase in SyncPhase]
         assert answers[:-1] == [None] * 5
         assert answers[-1] is not None
         assert (answers[-1].version, answers[-1].bytes, answers[-1].phase_s) == (2, 24, {"pause": 0.1, "wire": 0.2})
@@ -278,7 +278,7 @@ class TestSync:
         assert caller.engine.version == 2
 
     def test_a_sync_begins_with_its_offer(self, caller: Caller) -> None:
-        answer = caller.post("/sync/pause/", wire.SyncCall(version=1, offer=None).body())
+        answer = caller.post("/sync/pause/", messages.SyncCall(version=1, offer=None).body())
         assert (answer.status_code, said(answer).startswith("offer: is null")) == (400, True)
 
     def test_a_group_of_other_sizes_than_this_server_s_is_refused(self, caller: Caller) -> None:
@@ -300,7 +300,7 @@ class TestSync:
         caller.engine.trouble = [WeightSyncError("no group", actor="the engine", phase="rendezvous", quantity="ranks", size=2.0)]
         answer = caller.phase(SyncPhase.RENDEZVOUS)
         assert answer.status_code == 500
-        error = wire.read(wire.ErrorAnswer, answer.content).error
+        error = messages.read(messages.ErrorAnswer, answer.content).error
         assert (error.kind, error.message, error.phase, error.quantity, error.size) == ("WeightSyncError", "no group", "rendezvous", "ranks", 2.0)
         assert caller.infer(request(0)).status_code == 409
         assert caller.phase(SyncPhase.RENDEZVOUS).status_code == 409
@@ -319,7 +319,7 @@ class TestSync:
 
     def test_other_weights_than_the_caller_asks_for_do_not_answer(self, caller: Caller) -> None:
         """A server that was started again in the middle of a run."""
-        body = wire.InferCall(requests=(request(0),), seed=1, run="a run", version=3)
+        body = messages.InferCall(requests=(request(0),), seed=1, run="a run", version=3)
         answer = caller.post("/infer/", body.body())
         assert (answer.status_code, "holds version 0 of the weights, not 3" in said(answer)) == (409, True)
         caller.sync(version=3)
@@ -328,7 +328,7 @@ class TestSync:
 
 def test_a_failing_engine_is_a_500_with_its_message(caller: Caller) -> None:
     caller.engine.trouble = [RolloutError("no memory", actor="the engine", phase="generate"), ZeroDivisionError("by zero")]
-    error = wire.read(wire.ErrorAnswer, caller.infer(request(0)).content).error
+    error = messages.read(messages.ErrorAnswer, caller.infer(request(0)).content).error
     assert (error.kind, error.message, error.phase) == ("RolloutError", "no memory", "generate")
     answer = caller.infer(request(0))
     assert (answer.status_code, said(answer)) == (500, "ZeroDivisionError: by zero")
@@ -337,7 +337,7 @@ def test_a_failing_engine_is_a_500_with_its_message(caller: Caller) -> None:
 
 def test_the_requests_of_a_caller_that_has_gone_are_aborted(caller: Caller) -> None:
     caller.engine.latency_s = 60.0
-    body = wire.InferCall(requests=(request(0),), seed=1).body()
+    body = messages.InferCall(requests=(request(0),), seed=1).body()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(caller.url + "/infer/", content=body, headers={"Content-Type": "application/json"}, trust_env=False, timeout=0.5)
     assert eventually(lambda: caller.engine.num_cancelled == 1)
@@ -348,7 +348,7 @@ def test_a_phase_goes_on_when_its_caller_has_gone(caller: Caller) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             caller.url + "/sync/pause/",
-            content=wire.SyncCall.of(SyncPhase.PAUSE, offer(), "a run").body(),
+            content=messages.SyncCall.of(SyncPhase.PAUSE, offer(), "a run").body(),
             headers={"Content-Type": "application/json"},
             trust_env=False,
             timeout=0.3,

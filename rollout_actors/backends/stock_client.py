@@ -1,4 +1,4 @@
-"""The client of a stock `vllm serve` in whose environment this package is installed: `server.kind: vllm` (docs/vllm_serve.md).
+"""The client of a stock `vllm serve` in whose environment this package is installed: `server.kind: vllm` (docs/stock_server.md).
 
 Its own routes are used directly: token-in/token-out for rollouts and canary, the weight-transfer routes for syncs. What this package adds on the server's side
 (the transport, the worker's receipts, the repeat guard) is named on its command line.
@@ -13,12 +13,12 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_actors.backends.http_client import WATCH_S, HttpClient, RefusedError, ServerAddress, UnansweredError
-from rollout_actors.backends.vllm_messages import Generated, probe_body, read_probe, read_rollout, rollout_body
-from rollout_actors.backends.vllm_routes import UNVERIFIED, ServerInfo, StockEngine, disagreements
+from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError
+from rollout_actors.backends.stock_command import stock_command
+from rollout_actors.backends.stock_messages import Generated, probe_body, read_probe, read_rollout, rollout_body
+from rollout_actors.backends.stock_routes import UNVERIFIED, ServerInfo, StockRoutes, disagreements
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.repeat_rule import check_answers, repeat_rule
-from rollout_actors.stock_command import stock_command
 from rollout_actors.weight_intake import WeightIntake
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
@@ -54,7 +54,7 @@ class StockClient:
     def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
         self._http = HttpClient(name, address, command=stock_command(expected, address.base_url), watch_s=watch_s)
         self._index, self._expected = index, expected
-        self._engine = StockEngine(self._http, run=uuid.uuid4().hex[:8])
+        self._engine = StockRoutes(self._http, run=uuid.uuid4().hex[:8])
         # A group of its own: its workers' ranks begin behind the sender's.
         self._intake = WeightIntake(name, self._engine, transport=expected.transport, rank_offset=1, score=self._score, adapter=NoAdapters())
         self._rule = None if expected.repeat_guard is None else repeat_rule(expected.repeat_guard, expected.model_path)
@@ -127,7 +127,7 @@ class StockClient:
             await self._http.post(GENERATE, b"{}", timeout_s=limit_s)  # refused, for what is wrong with it, where the route is open
         except UnansweredError as error:
             raise self._http.error(f"{GENERATE}: {error}", "start") from error
-        except RefusedError as error:
+        except HttpStatusError as error:
             remedy = {
                 401: "it was started with --api-key: export the same key in a variable and name it in rollout_matching.vllm.server.token_env",
                 403: "start it with --enable-scale-out",
@@ -139,7 +139,7 @@ class StockClient:
             await self._http.get("/is_paused", timeout_s=limit_s)
         except UnansweredError as error:
             raise self._http.error(f"/is_paused: {error}", "start") from error
-        except RefusedError as error:
+        except HttpStatusError as error:
             closed = f"does not open its weight-transfer routes ({error}); start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             raise self._http.error(closed, "start") from error
 
@@ -178,7 +178,7 @@ class StockClient:
     async def _complete(self, body: bytes, sample_id: str) -> tuple[Generated, float]:
         try:
             answer = await self._http.post(GENERATE, body, timeout_s=self._http.address.infer_timeout_s)
-        except RefusedError as error:
+        except HttpStatusError as error:
             if error.may_be_tried_again:
                 raise
             raise self._http.error(f"refused sample {sample_id}: {error}", "generate") from error
@@ -188,7 +188,7 @@ class StockClient:
         try:
             answer = await self._http.post(GENERATE, probe_body(probe, self._http.name), timeout_s=None)
             return read_probe(self._read(answer, "canary"))
-        except (UnansweredError, RefusedError, ValueError) as error:
+        except (UnansweredError, HttpStatusError, ValueError) as error:
             raise self._http.error(f"does not score the canary: {error}", "canary") from error
 
     def _read(self, body: bytes, phase: str) -> Generated:

@@ -17,8 +17,8 @@ import psutil
 from engine_support import SUPPORT
 
 from rollout_actors.backends.http_client import HEALTH_ROUTES, ServerAddress
+from rollout_actors.backends.stock_command import stock_command
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.stock_command import stock_command
 
 TOKEN = "sesame"
 
@@ -62,7 +62,7 @@ def stock_process(settings: EngineSettings, folder: Path) -> Iterator[StockProce
 
 
 def _runnable(command: list[str]) -> list[str]:
-    """vLLM's command asks for a package named vllm, which its build for CPU is not: the same server by its module (docs/vllm_serve.md)."""
+    """vLLM's command asks for a package named vllm, which its build for CPU is not: the same server by its module (docs/stock_server.md)."""
     _, serve, model, *arguments = command
     if any(distribution.name == "vllm" for distribution in importlib.metadata.distributions()):
         return [str(Path(sys.executable).parent / "vllm"), serve, model, *arguments]

@@ -1,4 +1,4 @@
-"""How a stock `vllm serve` is started so that it gives the rollouts of this run: what the client's messages and docs/vllm_serve.md name."""
+"""How a stock `vllm serve` is started so that it gives the rollouts of this run: what the client's messages and docs/stock_server.md name."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_server import offer, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_support import offer, request
 
-from rollout_actors.server import wire
+from rollout_actors.server import messages
 from shared.adapter_terms import AdapterTerms
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
@@ -96,21 +96,21 @@ reports = st.builds(
 )
 
 
-def there_and_back(message: wire.M) -> wire.M:
-    return wire.read(type(message), message.body())
+def there_and_back(message: messages.M) -> messages.M:
+    return messages.read(type(message), message.body())
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(requests, max_size=3).map(tuple), st.integers(), st.none() | text)
 def test_requests_arrive_as_they_were_sent(sent: tuple[RolloutRequest, ...], seed: int, run: str | None) -> None:
-    arrived = there_and_back(wire.InferCall(requests=sent, seed=seed, run=run))
+    arrived = there_and_back(messages.InferCall(requests=sent, seed=seed, run=run))
     assert (arrived.requests, arrived.seed, arrived.run) == (sent, seed, run)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(rollouts, max_size=3).map(tuple))
 def test_rollouts_arrive_as_they_were_sent(sent: tuple[Rollout, ...]) -> None:
-    arrived = there_and_back(wire.InferAnswer(rollouts=sent)).rollouts
+    arrived = there_and_back(messages.InferAnswer(rollouts=sent)).rollouts
     assert arrived == sent
     # Equal numbers could still be 1 and 1.0, or True.
     assert all(type(getattr(a, f.name)) is type(getattr(b, f.name)) for a, b in zip(arrived, sent, strict=True) for f in fields(Rollout))
@@ -119,34 +119,34 @@ def test_rollouts_arrive_as_they_were_sent(sent: tuple[Rollout, ...]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(offers)
 def test_offers_arrive_as_they_were_made(sent: WeightOffer) -> None:
-    arrived = there_and_back(wire.SyncCall.of(SyncPhase.PAUSE, sent, "a run"))
+    arrived = there_and_back(messages.SyncCall.of(SyncPhase.PAUSE, sent, "a run"))
     assert arrived.weight_offer() == sent
 
 
 @settings(max_examples=30, deadline=None)
 @given(reports)
 def test_reports_arrive_as_they_were_written(sent: SyncReport) -> None:
-    assert there_and_back(wire.SyncAnswer(report=sent)).report == sent
+    assert there_and_back(messages.SyncAnswer(report=sent)).report == sent
 
 
 def test_a_canary_that_met_no_number_arrives_so() -> None:
     probe = CanaryProbe((1,), (), (1, 2, 3), (float("nan"), float("-inf")), 1e-4)
     full = offer()
-    call = wire.SyncCall.of(SyncPhase.PAUSE, WeightOffer(1, full.transport, full.rendezvous, probe), None)
+    call = messages.SyncCall.of(SyncPhase.PAUSE, WeightOffer(1, full.transport, full.rendezvous, probe), None)
     arrived = there_and_back(call).weight_offer()
     assert arrived is not None
     assert str(arrived.canary.expected_logprobs) == "(nan, -inf)"
 
 
 def test_the_offer_travels_at_the_beginning_and_its_group_at_the_rendezvous_and_no_weights_ever() -> None:
-    bodies = {phase: json.loads(wire.SyncCall.of(phase, offer(), "a run").body()) for phase in SyncPhase}
+    bodies = {phase: json.loads(messages.SyncCall.of(phase, offer(), "a run").body()) for phase in SyncPhase}
     assert [phase for phase, body in bodies.items() if body["offer"] is not None] == [SyncPhase.PAUSE, SyncPhase.RENDEZVOUS]
     assert bodies[SyncPhase.RENDEZVOUS]["offer"]["terms"]["groups"] == [{"host": "127.0.0.1", "port": 29500, "world_size": 2, "key": "key-0"}]
 
 
 @pytest.mark.parametrize("error", [RolloutError("bad", actor="a", phase="generate"), WeightSyncError("bad", actor="a", phase="verify", quantity="q", size=2.0)])
 def test_errors_keep_their_fields(error: RolloutError | WeightSyncError) -> None:
-    detail = there_and_back(wire.ErrorAnswer.of(error)).error
+    detail = there_and_back(messages.ErrorAnswer.of(error)).error
     assert (detail.kind, detail.message, detail.actor, detail.phase) == (type(error).__name__, "bad", "a", error.phase)
     if isinstance(error, WeightSyncError):
         assert (detail.quantity, detail.size) == ("q", 2.0)
@@ -165,20 +165,20 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("problem", CHANGES)
 def test_what_is_wrong_is_said_with_its_path_and_what_to_do(problem: str) -> None:
-    body = json.loads(wire.InferCall(requests=(request(0),), seed=1).body())
+    body = json.loads(messages.InferCall(requests=(request(0),), seed=1).body())
     CHANGES[problem](body)
     with pytest.raises(ValueError) as caught:
-        wire.read(wire.InferCall, json.dumps(body).encode())
+        messages.read(messages.InferCall, json.dumps(body).encode())
     assert problem in str(caught.value)
 
 
 def test_all_problems_are_said_at_once() -> None:
     with pytest.raises(ValueError) as caught:
-        wire.read(wire.InferCall, b'{"requests": 3, "x": 1}')
+        messages.read(messages.InferCall, b'{"requests": 3, "x": 1}')
     assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{'a", b"\x80\x04\x95pickle", b"null"])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match="body: "):
-        wire.read(wire.InferCall, body)
+        messages.read(messages.InferCall, body)

@@ -1,6 +1,6 @@
 """The routes of a stock `vllm serve` (vLLM 0.32) that a run uses besides token-in/token-out: its state, and its part in a weight sync.
 
-All of them are open only where the server was started with `VLLM_SERVER_DEV_MODE=1`, and its `--api-key` does not guard them (docs/vllm_serve.md).
+All of them are open only where the server was started with `VLLM_SERVER_DEV_MODE=1`, and its `--api-key` does not guard them (docs/stock_server.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from rollout_actors.backends.http_client import HttpClient, RefusedError, UnansweredError
+from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.weight_intake import InitRequest, UpdateRequest
 
@@ -19,7 +19,7 @@ UNVERIFIED = "rollmatch-unverified"
 """Label of weights between the start of an update and its canary: of nobody's rollouts."""
 
 
-class StockEngine:
+class StockRoutes:
     """`rollout_actors.weight_intake.UpdatedEngine` by HTTP. Every method raises RolloutError with the server's URL."""
 
     def __init__(self, http: HttpClient, run: str) -> None:
@@ -82,17 +82,17 @@ class StockEngine:
     async def _get(self, route: str) -> bytes:
         try:
             return await self._http.get(route, timeout_s=self._http.address.timeout_s)
-        except (UnansweredError, RefusedError) as error:
+        except (UnansweredError, HttpStatusError) as error:
             raise self._failed(route, error) from error
 
     async def _post(self, route: str, **body: Any) -> bytes:
         """Unbounded: a phase of a sync has a limit of its own, and cancels what is under way."""
         try:
             return await self._http.post(route, json.dumps(body).encode(), timeout_s=None)
-        except (UnansweredError, RefusedError) as error:
+        except (UnansweredError, HttpStatusError) as error:
             raise self._failed(route, error) from error
 
-    def _failed(self, route: str, error: UnansweredError | RefusedError) -> Exception:
+    def _failed(self, route: str, error: UnansweredError | HttpStatusError) -> Exception:
         return self._http.error(f"{route.partition('?')[0]}: {error}", "start")
 
 

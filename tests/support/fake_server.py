@@ -1,6 +1,6 @@
 """What tests of rollout servers share: an engine that does as it is told, and a server over it on a real port.
 
-As a program it is such a server in a process of its own, to be stopped and killed: `python server_support.py MODEL`.
+As a program it is such a server in a process of its own, to be stopped and killed: `python fake_server.py MODEL`.
 """
 
 from __future__ import annotations

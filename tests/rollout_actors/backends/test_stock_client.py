@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_server import address, offer, request, serving, settings
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from PIL import Image
-from server_support import address, offer, request, serving, settings
 
-from rollout_actors.backends.vllm_serve import StockClient, StockServerEngine
+from rollout_actors.backends.stock_client import StockClient, StockServerEngine
+from rollout_actors.backends.stock_command import stock_arguments, stock_environment
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.stock_command import stock_arguments, stock_environment
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
@@ -29,7 +29,7 @@ from shared.rollouts import FinishReason, WeightOffer
 from shared.weight_sync import SyncPhase, Terms
 
 GENERATE = "/inference/v1/generate"
-DOC = Path(__file__).parents[3] / "docs" / "vllm_serve.md"
+DOC = Path(__file__).parents[3] / "docs" / "stock_server.md"
 GUARD = RepeatGuardSettings(min_new_tokens=4, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=3, max_object_keys=None)
 
 
@@ -405,7 +405,7 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: En
     from vllm.sampling_params import RequestOutputKind
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from rollout_actors.backends.vllm_messages import sampling
+    from rollout_actors.backends.stock_messages import sampling
     from rollout_actors.vllm_requests import engine_arguments, sampling_params
 
     decode = replace(request(0).decode, banned_token_ids=(5, 6), top_k=4)
