@@ -88,12 +88,12 @@ def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: py
 @pytest.fixture(scope="session")
 def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
     """Three actors with real engines, started at once. Version and weights are whatever the test before left: sync first."""
-    from engine_support import TIMEOUTS, EnginePool, create_actor, engine_settings
+    from engine_support import TIMEOUTS, EnginePool, create_actor, small_settings
 
     from rollout_actors.pool import ActorPool
 
     names = [f"actor-{i}" for i in range(3)]
-    actors = {name: create_actor(name, engine_settings(demo_checkpoint), i) for i, name in enumerate(names)}
+    actors = {name: create_actor(name, small_settings(demo_checkpoint), i) for i, name in enumerate(names)}
     pool = ActorPool(list(actors.values()), names, TIMEOUTS, decode_batch_size=8)
     pool.start()
     yield EnginePool(actors, pool)

@@ -1,6 +1,6 @@
 """`vllm.mode: colocate`: a vLLM engine in the learner's process, on the learner's device, that works while the learner does not.
 
-Imports neither torch nor vllm: importing the latter costs ten seconds and changes the process, so it happens inside the engine's `Surroundings`.
+Imports neither torch nor vllm: importing the latter costs ten seconds and changes the process, so it happens inside the engine's `EngineContext`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.weight_sync import SyncPhase
 
 if TYPE_CHECKING:
     from rollout_actors.colocated_llm import ColocatedLLM
-    from rollout_actors.surroundings import Surroundings
+    from rollout_actors.engine_context import EngineContext
 
 T = TypeVar("T")
 
@@ -40,15 +40,15 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
     return given
 
 
-def _surroundings(settings: EngineSettings) -> Surroundings:
+def _engine_context(settings: EngineSettings) -> EngineContext:
     # Here and not above: whoever places the engines imports this module, and need not pay for torch.
-    from rollout_actors.surroundings import Surroundings
+    from rollout_actors.engine_context import EngineContext
 
     environment = engine_environment(settings)
     if settings.transport == Transport.IPC:
         # The handles of a GPU's memory are pickled on their way from this process to the engine's, which is its child.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    return Surroundings(environment)
+    return EngineContext(environment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ColocatedBackend:
         self._name = name
         self._settings = settings
         self._sleep = sleep
-        self._surroundings = _surroundings(settings)
+        self._context = _engine_context(settings)
         self._llm: ColocatedLLM | None = None
         self._version = 0
         self._shut = ""
@@ -89,7 +89,7 @@ class ColocatedBackend:
         """Load the engine, if it is not there. Raises RolloutError(phase="start"), after which this backend is of no use."""
         if self._llm is not None:
             return
-        with self._host.away(), self._surroundings.entered():
+        with self._host.away(), self._context.entered():
             self._llm = self._guarded("start", self._load)
             self._llm.fall_asleep()
 
@@ -100,7 +100,7 @@ class ColocatedBackend:
             raise RolloutError(f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate")
         started_s, started = time.time(), time.perf_counter()
         self.start()
-        with self._host.away(), self._surroundings.entered():
+        with self._host.away(), self._context.entered():
             llm = self._engine
             rollouts = self._guarded("generate", lambda: self._rollouts(llm, requests))
         generate_s = time.perf_counter() - started
@@ -113,7 +113,7 @@ class ColocatedBackend:
         self.start()
         self._shut = f"its sync to version {offer.version} was not completed"
         # Full weights are read where they lie; an adapter comes with the offer.
-        with self._host.away(weights=offer.transport == ADAPTER_TRANSPORT), self._surroundings.entered():
+        with self._host.away(weights=offer.transport == ADAPTER_TRANSPORT), self._context.entered():
             llm = self._engine
             self._guarded("wake", llm.wake)
             report = llm.take_weights(offer, self._host.weights())
@@ -129,9 +129,9 @@ class ColocatedBackend:
         self._over = "it was closed"
         if self._llm is None:
             return
-        with self._surroundings.entered():
+        with self._context.entered():
             llm, self._llm = self._llm, None
-            self._surroundings.forget_default_group()
+            self._context.forget_default_group()
             llm.shut_down()
 
     @property

@@ -205,13 +205,13 @@ def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, ti
 @pytest.mark.parametrize(("family", "tied"), [("qwen3_vl", True), ("qwen2_5_vl", False)])
 def test_an_engine_serves_what_was_made_and_takes_its_weights(ray_cluster, stock, tmp_path, family, tied):
     import ray
-    from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, engine_settings
+    from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
     from rollout_actors.pool import ActorPool
     from shared.weight_sync import sync_weights
 
     make_coord_model(options(stock(family, tied=tied), tmp_path / "model", min_pixels=SCENE, max_pixels=SCENE))
-    actors = {family: create_actor(family, engine_settings(tmp_path / "model"), 0)}
+    actors = {family: create_actor(family, small_settings(tmp_path / "model"), 0)}
     pool = ActorPool(list(actors.values()), list(actors), TIMEOUTS, decode_batch_size=8)
     learner = SmallLearner(tmp_path / "model", num_receivers=1)
     try:

@@ -14,7 +14,7 @@ import pytest
 import ray
 import safetensors.torch
 import torch
-from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, engine_settings
+from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
 from learner.adapter_sender import AdapterSender
 from learner.adapters import apply_adapter
@@ -64,7 +64,7 @@ class AdaptedLearner(SmallLearner):
 @pytest.fixture(scope="module")
 def engine(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
     """One engine that can serve adapters. Weights are whatever the test before left."""
-    actor = create_actor("actor-0", engine_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4), 0)
+    actor = create_actor("actor-0", small_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4), 0)
     pool = ActorPool([actor], ["actor-0"], TIMEOUTS, decode_batch_size=8)
     pool.start()
     yield EnginePool({"actor-0": actor}, pool)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, engine_settings
+from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
 from rollout_actors.pool import ActorPool
 from shared.errors import RolloutError
@@ -27,7 +27,7 @@ LONGEST = 48
 @pytest.fixture(scope="module")
 def guarded(ray_cluster: None, demo_checkpoint: Path) -> Iterator[Any]:
     """One more engine, with the guard, on the checkpoint's weights."""
-    actor = create_actor("guarded", engine_settings(demo_checkpoint, repeat_guard=SETTINGS), 0)
+    actor = create_actor("guarded", small_settings(demo_checkpoint, repeat_guard=SETTINGS), 0)
     assert ray.get(actor.start.remote(), timeout=TIMEOUTS.start.seconds) == 1
     yield actor
     ray.kill(actor)

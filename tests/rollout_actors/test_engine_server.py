@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from backend_support import what_was_said
-from engine_support import EnginePool, SmallLearner, engine_settings
+from engine_support import EnginePool, SmallLearner, small_settings
 from fake_server import eventually
 from serve_process import ServeProcess, ServerPool, serve_process
 
@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 @pytest.fixture(scope="module")
 def server(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    with serve_process(serve_arguments(engine_settings(demo_checkpoint), port=0), tmp_path_factory.mktemp("serve")) as one:
+    with serve_process(serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path_factory.mktemp("serve")) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[ServerPool]:
-    pool = ServerPool(ServerClient("server-0", server.address(), index=0, expected=engine_settings(demo_checkpoint)))
+    pool = ServerPool(ServerClient("server-0", server.address(), index=0, expected=small_settings(demo_checkpoint)))
     assert pool.start() == 1
     yield pool
     pool.close()
@@ -107,7 +107,7 @@ def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(p
 
 
 def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint: Path, tmp_path: Path) -> None:
-    guarded = engine_settings(demo_checkpoint, repeat_guard=RepeatGuardSettings(8, 4, 4, 3, None))
+    guarded = small_settings(demo_checkpoint, repeat_guard=RepeatGuardSettings(8, 4, 4, 3, None))
     with serve_process(serve_arguments(guarded, port=0), tmp_path) as one:
         pool = ServerPool(ServerClient("server-0", one.address(), index=0, expected=guarded))
         assert pool.start() == 1, "the guard of the command line is the run's"
@@ -122,7 +122,7 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_server_that_is_loading_and_all_its_processes(demo_checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
-    with serve_process(serve_arguments(engine_settings(demo_checkpoint), port=0), tmp_path) as one:
+    with serve_process(serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path) as one:
         assert eventually(lambda: len(one.family()) > 1, within_s=60)
         ends_on_a_signal(one, number)
 

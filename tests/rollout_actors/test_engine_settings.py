@@ -5,24 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_support import engine_settings
+from engine_support import small_settings
 
 from rollout_actors.engine_settings import lora_arguments
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])
 def test_an_adapter_takes_the_room_of_the_next_rank_that_vllm_knows(rank: int, room: int) -> None:
-    arguments = lora_arguments(engine_settings(Path("model"), enable_lora=True, max_lora_rank=rank))
+    arguments = lora_arguments(small_settings(Path("model"), enable_lora=True, max_lora_rank=rank))
     assert arguments == {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
 
 
 def test_an_engine_without_lora_is_started_as_ever() -> None:
-    assert lora_arguments(engine_settings(Path("model"))) == {}
+    assert lora_arguments(small_settings(Path("model"))) == {}
 
 
 def test_a_rank_that_vllm_does_not_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 512 at most, not 513"):
-        lora_arguments(engine_settings(Path("model"), enable_lora=True, max_lora_rank=513))
+        lora_arguments(small_settings(Path("model"), enable_lora=True, max_lora_rank=513))
 
 
 @pytest.mark.engine

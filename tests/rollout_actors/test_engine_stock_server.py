@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from backend_support import what_was_said
-from engine_support import EnginePool, SmallLearner, engine_settings
+from engine_support import EnginePool, SmallLearner, small_settings
 from fake_server import eventually
 from PIL import Image
 from serve_process import ServerPool
@@ -36,7 +36,7 @@ VISION_TENSOR = "model.visual.blocks.1.attn.proj.weight"
 
 @pytest.fixture(scope="module")
 def settings(demo_checkpoint: Path) -> EngineSettings:
-    return engine_settings(demo_checkpoint, repeat_guard=GUARD)
+    return small_settings(demo_checkpoint, repeat_guard=GUARD)
 
 
 @pytest.fixture(scope="module")

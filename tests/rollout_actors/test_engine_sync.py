@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, engine_settings
+from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
 from rollout_actors.pool import ActorPool
 from shared.errors import RolloutError, WeightSyncError
@@ -111,7 +111,7 @@ def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: Engi
 
 
 def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner) -> None:
-    actor = create_actor("doomed", engine_settings(demo_checkpoint), 0)
+    actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
     pool = ActorPool([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
     pool.start()
     shell, *children = ray.get(actor.process_ids.remote())

@@ -328,12 +328,12 @@ def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_p
 
 def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module: Any, demo_checkpoint: Path) -> None:
     """The guard is an argument of the engine's start. What is sent with a request does not know of it."""
-    from engine_support import engine_settings
+    from engine_support import small_settings
 
     from rollout_actors.vllm_requests import engine_arguments, sampling_params
     from shared.rollouts import DecodeMode, DecodeSettings
 
-    guarded, free = (engine_arguments(engine_settings(demo_checkpoint, repeat_guard=guard)) for guard in (SETTINGS, None))
+    guarded, free = (engine_arguments(small_settings(demo_checkpoint, repeat_guard=guard)) for guard in (SETTINGS, None))
     assert {name: value for name, value in guarded.items() if name not in free} == guard_arguments(SETTINGS)
     assert guarded["logits_processors"] == [GUARD_PROCESSOR]
     assert guarded["additional_config"] == {"repeat_terminate": {"enabled": True, **asdict(SETTINGS)}}

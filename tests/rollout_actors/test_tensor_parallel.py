@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from engine_support import TIMEOUTS, SmallLearner, create_actor, engine_settings
+from engine_support import TIMEOUTS, SmallLearner, create_actor, small_settings
 
 from rollout_actors.pool import ActorPool
 from shared.weight_sync import sync_weights
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[ActorPool]:
-    actor = create_actor("actor-0", engine_settings(demo_checkpoint, tensor_parallel_size=2), 0)
+    actor = create_actor("actor-0", small_settings(demo_checkpoint, tensor_parallel_size=2), 0)
     pool = ActorPool([actor], ["actor-0"], TIMEOUTS, decode_batch_size=4)
     pool.start()
     yield pool

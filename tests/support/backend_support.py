@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import ray
 import torch
-from engine_support import SmallLearner, engine_settings
+from engine_support import SmallLearner, small_settings
 from serve_process import ServerPool
 
 from rollout_actors.engine_settings import EngineSettings
@@ -61,7 +61,7 @@ class ModelHost:
 
 def colocated_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
     """Of engines in the tests' own process. They have one worker extension, because vLLM mixes the first into its worker's class for good."""
-    return engine_settings(checkpoint, transport="inproc", worker_extension="counting_worker.CountingWorker", **changes)
+    return small_settings(checkpoint, transport="inproc", worker_extension="counting_worker.CountingWorker", **changes)
 
 
 def what_was_said(rollouts: Sequence[Rollout]) -> list[tuple[object, ...]]:

@@ -33,7 +33,7 @@ SUPPORT = Path(__file__).parent
 TIMEOUTS = PoolTimeouts.of_actors(start_s=240.0, generate_s=120.0, sync_phase_s=30.0)
 
 
-def engine_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
+def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
     settings = EngineSettings(
         model_path=str(checkpoint),
         dtype="float32",

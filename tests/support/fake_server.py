@@ -123,9 +123,9 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
     return EngineSettings(model_path=str(folder), **fields)
 
 
-def service(engine: Any, engine_settings: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
+def service(engine: Any, expected: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
     limits = Limits(max_request_bytes, max_requests=8, max_image_pixels=1000, image_root=image_root)
-    return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=engine_settings, limits=limits)
+    return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=expected, limits=limits)
 
 
 def address(url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None, kind: str = "rollmatch") -> ServerAddress:
@@ -145,9 +145,9 @@ def serving(app: FastAPI) -> Iterator[str]:
 
 
 @contextmanager
-def serving_engine(engine: Any, engine_settings: EngineSettings, *, token: str | None = None) -> Iterator[str]:
+def serving_engine(engine: Any, expected: EngineSettings, *, token: str | None = None) -> Iterator[str]:
     """A started service over this engine."""
-    one = service(engine, engine_settings)
+    one = service(engine, expected)
     asyncio.run(one.start())
     with serving(make_app(one, token=token)) as url:
         yield url

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import ray
 from backend_support import ModelHost, OfPool, OfServer, UnderTest, child_processes, colocated_settings, what_was_said
-from engine_support import SUPPORT, TIMEOUTS, SmallLearner, SpoilableActor, engine_settings
+from engine_support import SUPPORT, TIMEOUTS, SmallLearner, SpoilableActor, small_settings
 from serve_process import ServerPool, serve_process
 from stock_process import stock_process
 
@@ -85,7 +85,7 @@ def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 
 @contextmanager
 def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    settings = engine_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension="counting_worker.CountingWorker")
+    settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension="counting_worker.CountingWorker")
     environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
     remote = ray.remote(CountedActor).options(num_cpus=0, runtime_env={"env_vars": environment})
     actor = remote.remote(VllmEngineSpec("actor", settings, 0))
@@ -100,7 +100,7 @@ def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 
 @contextmanager
 def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    settings = engine_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
+    settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
     with tempfile.TemporaryDirectory() as folder, serve_process(serve_arguments(settings, port=0), Path(folder)) as process:
         pool = ServerPool(ServerClient("server", process.address(), index=0, expected=settings))
         pool.start()
@@ -111,7 +111,7 @@ def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 
 @contextmanager
 def stock(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    settings = engine_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
+    settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
     with tempfile.TemporaryDirectory() as folder, stock_process(settings, Path(folder)) as process:
         pool = ServerPool(StockClient("stock", process.address(), index=0, expected=settings))
         pool.start()

@@ -23,8 +23,8 @@ NUM_THREADS = 1
 """Of a CPU engine: with more, log-probabilities depend on the batch (DESIGN 5, decision 23)."""
 
 
-class Surroundings:
-    """The engine's side of the process. `with surroundings.entered():` around everything that touches the engine; outside, nothing of it is to be seen.
+class EngineContext:
+    """The engine's side of the process. `with context.entered():` around everything that touches the engine; outside, nothing of it is to be seen.
 
     Not reentrant, and the process is the engine's alone meanwhile.
     """
@@ -109,52 +109,60 @@ def _nothing_compiled(environment: Mapping[str, str]) -> Iterator[None]:
 class EngineWorld(c10d._World):
     """The process groups of the engine, apart from the learner's: torch's own extension point for this is to replace `distributed_c10d._world`.
 
-    Groups are numbered from far above the learner's, because their names must differ within the process, and because the learner's next
-    group must get the same name on every rank, wherever engines are.
+    torch's `_World` holds the default group itself, but its other properties read and write variables of torch's module. A second `_World` alone would
+    list, and destroy, the learner's groups: so every such property is overridden, to keep the engine's in the object.
     """
 
     FIRST_GROUP = 1_000_000
+    """The engine's groups are numbered from far above the learner's: the names of groups differ within a process, and the learner's next group must get the
+    same name on every rank, wherever engines are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._group_count = self.FIRST_GROUP
-        self._rank = -1
         self._maps: dict[str, dict[Any, Any]] = {}
-
-    def _own(self, name: str) -> dict[Any, Any]:
-        return self._maps.setdefault(name, {})
+        self._group_count = self.FIRST_GROUP
 
     @property
     def pg_map(self) -> dict[Any, Any]:
+        """Group -> backend and store. `destroy_process_group()` ends all that are in it."""
         return self._own("pg_map")
 
     @property
     def pg_names(self) -> dict[Any, Any]:
+        """Group -> name, by which functional collectives find it."""
         return self._own("pg_names")
 
     @property
     def pg_group_ranks(self) -> dict[Any, Any]:
+        """Group -> its ranks by global rank: the engine's global ranks are not the learner's."""
         return self._own("pg_group_ranks")
 
     @property
     def pg_backend_config(self) -> dict[Any, Any]:
+        """Group -> its backend for each kind of device."""
         return self._own("pg_backend_config")
 
     @property
     def tags_to_pg(self) -> dict[Any, Any]:
+        """Tag -> groups: where an existing group of the same ranks is looked for."""
         return self._own("tags_to_pg")
 
     @property
     def pg_to_tag(self) -> dict[Any, Any]:
+        """Group -> tag."""
         return self._own("pg_to_tag")
 
     @property
     def group_count(self) -> int:
+        """The next group's name."""
         return self._group_count
 
     @group_count.setter
     def group_count(self, value: int) -> None:
         self._group_count = value
+
+    def _own(self, name: str) -> dict[Any, Any]:
+        return self._maps.setdefault(name, {})
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from rollout_actors.surroundings import Surroundings
+from rollout_actors.engine_context import EngineContext, EngineWorld
 
 
 def open_default_group(folder: Path, name: str) -> None:
@@ -73,44 +73,44 @@ def host_group(tmp_path: Path) -> Iterator[Any]:
     sys.excepthook = hook
 
 
-def leave(surroundings: Surroundings) -> None:
-    with surroundings.entered():
-        surroundings.forget_default_group()
+def leave(context: EngineContext) -> None:
+    with context.entered():
+        context.forget_default_group()
 
 
 @pytest.mark.parametrize("ends_with", [lambda: None, lambda: 1 / 0], ids=["return", "exception"])
 def test_the_process_is_as_it_was_behind_every_call(threads: None, tmp_path: Path, ends_with: Callable[[], Any]) -> None:
     seed_all(1)
     before = facts_of_the_process()
-    surroundings = Surroundings({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
+    context = EngineContext({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
     try:
-        with surroundings.entered():
+        with context.entered():
             assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], torch._dynamo.config.disable) == (1, "1", True)
             misbehave(tmp_path)
             ends_with()
     except ZeroDivisionError:
         pass
     assert facts_of_the_process() == before
-    leave(surroundings)
+    leave(context)
 
 
 def test_the_guest_finds_its_own_things_again(threads: None, tmp_path: Path) -> None:
-    surroundings = Surroundings({"OMP_NUM_THREADS": "1"})
-    with surroundings.entered():
+    context = EngineContext({"OMP_NUM_THREADS": "1"})
+    with context.entered():
         misbehave(tmp_path)
         group = dist.group.WORLD
     assert not dist.is_initialized()
-    with surroundings.entered():
+    with context.entered():
         assert os.environ["LEFT_BEHIND"] == "1"
         assert dist.group.WORLD is group
         dist.all_reduce(torch.ones(1))
-    leave(surroundings)
+    leave(context)
 
 
 def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(threads: None, host_group: Any, tmp_path: Path) -> None:
     before = facts_of_the_process()
-    surroundings = Surroundings({})
-    with surroundings.entered():
+    context = EngineContext({})
+    with context.entered():
         assert not dist.is_initialized()
         misbehave(tmp_path)
         assert dist.group.WORLD is not host_group
@@ -119,10 +119,17 @@ def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(thr
     assert facts_of_the_process() == before
     name = dist.distributed_c10d._world.pg_names[dist.new_group([0])]
     assert int(name) == int(before["groups"][host_group]) + 1, "as if there were no guest"
-    with surroundings.entered():
+    with context.entered():
         dist.destroy_process_group(inner)
-        surroundings.forget_default_group()
+        context.forget_default_group()
         assert not dist.is_initialized()
     assert dist.group.WORLD is host_group
     # Functional collectives (and so DTensors) find a group by its name, in a registry that `destroy_process_group()` empties.
     assert functional.all_reduce(torch.ones(1), "sum", host_group).tolist() == [1.0]
+
+
+def test_whatever_torchs_world_keeps_in_variables_of_its_module_the_engine_has_for_itself() -> None:
+    c10d = dist.distributed_c10d
+    variables = {name for name, value in vars(c10d).items() if not callable(value)}
+    in_module = {name for name, part in vars(c10d._World).items() if isinstance(part, property) and part.fget and variables & set(part.fget.__code__.co_names)}
+    assert {"pg_map", "group_count"} <= in_module <= set(vars(EngineWorld))
