@@ -22,6 +22,7 @@ from vllm.sampling_params import BeamSearchParams
 from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.inproc_intake import InProcessIntake
+from rollout_actors.ipc_handles import engine_devices
 from rollout_actors.repeat_rule import check_answers, repeat_rule
 from rollout_actors.vllm_requests import (
     BAN,
@@ -36,6 +37,7 @@ from rollout_actors.vllm_requests import (
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.transports import Transport
 
 
 class BeamLLM(LLM):
@@ -56,7 +58,7 @@ class BeamLLM(LLM):
 
 
 class ColocatedLLM:
-    """One engine. Everything here is to be called inside its `Surroundings`, by one thread at a time."""
+    """One engine. Everything here is to be called inside its `EngineContext`, by one thread at a time."""
 
     def __init__(self, name: str, settings: EngineSettings, *, sleep: bool) -> None:
         """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured and not active.
@@ -71,7 +73,8 @@ class ColocatedLLM:
         check_answers(self._llm.collective_rpc("active_guard"), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
         self._adapter = AdapterIntake(enabled=settings.enable_lora)
-        self._intake = InProcessIntake(name, self._llm, transport=settings.transport, adapter=self._adapter, score=self._score)
+        devices = engine_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
+        self._intake = InProcessIntake(name, self._llm, transport=settings.transport, devices=devices, adapter=self._adapter, score=self._score)
         self._asleep = False
 
     def generate(self, requests: Sequence[RolloutRequest], *, version: int) -> list[Rollout]:

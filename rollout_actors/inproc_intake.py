@@ -7,12 +7,12 @@ On CPU the hand is a reference; on a GPU, where the engine has a process of its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollout_actors.ipc_handles import ipc_handles
+from rollout_actors.ipc_handles import SharingDevice, ipc_handles
 from rollout_actors.receipt import Receipt, check_receipts
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
@@ -36,11 +36,15 @@ class InProcessIntake:
     No phase has a timeout: the work is done in the caller's thread, and nobody else is waited for.
     """
 
-    def __init__(self, name: str, llm: LLM, *, transport: str, adapter: AdapterIntake, score: Score) -> None:
-        """`adapter` is what the engine serves on top of its base weights; whoever sends it a request asks there."""
+    def __init__(self, name: str, llm: LLM, *, transport: str, devices: Sequence[SharingDevice], adapter: AdapterIntake, score: Score) -> None:
+        """`adapter` is what the engine serves on top of its base weights; whoever sends it a request asks there.
+
+        `devices`: the engine's, where the transport is `ipc`.
+        """
         self._name = name
         self._llm = llm
         self._transport = transport
+        self._devices = devices
         self._adapter = adapter
         self._score = score
 
@@ -86,25 +90,27 @@ class InProcessIntake:
         try:
             self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
             self._llm.start_weight_update()
-            self._hand_over(sealed, terms)
+            kept = self._hand_over(sealed, terms)
             self._llm.finish_weight_update()
+            del kept  # only now: the engine has read them
         except Exception:
             # Back from the meta device: the next forward would kill the process. The weights are then good for nothing but another sync.
             self._llm.collective_rpc("abandon_update")
             raise
         return [Receipt(**receipt) for receipt in self._llm.collective_rpc("receipt")]
 
-    def _hand_over(self, sealed: Sealed, terms: Terms) -> None:
+    def _hand_over(self, sealed: Sealed, terms: Terms) -> list[torch.Tensor]:
+        """What must outlive the update."""
         if self._transport == Transport.INPROC:
             self._llm.update_weights({"update_info": {"weights": sealed}})
-            return
+            return []
         self._llm.init_weight_transfer_engine({"init_info": {"packed": False}})
         # Of this process's own tensors, and not those in the offer: with several learner ranks, that is rank 0's.
-        handles, kept = ipc_handles(sealed)
+        handles, kept = ipc_handles(sealed, self._devices)
         tensors = terms.sent
         update = {"names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
         self._llm.update_weights({"update_info": update | {"ipc_handles": handles}})
-        del kept  # only now: the engine has read them
+        return kept
 
     def _reset(self) -> None:
         # Loading resets no cache, and what they hold was computed with the old weights.

@@ -80,6 +80,7 @@ def test_an_engine_beside_the_learner_spans_4_gpus_or_the_largest_of_2_and_1_tha
     """DESIGN 5, decision 22."""
     placement = plan_placement(config(**COLOCATE, learner__world_size=ranks), {"GPU": float(gpus), "CPU": 16.0})
     assert placement.devices_per_engine == devices
+    assert placement.transport == "ipc", "a rank shares its weights with every device of its engine, and has all of them:"
     assert all(rank["GPU"] == devices for rank in placement.ranks)
 
 
