@@ -1,6 +1,6 @@
 """The learner's end of a weight sync: offers its parameters, then sends them to every rollout engine (DESIGN 9).
 
-vllm is imported only when a group is opened, so the learner's step runs where it is not installed.
+vllm is imported only when a group of GPUs is opened, so the learner's step runs where it is not installed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class WeightSender:
         groups = []
         for index, receivers in enumerate(self._receivers):
             try:
-                self._listening.append(socket.create_server((self._host, receivers.port), backlog=1 + receivers.num_workers))
+                family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+                self._listening.append(socket.create_server((self._host, receivers.port), family=family, backlog=1 + receivers.num_workers))
             except OSError as error:
                 self.close()
                 key = GROUP_PORT.format(index=index)

@@ -1,6 +1,6 @@
 """How weights leave the learner's process: one class for each transport that has a wire (DESIGN 9).
 
-vllm is imported only when a group is opened.
+vllm is imported only when a group of GPUs is opened.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroupGloo, TCPStore
 
 from shared.transports import Transport
-from shared.weight_sync import Terms, buckets, offsets
+from shared.weight_sync import Group, Terms, buckets, offsets
 
 NUM_BUFFERS = 2
 """One bucket is packed while the one before is on its way."""
@@ -35,17 +36,10 @@ class GlooWire:
     """Between processes with the weights in host memory. The groups' own timeout ends a broadcast that nobody receives."""
 
     def __init__(self, terms: Terms, listening: list[socket.socket]) -> None:
-        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
-
         # Kept from sync to sync: memory that the system hands out anew, page by page, takes several times as long as filling it.
         self._buffers: list[torch.Tensor] = []
-        self._groups: list[Any] = []
-        for group, bound in zip(terms.groups, listening, strict=True):
-            self._groups.append(
-                stateless_init_torch_distributed_process_group(
-                    group.host, group.port, 0, group.world_size, "gloo", listen_socket=bound, timeout=timedelta(seconds=terms.timeout_s)
-                )
-            )
+        timeout = timedelta(seconds=terms.timeout_s)
+        self._groups: list[Any] = [_open_gloo(group, bound, timeout) for group, bound in zip(terms.groups, listening, strict=True)]
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
         cut = [(bucket, offsets(bucket)) for bucket in buckets(terms.sent, terms.bucket_bytes)]
@@ -69,12 +63,20 @@ class GlooWire:
         return self._buffers[:num_buffers]
 
     def close(self) -> None:
-        from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group
-
         for group in self._groups:
-            stateless_destroy_torch_distributed_process_group(group)
+            group.shutdown()
         # Gloo closes its connections when the last reference goes, and the traceback of a failed send holds one to this wire.
         self._groups = []
+
+
+def _open_gloo(group: Group, bound: socket.socket, timeout: timedelta) -> ProcessGroupGloo:
+    """`bound` has held the group's port since it was published. Returns when every receiver has come."""
+    store = TCPStore(group.host, group.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach())
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    # Without it gloo asks the host's name for an address, which may be one that nobody else reaches.
+    options._devices = [ProcessGroupGloo.create_device(hostname=group.host)]
+    return ProcessGroupGloo(store, 0, group.world_size, options)
 
 
 def _from_rank_0() -> Any:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group, stateless_init_torch_distributed_process_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollout_actors.gloo_group import join_group
 from rollout_actors.repeat_guard_vllm import GuardedWorker
 from shared.checksum import BucketChecksum
 from shared.weight_sync import CHECKSUMS, TensorSpec, buckets, offsets
@@ -99,9 +98,7 @@ class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.packed_buffer_size_bytes
-        self._group = stateless_init_torch_distributed_process_group(
-            init_info.master_address, init_info.master_port, rank, init_info.world_size, "gloo", timeout=timedelta(seconds=init_info.timeout_s)
-        )
+        self._group = join_group(init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size, timeout_s=init_info.timeout_s)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._group is None:
@@ -127,7 +124,7 @@ class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
 
     def shutdown(self) -> None:
         if self._group is not None:
-            stateless_destroy_torch_distributed_process_group(self._group)
+            self._group.shutdown()
             self._group = None
 
 

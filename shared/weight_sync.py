@@ -173,6 +173,16 @@ class Sealed:
         yield CHECKSUMS, tensor.new_tensor(checksums, dtype=self._torch.int64)
 
 
+def all_phases_s(timeout_s: float) -> float:
+    """The limit of a receiver that bounds no single phase, which may take `timeout_s` each."""
+    return len(SyncPhase) * timeout_s
+
+
+def whole_sync_s(timeout_s: float) -> float:
+    """The outermost limit of a sync: above that of any receiver, whose layers wait up to 3 margins longer in every phase."""
+    return (len(SyncPhase) + 1) * (timeout_s + 3 * MARGIN_S)
+
+
 class SendsWeights(Protocol):
     def offer_weights(self) -> WeightOffer: ...
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
@@ -238,7 +248,7 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights, offer: WeightOffer) -> 
     receiving = rollouts.receive_weights(offer)
     sending = learner.send_weights(offer)
     sides: tuple[Future[Any], Future[Any]] = (receiving, sending)
-    limit_s = (len(SyncPhase) + 1) * (timeout_s + 3 * MARGIN_S)
+    limit_s = whole_sync_s(timeout_s)
     wait(sides, timeout=limit_s, return_when=FIRST_EXCEPTION)
     wait(sides, timeout=3 * MARGIN_S)
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]

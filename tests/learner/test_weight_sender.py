@@ -6,8 +6,8 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from torch import nn
 from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
+from learner.wires import GlooWire
+from rollout_actors.gloo_group import address_towards, join_group
 from shared.canary import CanaryProbe
 from shared.errors import ConfigError, WeightSyncError
 from shared.weight_sync import Group, Sealed, Terms, buckets, offsets
@@ -114,9 +116,7 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
 
 def receive(group: Group, rank: int, terms: Terms, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
     """What an engine's transport does, without an engine: one buffer per bucket, cut into tensors."""
-    from vllm.distributed.utils import stateless_init_torch_distributed_process_group
-
-    joined = stateless_init_torch_distributed_process_group(group.host, group.port, rank, group.world_size, "gloo", timeout=timedelta(seconds=terms.timeout_s))
+    joined = join_group(group.host, group.port, rank=rank, world_size=group.world_size, timeout_s=terms.timeout_s)
     options = torch.distributed.BroadcastOptions()
     options.rootRank = 0
     tensors = {}
@@ -130,7 +130,6 @@ def receive(group: Group, rank: int, terms: Terms, num_buckets: int | None = Non
 
 
 def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again() -> None:
-    sender_warm_up()
     model = TiedModel()
     sender = WeightSender(FullWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(2), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10)
     places = [(0, 1), (0, 2), (1, 1)]
@@ -152,8 +151,31 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
             sender.close()
 
 
+def listening() -> set[tuple[str, int]]:
+    return {(connection.laddr.ip, connection.laddr.port) for connection in psutil.Process().net_connections("tcp") if connection.status == psutil.CONN_LISTEN}
+
+
+def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_hosts_name_says() -> None:
+    """Where the name is 127.0.1.1, as Debian has it, gloo by itself would publish that, which is another machine on every other node."""
+    bound = socket.create_server(("127.0.0.2", 0))
+    before = listening()
+    group = Group("127.0.0.2", bound.getsockname()[1], world_size=2, key="a")
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join_group, group.host, group.port, rank=1, world_size=2, timeout_s=20.0)
+        wire = GlooWire(Terms((group,), timeout_s=20.0, bucket_bytes=10, tensors=()), [bound])
+        joined = joining.result(timeout=20)
+    opened = listening() - before
+    assert {address for address, _ in opened} == {"127.0.0.2", address_towards("127.0.0.2", group.port)}
+    wire.close()
+    joined.shutdown()
+
+
+def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        assert address_towards(*server.getsockname()) == connection.getsockname()[0]
+
+
 def test_a_receiver_that_leaves_ends_the_send_for_every_group() -> None:
-    sender_warm_up()
     sender = WeightSender(FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=3.0, bucket_bytes=10)
     offer = sender.offer(1, CANARY)
     terms = Terms.of(offer)
@@ -174,7 +196,6 @@ def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
 def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_has_a_new_port() -> None:
     sender = make_sender(TiedModel())
     offer = sender.offer(1, CANARY)
-    sender_warm_up()
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"rendezvous on learner.*check that every rollout engine is alive") as caught:
         sender.send(offer)
@@ -183,11 +204,6 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
     again, before = Terms.of(sender.offer(2, CANARY)).group, Terms.of(offer).group
     assert (again.port != before.port, again.key != before.key) == (True, True)
     sender.close()
-
-
-def sender_warm_up() -> None:
-    """The first import of vllm takes longer than the test's timeout."""
-    import vllm.distributed.utils  # noqa: F401
 
 
 def test_an_unknown_transport_is_refused() -> None:

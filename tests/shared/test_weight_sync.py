@@ -13,7 +13,21 @@ from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.checksum import BucketChecksum
 from shared.errors import LearnerError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_sync import CHECKSUMS, Group, Sealed, SendReport, TensorSpec, Terms, buckets, offsets, sync_weights
+from shared.weight_sync import (
+    CHECKSUMS,
+    MARGIN_S,
+    Group,
+    Sealed,
+    SendReport,
+    SyncPhase,
+    TensorSpec,
+    Terms,
+    all_phases_s,
+    buckets,
+    offsets,
+    sync_weights,
+    whole_sync_s,
+)
 
 TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
 GROUPS = (Group("127.0.0.1", 1234, world_size=2, key="a"), Group("10.0.0.1", 5678, world_size=3, key="b"))
@@ -177,6 +191,12 @@ def test_when_both_fail_the_receivers_error_is_raised_from_the_senders() -> None
     with pytest.raises(WeightSyncError, match="no room") as caught:
         sync_weights(*[Side(SENDER_ERROR, RECEIVER_ERROR)] * 2)
     assert caught.value.__cause__ is SENDER_ERROR
+
+
+@pytest.mark.parametrize("timeout_s", [0.1, 60.0, 3600.0])
+def test_the_innermost_limit_ends_first(timeout_s: float) -> None:
+    of_a_pool = len(SyncPhase) * (timeout_s + 3 * MARGIN_S)
+    assert max(of_a_pool, all_phases_s(timeout_s)) < whole_sync_s(timeout_s)
 
 
 @pytest.mark.parametrize(("sent", "received", "shown"), [(SENDER_ERROR, RECEIVED, "connection closed"), (SENT, RECEIVER_ERROR, "no room")])
