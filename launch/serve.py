@@ -25,12 +25,11 @@ from launch.serve_options import ServeOptions, settings_of
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from shared.config.server import is_loopback
 from shared.errors import ConfigError, RolloutError
-from shared.protocols import RolloutEngine
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from rollout_actors.server.service import RolloutService
+    from rollout_actors.server.service import RolloutService, ServedEngine
 
 WATCH_S = 0.5
 """How often the server looks whether its engine is alive."""
@@ -66,7 +65,7 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def make_engine() -> RolloutEngine:
+    def make_engine() -> ServedEngine:
         from rollout_actors.vllm_engine import VllmEngine
 
         return VllmEngine(url, settings)

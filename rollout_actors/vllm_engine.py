@@ -45,6 +45,7 @@ class VllmEngine:
         self._version = 0
         self._shut = "it was not started"
         self._num_probes = 0
+        self._num_finished_tokens = 0
         self._rule = None if settings.repeat_guard is None else repeat_rule(settings.repeat_guard, settings.model_path)
 
     async def start(self) -> int:
@@ -76,6 +77,15 @@ class VllmEngine:
     def version(self) -> int:
         """The version of the weights being served; 0 is the checkpoint's."""
         return self._version
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled since the start, as far as vLLM's process has told: it stands still where that is stuck. May be asked from any thread."""
+        if self._llm is None:
+            return self._num_finished_tokens
+        # A copy, taken in one go: the engine's own thread adds and removes.
+        running = [state.detokenizer for state in tuple(self._llm.output_processor.request_states.values())]
+        return self._num_finished_tokens + sum(tokens.num_output_tokens() for tokens in running if tokens is not None)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """One rollout per request, in order. Raises RolloutError, and vLLM's EngineDeadError when its process is gone."""
@@ -136,6 +146,7 @@ class VllmEngine:
         except VLLMClientError as error:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         generate_s = time.perf_counter() - started
+        self._num_finished_tokens += len(output.outputs[0].token_ids)
         return read_rollout(output, request, actor=self.name, version=self._version, rule=self._rule, started_s=started_s, generate_s=generate_s)
 
     async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str) -> RequestOutput:

@@ -27,7 +27,7 @@ HEALTH_ROUTES = {"rollmatch": "/health/", "vllm": "/health"}
 POLL_S = 0.5
 """Between two questions whether a starting server is up."""
 WATCH_S = 10.0
-"""Between two questions whether a working server is still there."""
+"""Between two questions whether a working server is still there, and gets on."""
 CONNECT_S = 10.0
 """Longest time to open a connection."""
 TRIES = 2
@@ -131,10 +131,14 @@ class HttpClient:
         """The answer's body; `body` is JSON. Cancelling it closes the connection. Raises UnansweredError and HttpStatusError."""
         return await self._call("POST", route, body, timeout_s)
 
-    async def watched(self, work: Awaitable[T]) -> T:
-        """`work`, which has no limit of its own, for as long as the server answers its health route. Raises UnansweredError when it no longer does."""
+    async def watched(self, work: Awaitable[T], progress: Callable[[], Awaitable[int | None]]) -> T:
+        """`work`, which has no limit of its own, for as long as the server answers and gets on.
+
+        `progress` asks the server how many tokens it has sampled so far; None: it has nothing to do, or does not say. Raises UnansweredError when the
+        server no longer answers, and when the number has not changed for `timeout_s`: an engine can be stuck behind a server that lives.
+        """
         task = asyncio.ensure_future(work)
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(self._watch(progress))
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -184,14 +188,20 @@ class HttpClient:
     def _connect(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(verify=self._tls, trust_env=self._trust_env, timeout=httpx.Timeout(None, connect=CONNECT_S))
 
-    async def _watch(self) -> None:
-        """Ends, with UnansweredError, when the server does."""
+    async def _watch(self, progress: Callable[[], Awaitable[int | None]]) -> None:
+        """Ends, with UnansweredError, when the server does, or its progress."""
+        last: int | None = None
+        changed = time.monotonic()
         while True:
             await asyncio.sleep(self._watch_s)
             try:
-                await self.get(self._health, timeout_s=self.address.timeout_s)
+                now = await progress()
             except HttpStatusError as error:
                 raise UnansweredError(f"{self._health}: {error}") from error
+            if now is None or now != last:
+                last, changed = now, time.monotonic()
+            elif time.monotonic() - changed >= self.address.timeout_s:
+                raise UnansweredError(f"it answers, and its engine has sampled no token for {SECTION}.timeout_s = {self.address.timeout_s:g} s")
 
     def _remedy(self) -> str:
         return (

@@ -165,7 +165,11 @@ class StockClient:
     async def _share(self, requests: Sequence[RolloutRequest], bodies: Sequence[bytes]) -> list[tuple[Generated, float]]:
         """Every answer with the time of its end, or the first error; a connection that closes ends its request in the server."""
         work = self._all([self._complete(body, request.sample_id) for request, body in zip(requests, bodies, strict=True)])
-        return await (work if self._http.address.infer_timeout_s is not None else self._http.watched(work))
+        return await (work if self._http.address.infer_timeout_s is not None else self._http.watched(work, self._progress))
+
+    async def _progress(self) -> int | None:
+        await self._http.get(self._http.address.health_route, timeout_s=self._http.address.timeout_s)
+        return await self._engine.num_tokens()
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, tuple[Generated, float]]]) -> list[tuple[Generated, float]]:
         tasks = [asyncio.create_task(call) for call in calls]

@@ -41,5 +41,6 @@ def stock_arguments(settings: EngineSettings) -> list[str]:
     if guard:
         values["logits-processors"] = " ".join(guard["logits_processors"])
         values["additional-config"] = json.dumps(guard["additional_config"])
-    switches = ["--enable-scale-out", *(["--enforce-eager"] if settings.enforce_eager else []), "--disable-log-stats"]
+    # No --disable-log-stats: the counters behind /metrics are how a run sees that the engine gets on.
+    switches = ["--enable-scale-out", *(["--enforce-eager"] if settings.enforce_eager else [])]
     return [*switches, *(part for name, value in values.items() for part in (f"--{name}", str(value)))]

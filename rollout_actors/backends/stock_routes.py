@@ -15,12 +15,14 @@ from rollout_actors.backends.http_client import HttpClient, HttpStatusError, Una
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.weight_intake import InitRequest, UpdateRequest
 
+COUNTER = "vllm:generation_tokens_total{"
+"""How a line of `/metrics` begins that counts sampled tokens."""
 UNVERIFIED = "rollmatch-unverified"
 """Label of weights between the start of an update and its canary: of nobody's rollouts."""
 
 
 class StockRoutes:
-    """`rollout_actors.weight_intake.UpdatedEngine` by HTTP. Every method raises RolloutError with the server's URL."""
+    """`rollout_actors.weight_intake.UpdatedEngine` by HTTP. Its methods raise RolloutError with the server's URL."""
 
     def __init__(self, http: HttpClient, run: str) -> None:
         """`run` is what this run's weights are labelled with, so that they are told from another run's."""
@@ -78,6 +80,15 @@ class StockRoutes:
 
     async def info(self) -> ServerInfo:
         return TypeAdapter(ServerInfo).validate_json(await self._get("/server_info?config_format=json"))
+
+    async def num_tokens(self) -> int | None:
+        """Sampled since the server's start; None where it keeps no such account. Raises UnansweredError."""
+        try:
+            metrics = await self._http.get("/metrics", timeout_s=self._http.address.timeout_s)
+        except HttpStatusError:
+            return None
+        counts = [float(line.rpartition(" ")[2]) for line in metrics.decode().splitlines() if line.startswith(COUNTER)]
+        return int(sum(counts)) if counts else None
 
     async def _get(self, route: str) -> bytes:
         try:

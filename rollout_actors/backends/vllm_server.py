@@ -116,7 +116,12 @@ class ServerClient:
     async def _infer(self, body: bytes) -> bytes:
         limit_s = self._http.address.infer_timeout_s
         call = self._http.post("/infer/", body, timeout_s=limit_s)
-        return await (call if limit_s is not None else self._http.watched(call))
+        return await (call if limit_s is not None else self._http.watched(call, self._progress))
+
+    async def _progress(self) -> int | None:
+        health = await self._http.get("/health/", timeout_s=self._http.address.timeout_s)
+        told = self._read(messages.Health, health, "generate")
+        return told.num_tokens if told.num_running else None
 
     async def _ask(self, form: type[messages.M], route: str) -> messages.M:
         try:

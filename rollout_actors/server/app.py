@@ -1,6 +1,6 @@
 """The routes of a rollout server (spec: server mode), each with and without its last slash::
 
-    GET  /health/                         200 when rollouts can be asked for; no token needed
+    GET  /health/                         200 when rollouts can be asked for, and how far the engine is with them; no token needed
     GET  /get_world_size/                 rollout devices
     GET  /version/  /info/                weight version; what the server was started with
     POST /infer/                          `messages.InferCall` -> `messages.InferAnswer`
@@ -70,7 +70,7 @@ class _Routes:
         self._service = service
 
     async def health(self, request: Request) -> messages.Message:
-        return messages.WorldSize(world_size=self._service.world_size)
+        return self._service.health()
 
     async def world_size(self, request: Request) -> messages.Message:
         return messages.WorldSize(world_size=self._service.world_size)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from shared.protocols import RolloutEngine
+from rollout_actors.server.service import ServedEngine
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
@@ -18,12 +18,12 @@ CLOSE_S = 5.0
 
 
 class EngineThread:
-    """A `RolloutEngine` whose work happens in a thread. Its own methods belong to the loop that calls them; cancelling one cancels the work."""
+    """A `ServedEngine` whose work happens in a thread. Its own methods belong to the loop that calls them; cancelling one cancels the work."""
 
-    def __init__(self, make_engine: Callable[[], RolloutEngine]) -> None:
+    def __init__(self, make_engine: Callable[[], ServedEngine]) -> None:
         """`make_engine` is called in the thread, by `start`: it may import vllm, which takes seconds."""
         self._make_engine = make_engine
-        self._engine: RolloutEngine | None = None
+        self._engine: ServedEngine | None = None
         self._loop = asyncio.new_event_loop()
         # A daemon: an engine that is stuck does not hold the process.
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
@@ -43,6 +43,10 @@ class EngineThread:
         return 0 if self._engine is None else self._engine.version
 
     @property
+    def num_tokens(self) -> int:
+        return 0 if self._engine is None else self._engine.num_tokens
+
+    @property
     def is_dead(self) -> bool:
         return self._engine is not None and self._engine.is_dead
 
@@ -55,7 +59,7 @@ class EngineThread:
         self._thread.join(CLOSE_S)
 
     @property
-    def _made(self) -> RolloutEngine:
+    def _made(self) -> ServedEngine:
         assert self._engine is not None, "start comes first"
         return self._engine
 

@@ -110,6 +110,16 @@ class Version(Message):
     """Of the weights being served; 0: the checkpoint's."""
 
 
+class Health(Message):
+    """That the server is up, and whether its engine gets on."""
+
+    world_size: int
+    num_running: int
+    """Requests that the engine has been asked for and not answered."""
+    num_tokens: int
+    """Sampled since the start, those of unfinished rollouts too: while requests run and this stands still, the engine is stuck."""
+
+
 class ServerInfo(Message):
     """What a server was started with, as far as a run has to agree with it."""
 

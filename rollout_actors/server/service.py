@@ -7,6 +7,7 @@ import io
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 from PIL import Image
 
@@ -44,14 +45,24 @@ class Limits:
     """Folder of the images that may be named by path, resolved; None: images come as data alone."""
 
 
+class ServedEngine(RolloutEngine, Protocol):
+    """An engine that tells how far it is."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled since the start. May be asked from any thread, also while the engine's own is stuck."""
+        ...
+
+
 class RolloutService:
     """One engine behind a door: open between its start, and the end of each sync, and the beginning of the next."""
 
-    def __init__(self, engine: RolloutEngine, *, name: str, model_type: str, settings: EngineSettings, limits: Limits) -> None:
+    def __init__(self, engine: ServedEngine, *, name: str, model_type: str, settings: EngineSettings, limits: Limits) -> None:
         self.limits = limits
         self._engine = engine
         self._name, self._model_type, self._settings = name, model_type, settings
         self._world_size: int | None = None
+        self._num_running = 0
         self._shut = ""
         # Of the sync under way: its offer, and the phase it waits for.
         self._offer: WeightOffer | None = None
@@ -84,6 +95,9 @@ class RolloutService:
     def version(self) -> int:
         return self._engine.version
 
+    def health(self) -> messages.Health:
+        return messages.Health(world_size=self.world_size, num_running=self._num_running, num_tokens=self._engine.num_tokens)
+
     def info(self) -> messages.ServerInfo:
         settings = self._settings
         return messages.ServerInfo(
@@ -111,12 +125,15 @@ class RolloutService:
         if wrong:
             raise RefusalError(400, "\n".join(wrong[:MAX_PROBLEMS]))
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
+        self._num_running += len(requests)
         try:
             return await self._engine.generate(requests)
         except RolloutError:
             # A sync may have begun while the images were read.
             self._check_open(call)
             raise
+        finally:
+            self._num_running -= len(requests)
 
     async def run_sync_phase(self, phase: SyncPhase, call: messages.SyncCall) -> SyncReport | None:
         """Raises RefusalError for a phase out of turn, and what the engine raises: then the sync begins anew. `pause` is always in turn."""

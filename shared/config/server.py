@@ -65,10 +65,11 @@ class ServerSection(Section):
     """`python -m launch.serve`, or a stock `vllm serve` with this package installed."""
 
     timeout_s: PositiveFloat = 240.0
-    """Until every server answers `/health/` at the start, and until the weight transfer is set up."""
+    """Until every server answers `/health/` at the start, until the weight transfer is set up, and, where `infer_timeout_s` sets no limit, until a server
+    that generates has to answer or to sample another token."""
 
     infer_timeout_s: float | None = None
-    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead."""
+    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead, for answers and for progress."""
 
     token_env: Annotated[str, Field(min_length=1)] | None = None
     """Name of the environment variable that holds the servers' bearer token; null: they ask for none."""

@@ -51,7 +51,7 @@ def offer(version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout
 
 
 class ObedientEngine:
-    """A `RolloutEngine` that answers every request with its position and seed, after `latency_s`.
+    """A `ServedEngine` that answers every request with its position and seed, after `latency_s`.
 
     `trouble` is raised by the next calls, one each; None lets one through. Remembers what it was asked.
     """
@@ -64,6 +64,13 @@ class ObedientEngine:
         self.num_cancelled = 0
         self.is_dead = False
         self.version = 0
+        self.is_stuck = False
+        self._started = time.monotonic()
+
+    @property
+    def num_tokens(self) -> int:
+        """Grows by itself, while requests run and while none does."""
+        return 0 if self.is_stuck else int(1000 * (time.monotonic() - self._started))
 
     async def start(self) -> int:
         return self.devices

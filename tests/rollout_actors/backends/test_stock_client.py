@@ -46,6 +46,8 @@ class StockServer:
     """Fields of every choice that are other than they should be."""
     guard: dict[str, Any] | None = None
     latency_s: float = 0.0
+    num_tokens: int | None = 0
+    """Its counter of sampled tokens; None: it keeps none."""
     failures: int = 0
     """So many calls for tokens are answered with 500 first."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -64,9 +66,14 @@ class StockServer:
         app.get("/get_world_size")(lambda: {"world_size": 1})
         app.get("/weight_info")(lambda: {"weight_version": self.label})
         app.get("/server_info")(self.info)
+        app.get("/metrics")(self.metrics)
         app.add_api_route(GENERATE, self.generate, methods=["POST"])
         app.add_api_route("/{route}", self.other, methods=["POST"])
         return app
+
+    def metrics(self) -> Response:
+        lines = ["# TYPE vllm:generation_tokens_total counter", f'vllm:generation_tokens_total{{engine="0",model_name="a"}} {self.num_tokens}.0']
+        return Response("\n".join(["vllm:num_requests_running 3.0", *(lines if self.num_tokens is not None else [])]))
 
     def info(self) -> Any:
         parts: dict[str, Any] = {
@@ -145,8 +152,8 @@ def picture(mode: str, *, turned: bool = False) -> ImageRef:
     return ImageRef(path=None, data=buffer.getvalue(), sha256="")
 
 
-def client(url: str, expected: EngineSettings, **changes: Any) -> StockClient:
-    return StockClient("server-0", address(url, kind="vllm", **changes), index=0, expected=expected)
+def client(url: str, expected: EngineSettings, *, watch_s: float = 10.0, **changes: Any) -> StockClient:
+    return StockClient("server-0", address(url, kind="vllm", **changes), index=0, expected=expected, watch_s=watch_s)
 
 
 async def started(url: str, expected: EngineSettings, **changes: Any) -> StockClient:
@@ -292,6 +299,17 @@ class TestGenerate:
         server.latency_s = 5.0
         with pytest.raises(RolloutError, match=r"failed 2 times.*after 0\.2 s"):
             asyncio.run(one.generate([request(0)]))
+
+    def test_an_engine_whose_counter_of_tokens_stands_still_is_given_up(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.1))
+        server.latency_s = 60.0
+        with pytest.raises(RolloutError, match=r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s = 0\.5 s"):
+            asyncio.run(one.generate([request(0)]))
+
+    def test_a_server_that_counts_no_tokens_is_waited_for_as_long_as_it_answers(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=0.2, watch_s=0.05))
+        server.latency_s, server.num_tokens = 1.0, None
+        assert asyncio.run(one.generate([request(0)]))[0].attempt == 0
 
     @pytest.mark.parametrize(
         ("choice", "said"),

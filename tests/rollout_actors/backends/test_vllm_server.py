@@ -25,7 +25,7 @@ from rollout_actors.backends.vllm_server import ServerClient, ServerEngine
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server.app import make_app
 from shared.config.server import ServerEntry, ServerSection
-from shared.errors import ConfigError, RolloutError, WeightSyncError
+from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode
 from shared.weight_sync import SyncPhase
@@ -221,6 +221,20 @@ class TestGenerate:
         engine.latency_s = 1.0
         (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, watch_s=0.1).generate([request(0)]))
         assert (rollout.attempt, len(engine.asked)) == (0, 1)
+
+    def test_an_engine_that_is_stuck_behind_a_living_server_is_given_up(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
+        engine.latency_s, engine.is_stuck = 60.0, True
+        started = time.monotonic()
+        stuck = r"it answers, and its engine has sampled no token for rollout_matching\.vllm\.server\.timeout_s = 0\.5 s"
+        with pytest.raises(UnreachableError, match=stuck):
+            asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.1).generate([request(0)]))
+        assert time.monotonic() - started < 5
+        assert eventually(lambda: engine.num_cancelled == 2)
+
+    def test_an_engine_that_samples_is_waited_for_however_long_a_rollout_takes(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
+        engine.latency_s = 1.5
+        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.3, watch_s=0.05).generate([request(0)]))
+        assert rollout.attempt == 0
 
     def test_cancelling_a_call_aborts_its_requests(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.latency_s = 60.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,21 @@ def test_every_route_is_there_with_and_without_its_last_slash(caller: Caller, sl
     assert caller.get(f"/info{slash}").json()["model_type"] == "qwen3_vl"
     for route in ("/infer", "/init_communicator", "/sync/pause"):
         assert caller.post(route + slash, b"{}").status_code == 400
+
+
+def test_health_tells_what_runs_and_how_far_it_is(caller: Caller) -> None:
+    def running() -> int:
+        return messages.read(messages.Health, caller.get("/health/").content).num_running
+
+    assert running() == 0
+    caller.engine.latency_s = 1.0
+    asking = threading.Thread(target=lambda: caller.infer(request(0), request(1)))
+    asking.start()
+    assert eventually(lambda: running() == 2)
+    asking.join()
+    assert running() == 0
+    first, second = (messages.read(messages.Health, caller.get("/health/").content).num_tokens for _ in range(2))
+    assert first < second
 
 
 def test_requests_are_answered_in_order_with_their_seeds(caller: Caller) -> None:
