@@ -11,17 +11,19 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from launch.placement import Placement, engine_settings, plan_placement
+from launch.machine import connect, nodes_there
+from launch.placement import Placement, Resources, plan_placement
 from launch.rank_rollouts import RankRollouts
+from launch.run_engines import settings_of_run
 from learner.actor import LearnerShell, RemoteLearner
 from learner.place import LearnerPlace, ReceiverGroup
 from rollout_actors.backends.http_client import server_addresses
 from rollout_actors.backends.vllm_server import ServerEngine
 from rollout_actors.engine_actor import EngineActor, MakeEngine, VllmEngineSpec
-from rollout_actors.engine_settings import engine_environment
+from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, Limit, PoolTimeouts
 from shared.config import RunConfig
-from shared.config.derive import generates_in_ranks, rank_name
+from shared.config.derive import EnginePlace, engines_in, rank_name, rollout_servers
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError
@@ -47,12 +49,10 @@ class Cluster:
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self._ends.callback(ray.shutdown)
         try:
-            ray.init(address=cluster.address, log_to_driver=False, logging_level="error", **own)
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            connect(self._config, **own)
+        except ConfigError:
             self._ends.close()
-            raise ConfigError(
-                f"cluster.address: {cluster.address} gives no Ray cluster ({error}); check `ray status` there and cluster.temp_dir, or use local"
-            ) from error
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -60,42 +60,51 @@ class Cluster:
         self._ends.close()
 
     def start(self) -> tuple[RemoteLearner, Rollouts]:
-        """Place and start every learner rank and every engine at once; servers are waited for first.
+        """Place and start every learner rank and every engine.
 
         Raises:
             ConfigError: too few resources, or what the learner finds wrong with model and data.
             RolloutError, LearnerError: a process that did not come up.
         """
-        config = self._config
-        placement = plan_placement(config, ray.cluster_resources())
+        placement = plan_placement(self._config, nodes_there())
         group = self._reserve(placement)
         learner = self._place_learner(placement, group)
-        if generates_in_ranks(config):
-            learner.start(config, _places(placement, ()), _make_backend(config, placement, max_images=self._max_images))
-            return learner, RankRollouts(
-                learner,
-                num_ranks=config.learner.world_size,
-                devices_per_rank=placement.devices_per_engine,
-                decode_batch_size=config.rollout_matching.decode_batch_size,
-            )
-        if placement.engines:
-            pool = self._place_actors(placement, group)
-            # The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created above, import vllm meanwhile.
-            workers = len(placement.engines) * placement.devices_per_engine
-            learner.start(config, _places(placement, (ReceiverGroup(workers),)))
-            pool.start()
-            return learner, pool
-        pool = self._reach_servers(placement)
+        match engines_in(self._config):
+            case EnginePlace.RANKS:
+                return learner, self._start_in_ranks(placement, learner)
+            case EnginePlace.ACTORS:
+                return learner, self._start_with_actors(placement, group, learner)
+            case EnginePlace.SERVERS:
+                return learner, self._start_with_servers(placement, learner)
+
+    def _start_in_ranks(self, placement: Placement, learner: RemoteLearner) -> RankRollouts:
+        """One wait for both: a rank loads its engine when it has loaded its model, whose device the two share."""
+        config = self._config
+        learner.start(config, _places(placement, ()), _make_backend(config, placement, max_images=self._max_images))
+        size, devices = config.rollout_matching.decode_batch_size, placement.devices_per_engine
+        return RankRollouts(learner, num_ranks=config.learner.world_size, devices_per_rank=devices, decode_batch_size=size)
+
+    def _start_with_actors(self, placement: Placement, group: PlacementGroup, learner: RemoteLearner) -> ActorPool:
+        """The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created before that, import vllm meanwhile."""
+        pool = self._place_actors(placement, group)
+        workers = len(placement.engines) * placement.devices_per_engine
+        learner.start(self._config, _places(placement, (ReceiverGroup(workers),)))
         pool.start()
-        servers = config.rollout_matching.vllm.server
-        assert servers is not None
-        receivers = tuple(ReceiverGroup(devices, server.group_port) for devices, server in zip(pool.devices, servers.servers, strict=True))
-        learner.start(config, _places(placement, receivers))
-        return learner, pool
+        return pool
+
+    def _start_with_servers(self, placement: Placement, learner: RemoteLearner) -> ActorPool:
+        """The servers are waited for first: only they know how many devices are going to receive what the learner sends."""
+        section = rollout_servers(self._config)
+        assert section is not None
+        pool = self._reach_servers(placement, section)
+        pool.start()
+        receivers = tuple(ReceiverGroup(devices, server.group_port) for devices, server in zip(pool.devices, section.servers, strict=True))
+        learner.start(self._config, _places(placement, receivers))
+        return pool
 
     def start_actors(self) -> ActorPool:
         """Place and start the rollout actors alone: they serve `model.path` as it is. Raises ConfigError and RolloutError as `start` does."""
-        placement = plan_placement(self._config, ray.cluster_resources(), learns=False)
+        placement = plan_placement(self._config, nodes_there(), learns=False)
         pool = self._place_actors(placement, self._reserve(placement))
         pool.start()
         return pool
@@ -118,7 +127,7 @@ class Cluster:
 
     def _place_actors(self, placement: Placement, group: PlacementGroup) -> ActorPool:
         config = self._config
-        settings = engine_settings(config, placement, max_images=self._max_images)
+        settings = settings_of_run(config, placement, max_images=self._max_images)
         names = [f"rollout-actor-{index}" for index in range(len(placement.engines))]
         environment = engine_environment(settings)
         actors = [
@@ -131,17 +140,16 @@ class Cluster:
         timeouts = PoolTimeouts.of_actors(start_s=limits.start_s, generate_s=limits.generate_s, sync_phase_s=limits.sync_phase_s)
         return self._pool(actors, names, timeouts, are_servers=False)
 
-    def _reach_servers(self, placement: Placement) -> ActorPool:
+    def _reach_servers(self, placement: Placement, section: ServerSection) -> ActorPool:
         """An actor for each server that was launched elsewhere: it needs a process to wait in, and no resources."""
-        config, section = self._config, self._config.rollout_matching.vllm.server
-        assert section is not None
         names = [f"server-{index}" for index in range(len(section.servers))]
-        engines = _server_engines(config, placement, names, max_images=self._max_images)
+        settings = settings_of_run(self._config, placement, max_images=self._max_images)
+        engines = _server_engines(section, names, settings)
         actors = [
-            self._create(EngineActor, (engine,), name=name, resources={"CPU": 0.0, "GPU": 0.0}, group=None, environment={})
+            self._create(EngineActor, (engine,), name=name, resources=Resources(cpus=0.0, gpus=0.0), group=None, environment={})
             for name, engine in zip(names, engines, strict=True)
         ]
-        return self._pool(actors, names, server_timeouts(section, config.timeouts), are_servers=True)
+        return self._pool(actors, names, server_timeouts(section, self._config.timeouts), are_servers=True)
 
     def _pool(self, actors: list[Any], names: list[str], timeouts: PoolTimeouts, *, are_servers: bool) -> ActorPool:
         size, ranks = self._config.rollout_matching.decode_batch_size, self._config.learner.world_size
@@ -149,13 +157,13 @@ class Cluster:
         self._ends.callback(pool.close)
         return pool
 
-    def _create(self, shell: type, arguments: tuple[Any, ...], *, name: str, resources: dict[str, float], group: Any, environment: dict[str, str]) -> Any:
+    def _create(self, shell: type, arguments: tuple[Any, ...], *, name: str, resources: Resources, group: Any, environment: dict[str, str]) -> Any:
         actor = (
             ray.remote(shell)
             .options(
                 name=name,
-                num_cpus=resources["CPU"],
-                num_gpus=resources["GPU"],
+                num_cpus=resources.cpus,
+                num_gpus=resources.gpus,
                 scheduling_strategy="DEFAULT" if group is None else group,
                 runtime_env={"env_vars": environment},
             )
@@ -165,14 +173,13 @@ class Cluster:
         return actor
 
     def _reserve(self, placement: Placement) -> PlacementGroup:
-        group = placement_group(placement.bundles, strategy="PACK")
+        group = placement_group([bundle.named() for bundle in placement.bundles], strategy="PACK")
         self._ends.callback(remove_placement_group, group)
         if not group.wait(self._config.timeouts.start_s):
-            key = "rollout_matching.vllm.actors.num_actors" if placement.engines else "learner.world_size"
+            asked = ", ".join(f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles)
             raise ConfigError(
-                f"{key}: the cluster has the resources, but in {self._config.timeouts.start_s:g} s (timeouts.start_s) "
-                f"no nodes had room for {placement.bundles}; "
-                "look at `ray status` for what other jobs hold, or lower what is asked for"
+                f"{placement.key}: the cluster has the resources, but in {self._config.timeouts.start_s:g} s (timeouts.start_s) no nodes had room for "
+                f"{asked}, each on one node; check `ray status` for what other jobs hold, or lower what is asked for"
             )
         return group
 
@@ -198,14 +205,11 @@ def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[
     ]
 
 
-def _server_engines(config: RunConfig, placement: Placement, names: list[str], *, max_images: int) -> list[MakeEngine]:
+def _server_engines(section: ServerSection, names: list[str], settings: EngineSettings) -> list[MakeEngine]:
     """What reaches each server. Raises ConfigError where the token is not there."""
     from rollout_actors.backends.stock_client import StockServerEngine
 
-    section = config.rollout_matching.vllm.server
-    assert section is not None
     client = ServerEngine if section.kind == "rollmatch" else StockServerEngine
-    settings = engine_settings(config, placement, max_images=max_images)
     return [client(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
 
 
@@ -217,4 +221,4 @@ def _make_backend(config: RunConfig, placement: Placement, *, max_images: int) -
         return HFBackendSpec(config.rollout_matching.decode_batch_size, config.rollout_matching.repeat_terminate.settings())
     from rollout_actors.backends.vllm_colocate import ColocatedSpec
 
-    return ColocatedSpec(engine_settings(config, placement, max_images=max_images), sleep=config.rollout_matching.vllm.sleep)
+    return ColocatedSpec(settings_of_run(config, placement, max_images=max_images), sleep=config.rollout_matching.vllm.sleep)

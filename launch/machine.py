@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from launch.memory_estimate import Estimate, in_gib
 from launch.placement import Resources
@@ -13,6 +14,9 @@ from shared.errors import ConfigError
 
 _SMALLER_LEARNER = "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or use learner.parallel: fsdp over more ranks"
 _SMALLER_ENGINE = "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the engine more devices"
+
+
+_CHECK_CLUSTER = "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token, RAY_AUTH_MODE=token, or use local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +73,37 @@ def device_memory(device: Device) -> DeviceMemory:
     return DeviceMemory(device, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def cluster_resources(config: RunConfig) -> Resources:
-    """CPUs and GPUs that Ray has, or would find. ConfigError where there is no cluster at the address."""
+def cluster_nodes(config: RunConfig) -> list[Resources]:
+    """CPUs and GPUs of each node that Ray has, or would find. ConfigError where there is no cluster at the address."""
     if config.cluster.address == "local":
         import torch
 
-        return {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(torch.cuda.device_count())}
+        return [Resources(cpus=float(len(os.sched_getaffinity(0))), gpus=float(torch.cuda.device_count()))]
     import ray
 
     try:
-        ray.init(address=config.cluster.address, log_to_driver=False, logging_level="error")
-        return dict(ray.cluster_resources())
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(f"cluster.address: {config.cluster.address} gives no Ray cluster ({error}); check `ray status` there") from error
+        connect(config)
+        return nodes_there()
     finally:
         ray.shutdown()
+
+
+def connect(config: RunConfig, **of_an_own_cluster: Any) -> None:
+    """`ray.init` at the configured address. ConfigError where that gives no cluster."""
+    import ray
+    from ray.exceptions import AuthenticationError, RayError
+
+    address = config.cluster.address
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error", **of_an_own_cluster)
+    except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
+        is_refused = isinstance(error, AuthenticationError) or "authenticat" in str(error).lower()
+        remedy = "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)" if is_refused else _CHECK_CLUSTER
+        raise ConfigError(f"cluster.address: {address} gives no Ray cluster ({error}); {remedy}") from error
+
+
+def nodes_there() -> list[Resources]:
+    """Of the cluster that this process is connected to."""
+    import ray
+
+    return [Resources.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]

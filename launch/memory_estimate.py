@@ -15,11 +15,14 @@ from typing import Any
 
 from learner.logits import LOGIT_CHUNK
 from learner.parts import Part, find_part, part_of, section_of
+from rollout_actors.engine_settings import Device
 from shared.config import RunConfig
-from shared.config.derive import resolved_sync_mode
+from shared.config.derive import is_sharded, resolved_sync_mode
 from shared.errors import ConfigError
 
 BYTES = {"float32": 4, "bfloat16": 2}
+CACHE_BLOCK = 128
+"""Tokens that a cache is handed out in, at the most: vLLM's on CPU."""
 LOGIT_BYTES = 9
 """Of a logit within a chunk: its value, a float32 copy, a mask (benchmarks/logit_memory.py)."""
 
@@ -84,6 +87,7 @@ class Estimate:
 
     what: str
     parts: Mapping[str, int]
+    """Bytes by what they are for."""
 
     @property
     def total(self) -> int:
@@ -112,7 +116,7 @@ def learner_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
     """One learner rank."""
     trainable = num_trainable(config, shape)
     size, tokens = BYTES[config.model.dtype], config.global_max_length
-    ranks = config.learner.world_size if config.learner.parallel == "fsdp" else 1
+    ranks = config.learner.world_size if is_sharded(config) else 1
     layer = shape.layer_numbers_per_token * tokens * size
     # Recomputed: the input of every layer, and one layer at a time.
     activations = shape.layers * shape.hidden * tokens * size + layer if config.model.gradient_checkpointing else shape.layers * layer
@@ -128,14 +132,24 @@ def learner_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
     )
 
 
-def engine_estimate(config: RunConfig, shape: ModelShape, devices: int, device_bytes: int) -> Estimate:
+def engine_estimate(config: RunConfig, shape: ModelShape, devices: int, device: Device, device_bytes: int) -> Estimate:
     """One device of a vLLM engine of so many devices with so much memory each."""
     size, vllm = BYTES[config.model.dtype], config.rollout_matching.vllm
     weights = shape.num_parameters * size // devices
     cache = vllm.kv_cache_memory_bytes
     if cache is None:
-        cache = max(0, math.floor(vllm.resolved_gpu_memory_utilization * device_bytes) - weights)
+        of_the_rest = math.floor(vllm.resolved_gpu_memory_utilization * device_bytes) - weights
+        cache = batch_cache_bytes(config, shape, devices) if device is Device.CPU else max(0, of_the_rest)
     return Estimate("engine device", {"weights": weights, "key-value cache": cache})
+
+
+def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
+    """What a null `kv_cache_memory_bytes` is on CPU, where a fraction of the memory would be one of the whole machine's: of each of an engine's devices, room
+    for as many of the longest sequences as are decoded at a time."""
+    blocks = -(-_longest(config) // CACHE_BLOCK) * config.rollout_matching.decode_batch_size * devices
+    heads = max(1, -(-shape.kv_heads // devices))
+    # vLLM keeps a block for itself.
+    return (blocks + 1) * CACHE_BLOCK * 2 * shape.layers * heads * shape.head_dim * BYTES[config.model.dtype]
 
 
 def shared_device_estimate(config: RunConfig, learner: Estimate, engine: Estimate) -> Estimate:
@@ -165,8 +179,12 @@ def shared_device_estimate(config: RunConfig, learner: Estimate, engine: Estimat
 
 def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:
     """Longest sequences that an engine's cache holds at the same time."""
-    tokens = config.rollout_matching.vllm.max_model_len or config.global_max_length
-    return engine.parts["key-value cache"] * devices // (shape.kv_numbers_per_token * BYTES[config.model.dtype] * tokens)
+    return engine.parts["key-value cache"] * devices // (shape.kv_numbers_per_token * BYTES[config.model.dtype] * _longest(config))
+
+
+def _longest(config: RunConfig) -> int:
+    """Tokens of the longest sequence that an engine takes."""
+    return config.rollout_matching.vllm.max_model_len or config.global_max_length
 
 
 def in_gib(size: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError, server_addresses
 from shared.config import RunConfig
-from shared.config.server import ServerSection
+from shared.config.derive import rollout_servers
 
 ANSWER_S = 5.0
 """A server that runs answers its health route at once; a start waits `server.timeout_s` for one that is still loading."""
@@ -17,7 +17,7 @@ _SERVERS = "rollout_matching.vllm.server.servers"
 
 def port_problems(config: RunConfig) -> Iterator[str]:
     """The ports at which the first learner rank waits for the servers' engines, taken to be this machine's."""
-    section = _servers(config)
+    section = rollout_servers(config)
     for index, server in enumerate(section.servers if section is not None else ()):
         if server.group_port and not _is_free(server.group_port):
             yield f"{_SERVERS}[{index}].group_port: {server.group_port} is taken on this machine; choose another, or 0 for any free one"
@@ -25,7 +25,7 @@ def port_problems(config: RunConfig) -> Iterator[str]:
 
 def server_problems(config: RunConfig) -> Iterator[str]:
     """Raises ConfigError where the token is not there."""
-    section = _servers(config)
+    section = rollout_servers(config)
     for index, address in enumerate(server_addresses(section) if section is not None else ()):
         path = f"{_SERVERS}[{index}].base_url: {address.base_url}"
         try:
@@ -37,11 +37,6 @@ def server_problems(config: RunConfig) -> Iterator[str]:
             )
         except HttpStatusError as error:
             yield f"{path} answers {error.status} to {address.health_route}; look at the server's output, and at {_SERVERS.rpartition('.')[0]}.token_env"
-
-
-def _servers(config: RunConfig) -> ServerSection | None:
-    matching = config.rollout_matching
-    return matching.vllm.server if matching.rollout_backend == "vllm" and matching.vllm.mode == "server" else None
 
 
 def _is_free(port: int) -> bool:

@@ -6,7 +6,7 @@ Prints what will be placed where and what it is going to need, then every proble
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,15 +16,15 @@ from rich.console import Console
 
 from launch.command import explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.machine import Needs, Resources, cluster_resources, device_memory
+from launch.machine import Needs, cluster_nodes, device_memory
 from launch.memory_estimate import ModelShape, engine_estimate, learner_estimate, sequences_in_cache, shared_device_estimate
 from launch.path_checks import path_problems
-from launch.placement import Placement, plan_placement
+from launch.placement import Placement, Resources, plan_placement
 from launch.port_checks import port_problems, server_problems
 from launch.version_checks import version_problems
 from rollout_actors.engine_settings import Device
 from shared.config import RunConfig, load_config
-from shared.config.derive import batch_algebra, engine_devices, generates_in_ranks, rank_name
+from shared.config.derive import batch_algebra, engine_devices, rank_name, remarks, rollout_servers
 from shared.errors import ConfigError, RecordError
 
 
@@ -57,6 +57,7 @@ def preflight(config: RunConfig) -> Findings:
     findings = Findings()
     if engine_devices(config) is not None:
         findings.lines += batch_algebra(config).describe()
+    findings.lines += (f"note      {remark}" for remark in remarks(config))
     for find in (version_problems, path_problems, server_problems, port_problems, _data_problems):
         findings.problems += _all_of(find, config)
     _placement(config, findings)
@@ -96,13 +97,13 @@ def _data_problems(config: RunConfig) -> Iterable[str]:
 def _placement(config: RunConfig, findings: Findings) -> None:
     """What will be placed where, what it needs there, and whether that is there."""
     try:
-        resources = cluster_resources(config)
-        placement = plan_placement(config, resources)
+        nodes = cluster_nodes(config)
+        placement = plan_placement(config, nodes)
         shape = ModelShape.read(Path(config.model.path))
     except ConfigError as error:
         findings.problems += error.problems
         return
-    findings.lines += _describe(config, placement, resources)
+    findings.lines += _describe(config, placement, nodes)
     findings.problems += _all_of(lambda config: _offload(config, placement), config)
     findings.problems += _memory(config, placement, shape, findings)
 
@@ -116,18 +117,24 @@ def _offload(config: RunConfig, placement: Placement) -> Iterable[str]:
     return []
 
 
-def _describe(config: RunConfig, placement: Placement, resources: Resources) -> list[str]:
-    where = "this machine" if config.cluster.address == "local" else f"the cluster at {config.cluster.address}"
-    lines = [f"cluster   {where}: {resources.get('CPU', 0):g} CPU, {resources.get('GPU', 0):g} GPU"]
+def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> list[str]:
+    where = "this machine" if config.cluster.address == "local" else f"the cluster at {config.cluster.address}, {len(nodes)} nodes"
+    there = Resources.sum(nodes)
+    lines = [f"cluster   {where}: {there.cpus:g} CPU, {there.gpus:g} GPU"]
     for index, engine in enumerate(placement.engines):
-        lines.append(f"place     rollout-actor-{index}: {engine['GPU']:g} GPU, {engine['CPU']:g} CPU, an engine of {_devices(placement)}")
-    for rank, resources_of_rank in enumerate(placement.ranks):
-        name = rank_name(rank, len(placement.ranks))
-        beside = f", with an engine of {_devices(placement)} beside it" if generates_in_ranks(config) else ""
-        lines.append(f"place     {name}: {resources_of_rank['GPU']:g} GPU, {resources_of_rank['CPU']:g} CPU{beside}")
-    if (server := config.rollout_matching.vllm.server) and not placement.engines and not generates_in_ranks(config):
-        lines += [f"server    {entry.base_url}, group port {entry.group_port or 'any'}" for entry in server.servers]
+        lines.append(f"place     rollout-actor-{index}: {engine.gpus:g} GPU, {engine.cpus:g} CPU, an engine of {_devices(placement)}")
+    for rank, resources in enumerate(placement.ranks):
+        beside = f", with an engine of {_devices(placement)} beside it" if _starts_engines(config) and not placement.engines else ""
+        lines.append(f"place     {rank_name(rank, len(placement.ranks))}: {resources.gpus:g} GPU, {resources.cpus:g} CPU{beside}")
+    if (section := rollout_servers(config)) is not None:
+        lines += [f"server    {entry.base_url}, group port {entry.group_port or 'any'}" for entry in section.servers]
+    if config.rollout_matching.rollout_backend == "hf":
+        return [*lines, "weights   stay where they are: the learner's own model generates"]
     return [*lines, f"weights   travel by {placement.transport}"]
+
+
+def _starts_engines(config: RunConfig) -> bool:
+    return config.rollout_matching.rollout_backend == "vllm" and rollout_servers(config) is None
 
 
 def _devices(placement: Placement) -> str:
@@ -138,13 +145,14 @@ def _memory(config: RunConfig, placement: Placement, shape: ModelShape, findings
     there = device_memory(placement.learner_device)
     learner = learner_estimate(config, shape)
     findings.lines.append(f"memory    {learner.describe()}")
-    in_ranks = generates_in_ranks(config)
-    if config.rollout_matching.rollout_backend != "vllm" or not (placement.engines or in_ranks):
+    if not _starts_engines(config):
         return there.problems(Needs(learner, len(placement.ranks)))
-    devices = placement.devices_per_engine
-    engine = engine_estimate(config, shape, devices, there.total)
+    in_ranks, devices = not placement.engines, placement.devices_per_engine
+    engine = engine_estimate(config, shape, devices, there.device, there.total)
     fit, asked = sequences_in_cache(config, shape, engine, devices), config.rollout_matching.decode_batch_size
-    findings.lines.append(f"memory    {engine.describe()}; the cache holds {fit} of the longest sequences, {asked * devices} are decoded")
+    is_sized = config.rollout_matching.vllm.kv_cache_memory_bytes is None and there.device is Device.CPU
+    sized = " (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as these)" if is_sized else ""
+    findings.lines.append(f"memory    {engine.describe()}; the cache holds {fit} of the longest sequences, {asked * devices} are decoded{sized}")
     shared = shared_device_estimate(config, learner, engine) if in_ranks and there.device is Device.CUDA else None
     if shared is not None:
         findings.lines.append(f"memory    {shared.describe()}")

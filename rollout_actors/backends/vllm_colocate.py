@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
-    """Devices of one engine: as given, else 4 or the largest of 2 and 1 that a learner rank's devices allow (DESIGN 5, decision 22).
+    """Devices of one engine: as given, else 4 or the largest of 2 and 1 that a learner rank can have on its node (DESIGN 5, decision 22).
 
     ConfigError for more than there are.
     """
@@ -34,8 +34,8 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
         return next(size for size in (4, 2, 1) if size <= max(visible_devices, 1))
     if given > max(visible_devices, 1):
         raise ConfigError(
-            f"rollout_matching.vllm.tensor_parallel_size: an engine of {given} devices beside a learner rank that has {visible_devices}; "
-            "leave it null, lower it, or give the rank more (learner.gpus)"
+            f"rollout_matching.vllm.tensor_parallel_size: an engine of {given} devices beside a learner rank that can have {visible_devices} of one node; "
+            "leave it null, or lower it"
         )
     return given
 

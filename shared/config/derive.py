@@ -10,6 +10,29 @@ from typing import Literal
 from shared.chunking import chunk_size, rank_rounds, rank_share, split_over
 from shared.config.custom import TrainerVariant
 from shared.config.run import RunConfig
+from shared.config.server import ServerSection
+
+
+class EnginePlace(StrEnum):
+    """Where a run's rollouts are generated."""
+
+    RANKS = "ranks"
+    """In each learner rank's own process, which generates what it learns: the two alternate."""
+    ACTORS = "actors"
+    """In Ray actors of the run, on devices of their own."""
+    SERVERS = "servers"
+    """In servers that were launched elsewhere."""
+
+    @property
+    def engine_noun(self) -> str:
+        """What one that generates is called in texts."""
+        match self:
+            case EnginePlace.RANKS:
+                return "engine"
+            case EnginePlace.ACTORS:
+                return "actor"
+            case EnginePlace.SERVERS:
+                return "server"
 
 
 class RowRule(StrEnum):
@@ -43,7 +66,7 @@ class BatchAlgebra:
     """Rollouts per channel-B update over all ranks; 0 where the variant uses none."""
     share_per_rank: tuple[int, ...]
     """Rollouts per channel-B update of each rank; they sum to `raw_rollouts_per_step`."""
-    engines: str
+    engine_noun: str
     """What a rollout engine is called: actor, server, or engine where it lives in a learner rank."""
     engine_devices: tuple[int, ...]
     """Rollout devices of each engine."""
@@ -91,11 +114,11 @@ class BatchAlgebra:
 
     def _describe_rounds(self, micro_steps: str = "") -> tuple[str, str]:
         rounds = f"{_counted(len(self.round_sizes), 'round')} ({' + '.join(map(str, self.round_sizes))})"
-        devices = f"{_counted(len(self.engine_devices), self.engines)} of {_devices(self.engine_devices)}"
+        devices = f"{_counted(len(self.engine_devices), self.engine_noun)} of {_devices(self.engine_devices)}"
         bounds = f"at most {_counted(self.round_capacity, 'rollout')} over {devices}, at most {self.decode_batch_size} per device at a time"
         return (
             f"channel-B step  {_counted(self.raw_rollouts_per_step, 'raw rollout')}{micro_steps} in {rounds}; per learner rank {_joined(self.share_per_rank)}",
-            f"round           {bounds}; shares per {self.engines} {' | '.join(map(_joined, self.shares))}",
+            f"round           {bounds}; shares per {self.engine_noun} {' | '.join(map(_joined, self.shares))}",
         )
 
     def _describe_rows(self) -> str:
@@ -131,13 +154,13 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         effective_batch_size=effective_batch_size(run),
         raw_rollouts_per_step=rollouts,
         share_per_rank=share_per_rank,
-        engines=engine_noun(run),
+        engine_noun=engines_in(run).engine_noun,
         engine_devices=tuple(devices),
         decode_batch_size=decode_batch_size,
         chunk=chunk,
         rank_rounds=rounds,
         # An engine in a learner rank generates what that rank learns; engines of their own share out the whole round.
-        shares=tuple(sizes if generates_in_ranks(run) else tuple(map(len, split_over(sum(sizes), devices))) for sizes in rounds),
+        shares=tuple(sizes if engines_in(run) is EnginePlace.RANKS else tuple(map(len, split_over(sum(sizes), devices))) for sizes in rounds),
         packing_length=run.global_max_length,
         row_rule=rows,
         packing_window=run.training.packing_window if rows is RowRule.STEP else None,
@@ -148,18 +171,31 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     )
 
 
-def generates_in_ranks(run: RunConfig) -> bool:
-    """Whether each learner rank generates its own rollouts, in its own process: rollouts and learning then alternate."""
-    return run.rollout_matching.rollout_backend == "hf" or run.rollout_matching.vllm.mode == "colocate"
+def engines_in(run: RunConfig) -> EnginePlace:
+    if run.rollout_matching.rollout_backend == "hf":
+        return EnginePlace.RANKS
+    match run.rollout_matching.vllm.mode:
+        case "colocate":
+            return EnginePlace.RANKS
+        case "actors":
+            return EnginePlace.ACTORS
+        case "server":
+            return EnginePlace.SERVERS
+
+
+def rollout_servers(run: RunConfig) -> ServerSection | None:
+    """The servers that generate; None where others do."""
+    return run.rollout_matching.vllm.server if engines_in(run) is EnginePlace.SERVERS else None
+
+
+def is_sharded(run: RunConfig) -> bool:
+    """Whether every learner rank holds a part of the model's parameters only."""
+    return run.learner.world_size > 1 and run.learner.parallel == "fsdp"
 
 
 def rank_name(rank: int, world_size: int) -> str:
     """What a learner rank is called: its actor, its track on the timeline, and whatever generates in it."""
     return "learner" if world_size == 1 else f"learner-{rank}"
-
-
-def engine_noun(run: RunConfig) -> str:
-    return "engine" if generates_in_ranks(run) else "actor" if run.rollout_matching.vllm.mode == "actors" else "server"
 
 
 def engine_devices(run: RunConfig) -> tuple[int, ...] | None:
@@ -183,6 +219,14 @@ def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
     if vllm.sync.mode != "auto":
         return vllm.sync.mode
     return "adapter" if vllm.enable_lora and adapter is not None and adapter.kind == "lora" else "full"
+
+
+def remarks(run: RunConfig) -> tuple[str, ...]:
+    """What is allowed, since a run that was shortened to try it out has it, and hardly meant in a whole one."""
+    warm, steps = run.training.lr_warmup_steps, run.training.max_steps
+    if warm < steps:
+        return ()
+    return (f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises and the schedule after it never comes",)
 
 
 def row_rule(run: RunConfig) -> RowRule:

@@ -89,7 +89,8 @@ class VllmSection(Section):
     """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run (DESIGN 5, decision 4)."""
 
     tensor_parallel_size: PositiveInt | None = None
-    """Devices of one engine in mode `colocate`; null: 4, or the largest of 2 and 1 that the rank's devices allow. Actors have a key of their own."""
+    """Mode `colocate`: devices of one engine; null: 4, or the largest of 2 and 1 that each rank can have on its node. Refused in the other modes, in which
+    `actors.tensor_parallel_size` says it, or the servers' own command line."""
 
     enable_lora: bool = False
     """Let the engines serve the adapter beside the base weights, which `sync.mode: adapter` needs."""
@@ -101,7 +102,8 @@ class VllmSection(Section):
     """Longest prompt + response an engine takes, in tokens; null: `global_max_length`."""
 
     kv_cache_memory_bytes: PositiveInt | None = None
-    """Bytes of each engine's key-value cache; null: what `gpu_memory_utilization` leaves."""
+    """Bytes of each engine's key-value cache on each of its devices; null: what `gpu_memory_utilization` leaves, and on CPU, where that would be of the whole
+    machine, room for the longest sequences that are decoded at a time."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Fraction of the device's memory an engine may use; null: 0.45 in mode `colocate`, which shares the device with the learner, else 0.85.
@@ -113,7 +115,7 @@ class VllmSection(Section):
     """No compilation and no graph capture: a quicker start, a slower decode."""
 
     actors: ActorsSection = ActorsSection()
-    """Mode `actors`: how many, and where."""
+    """Mode `actors`: how many, and where. For a run of any other mode, those of `launch.evaluate`."""
 
     server: ServerSection | None = None
     """Mode `server`: which, and how long to wait for them."""

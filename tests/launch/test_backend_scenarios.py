@@ -6,10 +6,11 @@ import pytest
 from config_support import configuration, mapping
 from packaging.requirements import Requirement
 
-from launch.placement import engine_settings, plan_placement
+from launch.placement import Resources, plan_placement
+from launch.run_engines import settings_of_run
 from launch.version_checks import _vllm_problems
 from shared.config import load_config
-from shared.config.derive import generates_in_ranks
+from shared.config.derive import EnginePlace, engines_in
 from shared.errors import ConfigError
 
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
@@ -31,10 +32,10 @@ def test_default_behavior_preserved_colocate(config):
     """An unset mode puts an engine beside the learner, which keeps more than half of its devices' memory."""
     unset = config(rollout_matching__vllm={})
     assert (unset.rollout_matching.rollout_backend, unset.rollout_matching.vllm.mode) == ("vllm", "colocate")
-    assert generates_in_ranks(unset)
-    placement = plan_placement(unset, {"GPU": 4.0, "CPU": 16.0})
+    assert engines_in(unset) is EnginePlace.RANKS
+    placement = plan_placement(unset, [Resources(cpus=16, gpus=4)])
     assert (placement.engines, placement.transport) == ((), "ipc")
-    settings = engine_settings(unset, placement, max_images=1)
+    settings = settings_of_run(unset, placement, max_images=1)
     assert (settings.gpu_memory_utilization, settings.tensor_parallel_size) == (0.45, 4)
 
 
@@ -44,10 +45,12 @@ def test_invalid_vllm_configuration_fails_fast_where_vllm_is_not_there():
 
 
 def test_invalid_vllm_configuration_fails_fast_with_more_devices_than_there_are_and_hf_takes_its_place(config):
-    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that has 2"):
-        plan_placement(config(rollout_matching__vllm={"tensor_parallel_size": 4}), {"GPU": 2.0, "CPU": 16.0})
+    with pytest.raises(
+        ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that can have 2 of one node"
+    ):
+        plan_placement(config(rollout_matching__vllm={"tensor_parallel_size": 4}), [Resources(cpus=16, gpus=2)])
     in_place = config(rollout_matching__vllm={"tensor_parallel_size": 4}, rollout_matching__rollout_backend="hf")
-    assert plan_placement(in_place, {"GPU": 2.0, "CPU": 16.0}).engines == ()
+    assert plan_placement(in_place, [Resources(cpus=16, gpus=2)]).engines == ()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -65,7 +68,7 @@ def test_existing_yaml_enables_repeat_aware_behavior_in_vllm_mode(config, mode):
     """The same subtree makes the guard of transformers and that of every vLLM engine; nothing else is written."""
     changes: dict[str, Any] = {"rollout_matching__repeat_terminate": GUARD}
     hf = config(rollout_matching__rollout_backend="hf", **changes).rollout_matching.repeat_terminate.settings()
-    switched = config(rollout_matching__vllm={"mode": mode} | ({"server": SERVER} if mode == "server" else {}), **changes)
-    settings = engine_settings(switched, plan_placement(switched, {"CPU": 16.0}), max_images=1)
+    switched = config(rollout_matching__vllm={"mode": mode, "kv_cache_memory_bytes": 2**26} | ({"server": SERVER} if mode == "server" else {}), **changes)
+    settings = settings_of_run(switched, plan_placement(switched, [Resources(cpus=16, gpus=0)]), max_images=1)
     assert settings.repeat_guard == hf
     assert hf is not None and hf.max_object_keys == 60

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from config_support import configuration
 
-from launch.cluster import plan_placement
 from launch.driver import evaluate
 from launch.evaluate import EvaluateOptions, evaluation_config, report_folder
 from launch.local_held_out import LocalHeldOut
 from launch.pipeline import one_ahead
+from launch.placement import Resources, plan_placement
 from launch.report import make_report
 from launch.report_folder import write_report
 from learner.heldout import HeldOut
@@ -105,7 +105,7 @@ def test_a_run_of_any_topology_is_evaluated_by_actors_that_serve_whole_weights(t
     (folder / "config.json").write_text(configuration(tmp_path / "model", tmp_path / "data", folder, **changes).model_dump_json())
     config = evaluation_config(EvaluateOptions(run=folder), [])
     assert cross_check(config) == []
-    assert plan_placement(config, {"GPU": 8.0, "CPU": 8.0}, learns=False).transport == "nccl"
+    assert plan_placement(config, [Resources(cpus=8, gpus=8)], learns=False).transport == "nccl"
     assert not config.rollout_matching.vllm.enable_lora
     assert config.learner.world_size == 1
 
@@ -153,10 +153,10 @@ def test_a_report_stays_in_the_runs_folder(run, name):
 
 def test_an_evaluation_asks_for_its_actors_alone(run):
     config = evaluation_config(EvaluateOptions(run=run), [])
-    placement = plan_placement(config, {"GPU": 3.0, "CPU": 8.0}, learns=False)
-    assert placement.bundles == [{"GPU": 1.0, "CPU": 1.0}] * 3
+    placement = plan_placement(config, [Resources(cpus=8, gpus=3)], learns=False)
+    assert placement.bundles == [Resources(cpus=1, gpus=1)] * 3
     with pytest.raises(ConfigError, match="3 actors of 1 GPU ask for 3 GPU, the cluster has 2"):
-        plan_placement(config, {"GPU": 2.0, "CPU": 8.0}, learns=False)
+        plan_placement(config, [Resources(cpus=8, gpus=2)], learns=False)
 
 
 @pytest.mark.engine

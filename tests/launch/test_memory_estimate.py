@@ -9,6 +9,8 @@ from tiny_qwen import FAMILIES, make_stock_model
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.machine import DeviceMemory, Needs
 from launch.memory_estimate import Estimate, ModelShape, engine_estimate, learner_estimate, num_trainable, sequences_in_cache, shared_device_estimate
+from launch.placement import Resources, plan_placement
+from launch.run_engines import settings_of_run
 from learner.loading import load_model
 from rollout_actors.engine_settings import Device
 from shared.errors import ConfigError
@@ -77,11 +79,23 @@ def test_recomputing_activations_keeps_one_layer_and_the_inputs_of_the_others(co
 
 def test_the_cache_holds_as_many_sequences_as_its_bytes_allow(config, shape):
     run = config(rollout_matching__vllm__kv_cache_memory_bytes=2**20)
-    engine = engine_estimate(run, shape, 1, 2**34)
+    engine = engine_estimate(run, shape, 1, Device.CUDA, 2**34)
     assert engine.parts["key-value cache"] == 2**20
     # Keys and values, 3 layers, 2 heads of 32, float32.
     assert sequences_in_cache(run, shape, engine, 1) == 2**20 // (2 * 3 * 2 * 32 * 4 * 512)
-    assert engine_estimate(config(), shape, 1, 2**34).total == int(0.85 * 2**34)
+    assert engine_estimate(config(), shape, 1, Device.CUDA, 2**34).total == int(0.85 * 2**34)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_on_cpu_a_cache_without_a_size_holds_the_longest_sequences_that_are_decoded_at_a_time(config, shape, devices):
+    run = config()
+    engine = engine_estimate(run, shape, devices, Device.CPU, 2**34)
+    fit, asked = sequences_in_cache(run, shape, engine, devices), run.rollout_matching.decode_batch_size * devices
+    assert asked <= fit <= asked + 1
+    settings = settings_of_run(run, plan_placement(run, [Resources(cpus=16, gpus=0)]), max_images=1)
+    assert settings.kv_cache_memory_bytes == engine_estimate(run, shape, 1, Device.CPU, 0).parts["key-value cache"]
+    on_gpus = plan_placement(run, [Resources(cpus=16, gpus=4)])
+    assert settings_of_run(run, on_gpus, max_images=1).kv_cache_memory_bytes is None
 
 
 def test_a_folder_that_holds_no_weights_is_named(tmp_path):

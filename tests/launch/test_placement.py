@@ -6,7 +6,8 @@ import pytest
 from config_support import configuration
 
 from launch.cluster import server_timeouts
-from launch.placement import engine_settings, plan_placement
+from launch.placement import Resources, plan_placement
+from launch.run_engines import settings_of_run
 from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
 from rollout_actors.engine_settings import Device
 from rollout_actors.pool import Limit
@@ -14,12 +15,15 @@ from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError
 
-GPUS = {"GPU": 4.0, "CPU": 16.0}
-CPUS = {"CPU": 16.0}
+GPUS = [Resources(cpus=16, gpus=4)]
+CPUS = [Resources(cpus=16, gpus=0)]
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 COLOCATE = {**NO_QUEUE, "rollout_matching__vllm": {"mode": "colocate"}}
 HF = {**NO_QUEUE, "rollout_matching__rollout_backend": "hf"}
 SERVER: dict[str, Any] = {"rollout_matching__vllm": {"mode": "server", "server": {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}}}
+
+
+SIZED: dict[str, Any] = {"rollout_matching__vllm__kv_cache_memory_bytes": 2**26}
 
 
 @pytest.fixture
@@ -27,34 +31,38 @@ def config(tmp_path):
     return lambda **changes: configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
 
 
+def gpus_of(placement):
+    return Resources.sum(placement.bundles).gpus
+
+
 def test_on_a_cluster_with_gpus_every_actor_and_the_learner_take_one(config):
     placement = plan_placement(config(), GPUS)
-    assert [bundle["GPU"] for bundle in placement.bundles] == [1.0] * 4
+    assert [bundle.gpus for bundle in placement.bundles] == [1.0] * 4
     assert placement.transport == "nccl"
 
 
 def test_without_gpus_they_share_the_cores_and_weights_travel_by_gloo(config):
     half = {"learner__cpus": 0.5, "rollout_matching__vllm__actors__cpus_per_actor": 0.5}
-    placement = plan_placement(config(**half), {"CPU": 2.0})
-    assert placement.bundles == [{"GPU": 0.0, "CPU": 0.5}] * 4
+    placement = plan_placement(config(**half), [Resources(cpus=2, gpus=0)])
+    assert placement.bundles == [Resources(cpus=0.5, gpus=0)] * 4
     assert placement.transport == "rollmatch_gloo"
 
 
 def test_a_tensor_parallel_engine_takes_a_gpu_per_device_and_on_cpu_a_core_per_device(config):
     tensor_parallel = config(rollout_matching__vllm__actors__tensor_parallel_size=2)
-    assert plan_placement(tensor_parallel, {"GPU": 8.0, "CPU": 16.0}).total("GPU") == 7.0
-    assert plan_placement(tensor_parallel, CPUS).engines[0] == {"GPU": 0.0, "CPU": 2.0}
+    assert gpus_of(plan_placement(tensor_parallel, [Resources(cpus=16, gpus=8)])) == 7.0
+    assert plan_placement(tensor_parallel, CPUS).engines[0] == Resources(cpus=2, gpus=0)
 
 
 def test_every_learner_rank_has_a_place_of_its_own(config):
     placement = plan_placement(config(learner__world_size=2, rollout_matching__vllm__actors__num_actors=2), GPUS)
-    assert [bundle["GPU"] for bundle in placement.ranks] == [1.0, 1.0]
-    assert placement.total("GPU") == 4.0
+    assert [bundle.gpus for bundle in placement.ranks] == [1.0, 1.0]
+    assert gpus_of(placement) == 4.0
 
 
 def test_too_few_resources_say_what_was_asked_and_what_there_is(config):
     with pytest.raises(ConfigError) as caught:
-        plan_placement(config(), {"GPU": 2.0, "CPU": 2.0})
+        plan_placement(config(), [Resources(cpus=2, gpus=2)])
     gpu, cpu = caught.value.problems
     assert "3 actors of 1 GPU and a learner of 1 ask for 4 GPU, the cluster has 2" in gpu
     assert "ask for 4 CPU, the cluster has 2" in cpu
@@ -63,14 +71,38 @@ def test_too_few_resources_say_what_was_asked_and_what_there_is(config):
         plan_placement(config(**HF, learner__world_size=8), GPUS)
 
 
+def test_a_process_that_no_node_has_room_for_is_refused_by_the_key_that_makes_it_so_large(config):
+    two_nodes = [Resources(cpus=16, gpus=4)] * 2
+    for changes, problem in (
+        ({"rollout_matching__vllm__actors__tensor_parallel_size": 8}, "rollout_matching.vllm.actors.tensor_parallel_size: an actor of 8 GPU needs them on one"),
+        ({"rollout_matching__vllm__actors__gpus_per_actor": 5}, "rollout_matching.vllm.actors.gpus_per_actor: an actor of 5 GPU needs them on one node"),
+        ({"rollout_matching__vllm__actors__cpus_per_actor": 17}, "rollout_matching.vllm.actors.cpus_per_actor: an actor of 17 CPU needs them on one node"),
+        ({"learner__gpus": 5}, "learner.gpus: a learner rank of 5 GPU needs them on one node, and the largest node of the cluster has 4; lower it, or join"),
+        ({"learner__cpus": 17}, "learner.cpus: a learner rank of 17 CPU needs them on one node, and the largest node of the cluster has 16; lower it"),
+        ({**COLOCATE, "rollout_matching__vllm": {"mode": "colocate", "tensor_parallel_size": 5}}, "rollout_matching.vllm.tensor_parallel_size: an engine of 5"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            plan_placement(config(**changes), two_nodes)
+        (told,) = caught.value.problems
+        assert told.startswith(problem)
+    many_cores = [Resources(cpus=32, gpus=0), Resources(cpus=4, gpus=4)]
+    with pytest.raises(ConfigError, match=r"learner\.gpus: a learner rank of 1 GPU and 8 CPU needs them on one node, and no node of the cluster has both"):
+        plan_placement(config(**HF, learner__cpus=8), many_cores)
+
+
+def test_on_cpu_a_tensor_parallel_engine_is_as_many_cores_of_one_node(config):
+    with pytest.raises(ConfigError, match=r"actors\.tensor_parallel_size: an actor of 4 CPU needs them on one node, and the largest node of the cluster has 2"):
+        plan_placement(config(rollout_matching__vllm__actors__tensor_parallel_size=4), [Resources(cpus=2, gpus=0)] * 8)
+
+
 def test_gpus_on_one_side_of_the_sync_only_are_refused(config):
     with pytest.raises(ConfigError, match=r"learner\.gpus: 0 GPUs for the learner and 1 for each actor"):
         plan_placement(config(learner__gpus=0.0), GPUS)
 
 
 def test_an_engine_beside_the_learner_shares_its_gpu_or_on_cpu_its_process(config):
-    on_gpus = plan_placement(config(**COLOCATE), {"GPU": 1.0, "CPU": 4.0})
-    assert (on_gpus.engines, on_gpus.transport, on_gpus.devices_per_engine, on_gpus.total("GPU")) == ((), "ipc", 1, 1.0)
+    on_gpus = plan_placement(config(**COLOCATE), [Resources(cpus=4, gpus=1)])
+    assert (on_gpus.engines, on_gpus.transport, on_gpus.devices_per_engine, gpus_of(on_gpus)) == ((), "ipc", 1, 1.0)
     on_cpus = plan_placement(config(**COLOCATE), CPUS)
     assert (on_cpus.engines, on_cpus.transport, on_cpus.devices_per_engine) == ((), "inproc", 1)
 
@@ -78,10 +110,16 @@ def test_an_engine_beside_the_learner_shares_its_gpu_or_on_cpu_its_process(confi
 @pytest.mark.parametrize(("gpus", "ranks", "devices"), [(8, 1, 4), (4, 1, 4), (3, 1, 2), (2, 1, 2), (1, 1, 1), (4, 2, 2), (4, 4, 1)])
 def test_an_engine_beside_the_learner_spans_4_gpus_or_the_largest_of_2_and_1_that_its_rank_can_have(config, gpus, ranks, devices):
     """DESIGN 5, decision 22."""
-    placement = plan_placement(config(**COLOCATE, learner__world_size=ranks), {"GPU": float(gpus), "CPU": 16.0})
+    placement = plan_placement(config(**COLOCATE, learner__world_size=ranks), [Resources(cpus=16, gpus=gpus)])
     assert placement.devices_per_engine == devices
     assert placement.transport == "ipc", "a rank shares its weights with every device of its engine, and has all of them:"
-    assert all(rank["GPU"] == devices for rank in placement.ranks)
+    assert all(rank.gpus == devices for rank in placement.ranks)
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "devices"), [((2, 2), 1, 2), ((2, 2), 2, 2), ((4, 4), 2, 4), ((1, 1), 1, 1), ((4, 1), 1, 4), ((4, 1), 2, 2)])
+def test_an_engine_beside_the_learner_spans_the_gpus_of_one_node(config, nodes, ranks, devices):
+    cluster = [Resources(cpus=16, gpus=gpus) for gpus in nodes]
+    assert plan_placement(config(**COLOCATE, learner__world_size=ranks), cluster).devices_per_engine == devices
 
 
 def test_a_given_number_of_devices_is_kept():
@@ -91,12 +129,12 @@ def test_a_given_number_of_devices_is_kept():
 
 def test_transformers_generates_on_the_learners_own_devices(config):
     placement = plan_placement(config(**HF), GPUS)
-    assert (placement.engines, placement.total("GPU")) == ((), 1.0)
+    assert (placement.engines, gpus_of(placement)) == ((), 1.0)
 
 
 def test_servers_take_nothing_of_the_cluster(config):
-    placement = plan_placement(config(**SERVER), {"GPU": 1.0, "CPU": 1.0})
-    assert placement.engines == () and placement.total("GPU") == 1.0
+    placement = plan_placement(config(**SERVER), [Resources(cpus=1, gpus=1)])
+    assert placement.engines == () and gpus_of(placement) == 1.0
     assert placement.transport == "nccl"
     assert plan_placement(config(**SERVER), CPUS).transport == "rollmatch_gloo"
 
@@ -112,16 +150,16 @@ def test_without_a_learner_only_actors_are_placed(config):
 
 
 def test_an_engine_decodes_no_more_than_decode_batch_size_for_each_of_its_devices(config):
-    settings = engine_settings(config(), plan_placement(config(), CPUS), max_images=2)
+    settings = settings_of_run(config(**SIZED), plan_placement(config(), CPUS), max_images=2)
     assert (settings.max_num_seqs, settings.max_model_len, settings.max_images_per_prompt, settings.device) == (6, 2048, 2, Device.CPU)
-    tensor_parallel = config(rollout_matching__vllm__actors__tensor_parallel_size=2)
-    assert engine_settings(tensor_parallel, plan_placement(tensor_parallel, CPUS), max_images=1).max_num_seqs == 12
+    tensor_parallel = config(**SIZED, rollout_matching__vllm__actors__tensor_parallel_size=2)
+    assert settings_of_run(tensor_parallel, plan_placement(tensor_parallel, CPUS), max_images=1).max_num_seqs == 12
 
 
 def test_an_engine_beside_the_learner_leaves_it_more_than_half_of_the_memory(config):
-    colocated = config(**COLOCATE)
-    assert engine_settings(colocated, plan_placement(colocated, CPUS), max_images=1).gpu_memory_utilization == 0.45
-    assert engine_settings(config(), plan_placement(config(), CPUS), max_images=1).gpu_memory_utilization == 0.85
+    colocated = config(**COLOCATE, **SIZED)
+    assert settings_of_run(colocated, plan_placement(colocated, CPUS), max_images=1).gpu_memory_utilization == 0.45
+    assert settings_of_run(config(**SIZED), plan_placement(config(), CPUS), max_images=1).gpu_memory_utilization == 0.85
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(30.0, 180.0), (None, None), (0.0, None)])

@@ -11,6 +11,7 @@ import pytest
 from config_support import configuration
 from fake_server import serving
 from fastapi import FastAPI
+from ray.exceptions import AuthenticationError
 
 from launch.machine import DeviceMemory
 from launch.path_checks import path_problems
@@ -64,7 +65,7 @@ def test_every_problem_is_reported_at_once(config, tmp_path):
         "cluster.temp_dir",
         "rollout_matching.vllm.server.token_env",
         "global_max_length",
-        "learner.world_size",
+        "learner.cpus",
     ]
     assert all("; " in problem for problem in findings.problems)
 
@@ -114,6 +115,37 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
     findings = preflight(config(**colocate, rollout_matching__offload={"enabled": True, "offload_model": True}))
     (problem,) = findings.problems
     assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
+
+
+def test_a_cache_without_a_size_is_said_to_hold_what_is_decoded(config):
+    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=None))
+    assert findings.problems == []
+    (line,) = (line for line in findings.lines if "engine device" in line)
+    assert line.endswith("6 are decoded (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as these)")
+
+
+def test_the_learners_own_model_takes_no_weights_from_anywhere(config):
+    findings = preflight(config(rollout_matching__rollout_backend="hf", stage2_ab__channel_b__enable_pipeline=False))
+    assert findings.problems == []
+    assert findings.lines[-2] == "weights   stay where they are: the learner's own model generates"
+
+
+def test_a_cluster_that_does_not_answer_or_asks_for_a_token_is_refused_with_what_to_check(config, monkeypatch):
+    for error, remedy in (
+        (
+            ConnectionError("no head node"),
+            "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token, RAY_AUTH_MODE=token, or use local",
+        ),
+        (RuntimeError("Missing authentication token"), "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"),
+        (AuthenticationError("token"), "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"),
+    ):
+
+        def refuse(error: Exception = error, **arguments: object) -> None:
+            raise error
+
+        monkeypatch.setattr("ray.init", refuse)
+        (problem,) = preflight(config(cluster__address="10.0.0.1:6379")).problems
+        assert problem.startswith("cluster.address: 10.0.0.1:6379 gives no Ray cluster (") and problem.endswith(f"; {remedy}")
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused(config):

@@ -31,7 +31,7 @@ def test_an_engine_takes_four_devices_or_the_largest_of_two_and_one_that_there_a
 
 def test_devices_as_given_and_a_refusal_of_more_than_there_are() -> None:
     assert colocate_tensor_parallel(2, 8) == 2
-    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that has 2"):
+    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that can have 2 of one node"):
         colocate_tensor_parallel(4, 2)
 
 

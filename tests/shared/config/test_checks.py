@@ -29,6 +29,41 @@ REFUSED = [
         "training.eval_steps: 20 asks for reports on held-out samples, and data.val is not set; set data.val to a JSONL file, or remove",
     ),
     (
+        {"checkpoint.keep_best": 2, "data.val": ...},
+        "checkpoint.keep_best: 2 asks for reports on held-out samples, and data.val is not set; set data.val to a JSONL file, or remove",
+    ),
+    (
+        {f"{VLLM}.tensor_parallel_size": 2},
+        f"{VLLM}.tensor_parallel_size: 2 is for mode colocate; set {VLLM}.actors.tensor_parallel_size, and remove this key",
+    ),
+    (
+        {f"{VLLM}.tensor_parallel_size": 2, f"{VLLM}.mode": "server", f"{VLLM}.server": {"servers": [SERVER]}},
+        f"{VLLM}.tensor_parallel_size: 2 is for mode colocate; start the servers with tensor_parallel_size, and remove this key",
+    ),
+    (
+        {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{MATCHING}.offload.enabled": True},
+        f"{MATCHING}.offload.enabled: true, and nothing is to be moved away; set offload_model, offload_optimizer or both, or remove it",
+    ),
+    (
+        {**NO_QUEUE, **LORA, f"{MATCHING}.rollout_backend": "hf", f"{VLLM}.enable_lora": True},
+        f"{VLLM}.enable_lora: true, and rollout_backend hf has no engine that takes adapters; remove the key, or set rollout_backend: vllm",
+    ),
+    (
+        {**NO_QUEUE, **LORA, f"{MATCHING}.rollout_backend": "hf", f"{VLLM}.sync.mode": "adapter"},
+        f"{VLLM}.sync.mode: 'adapter', and rollout_backend hf has no engine that takes adapters; remove the key, or set rollout_backend: vllm",
+    ),
+    *(
+        (
+            {f"{VLLM}.sync.transport": transport},
+            f"{VLLM}.sync.transport: '{transport}' does not lead to engines of vllm.mode actors; set auto, or nccl or rollmatch_gloo",
+        )
+        for transport in ("inproc", "ipc")
+    ),
+    (
+        {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{VLLM}.sync.transport": "nccl"},
+        f"{VLLM}.sync.transport: 'nccl' does not lead to engines of vllm.mode colocate; set auto, or ipc or inproc",
+    ),
+    (
         {**NO_QUEUE, f"{MATCHING}.max_staleness": 1},
         f"{MATCHING}.max_staleness: 1 lets the queue between generation and learning run on into the next step, and there is no queue; set ",
     ),
@@ -124,6 +159,10 @@ ACCEPTED = [
     {f"{VLLM}.mode": "server", f"{VLLM}.server": {"servers": [SERVER, SERVER | {"base_url": "https://b.example/rollouts"}], "infer_timeout_s": None}},
     {f"{VLLM}.server": {"servers": [SERVER], "kind": "vllm", "timeout_s": 10, "infer_timeout_s": -1}},
     {f"{VLLM}.sync.mode": "auto"},
+    {"checkpoint.keep_best": 2},
+    {f"{VLLM}.sync.transport": "nccl"},
+    {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{VLLM}.sync.transport": "inproc", f"{VLLM}.actors.num_actors": 2},
+    {**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf", f"{VLLM}.sync.mode": "auto", **LORA},
     {**LORA, "learner.world_size": 2},
     {**LORA, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "adapter"},
     {"model.adapter": {"kind": "dora"}, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "auto", "learner.world_size": 2},

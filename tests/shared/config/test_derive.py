@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config.derive import RowRule, batch_algebra
+from shared.config.derive import EnginePlace, RowRule, batch_algebra, engines_in, is_sharded, remarks, rollout_servers
 from shared.config.pipeline import Channel
 
 ACTORS = "rollout_matching.vllm.actors"
@@ -107,3 +107,31 @@ def test_the_algebra_counts_the_channels_that_the_steps_have(load, changes):
     algebra = batch_algebra(run)
     assert (algebra.a_steps, algebra.b_steps) == (channels.count(Channel.A), channels.count(Channel.B))
     assert channels[: algebra.warmup_steps] == [Channel.A] * algebra.warmup_steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "servers"),
+    [
+        ({"rollout_matching.rollout_backend": "hf"}, EnginePlace.RANKS, 0),
+        ({"rollout_matching.vllm.mode": "colocate"}, EnginePlace.RANKS, 0),
+        ({"rollout_matching.vllm.mode": "actors"}, EnginePlace.ACTORS, 0),
+        ({"rollout_matching.vllm.mode": "server"}, EnginePlace.SERVERS, 1),
+    ],
+)
+def test_rollouts_are_generated_in_the_ranks_by_actors_or_by_servers_and_only_these_are_the_runs_servers(load, changes, place, servers):
+    listed = {"rollout_matching.vllm.server": {"servers": [{"base_url": "http://a:8000", "group_port": 0}]}}
+    run = load({"stage2_ab.channel_b.enable_pipeline": False, **listed, **changes})
+    assert engines_in(run) is place
+    section = rollout_servers(run)
+    assert (0 if section is None else len(section.servers)) == servers
+
+
+@pytest.mark.parametrize(("ranks", "parallel", "sharded"), [(1, "fsdp", False), (2, "ddp", False), (2, "fsdp", True)])
+def test_a_model_is_sharded_over_several_ranks_under_fsdp_alone(load, ranks, parallel, sharded):
+    assert is_sharded(load({"learner.world_size": ranks, "learner.parallel": parallel})) == sharded
+
+
+def test_a_learning_rate_that_only_rises_is_remarked_on_and_not_refused(load):
+    assert remarks(load({"training.max_steps": 100, "training.lr_warmup_steps": 99})) == ()
+    (remark,) = remarks(load({"training.max_steps": 100, "training.lr_warmup_steps": 100}))
+    assert remark == "training.lr_warmup_steps: 100 of 100 steps, so the learning rate only rises and the schedule after it never comes"

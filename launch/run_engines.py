@@ -1,0 +1,35 @@
+"""What every engine of a run is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.memory_estimate import ModelShape, batch_cache_bytes
+from launch.placement import Placement
+from rollout_actors.engine_settings import Device, EngineSettings
+from shared.config import RunConfig
+
+
+def settings_of_run(config: RunConfig, placement: Placement, *, max_images: int) -> EngineSettings:
+    """The same for every engine, or what every server is expected to be started with. ConfigError where the model's files have to be read and cannot be."""
+    vllm, devices = config.rollout_matching.vllm, placement.devices_per_engine
+    cache = vllm.kv_cache_memory_bytes
+    if cache is None and placement.engine_device is Device.CPU:
+        cache = batch_cache_bytes(config, ModelShape.read(Path(config.model.path)), devices)
+    return EngineSettings(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=vllm.max_model_len or config.global_max_length,
+        max_num_seqs=config.rollout_matching.decode_batch_size * devices,
+        seed=config.training.seed,
+        transport=placement.transport,
+        device=placement.engine_device,
+        tensor_parallel_size=devices,
+        kv_cache_memory_bytes=cache,
+        gpu_memory_utilization=vllm.resolved_gpu_memory_utilization,
+        enforce_eager=vllm.enforce_eager,
+        max_images_per_prompt=max_images,
+        repeat_guard=config.rollout_matching.repeat_terminate.settings(),
+        enable_lora=vllm.enable_lora,
+        max_lora_rank=1 if config.model.adapter is None else config.model.adapter.rank,
+    )

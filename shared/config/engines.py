@@ -1,0 +1,175 @@
+"""What generates: values that contradict each other, or that it cannot do or does not look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shared.chunking import chunk_size
+from shared.config.base import Problem
+from shared.config.derive import EnginePlace, engine_devices, engines_in, is_sharded, resolved_sync_mode
+from shared.config.run import RunConfig
+from shared.rollouts import DecodeMode
+
+_MODE = "rollout_matching.decode_mode"
+_VLLM = "rollout_matching.vllm"
+_MAX_SERVED_RANK = 512
+"""Of an adapter in vLLM."""
+
+
+def servers_are_listed(run: RunConfig) -> Iterator[Problem]:
+    if engines_in(run) is EnginePlace.SERVERS and run.rollout_matching.vllm.server is None:
+        yield Problem(
+            f"{_VLLM}.server",
+            "is required by vllm.mode server, and missing",
+            f"add it, for example `server: {{servers: [{{base_url: http://127.0.0.1:8000, group_port: 0}}]}}`, or set {_VLLM}.mode: colocate, "
+            "or rollout_matching.rollout_backend: hf",
+        )
+
+
+def queue_has_devices_of_its_own(run: RunConfig) -> Iterator[Problem]:
+    if run.stage2_ab.channel_b.enable_pipeline and engines_in(run) is EnginePlace.RANKS:
+        yield Problem(
+            "stage2_ab.channel_b.enable_pipeline",
+            f"the in-step queue needs rollouts on dedicated devices, which {_where(run)} does not have",
+            f"set rollout_matching.rollout_backend: vllm and {_VLLM}.mode: server or actors, or switch the queue off",
+        )
+
+
+def _where(run: RunConfig) -> str:
+    backend = run.rollout_matching.rollout_backend
+    return f"rollout_backend {backend}" if backend != "vllm" else f"vllm.mode {run.rollout_matching.vllm.mode}"
+
+
+def staleness_has_queue(run: RunConfig) -> Iterator[Problem]:
+    if run.rollout_matching.max_staleness and not run.stage2_ab.channel_b.enable_pipeline:
+        yield Problem(
+            "rollout_matching.max_staleness",
+            f"{run.rollout_matching.max_staleness} lets the queue between generation and learning run on into the next step, and there is no queue",
+            "set stage2_ab.channel_b.enable_pipeline: true, or max_staleness: 0",
+        )
+
+
+def whole_model_generates(run: RunConfig) -> Iterator[Problem]:
+    if run.rollout_matching.rollout_backend == "hf" and is_sharded(run):
+        yield Problem(
+            "rollout_matching.rollout_backend",
+            f"'hf' generates with the learner's own model, of which each of {run.learner.world_size} ranks has a part (learner.parallel: fsdp)",
+            "set learner.parallel: ddp, or rollout_matching.rollout_backend: vllm",
+        )
+
+
+def beams(run: RunConfig) -> Iterator[Problem]:
+    num_beams, is_beam = run.rollout_matching.num_beams, run.rollout_matching.decode_mode is DecodeMode.BEAM
+    if is_beam and engines_in(run) is not EnginePlace.RANKS:
+        yield Problem(
+            _MODE,
+            f"vllm.mode {run.rollout_matching.vllm.mode} has no beam search",
+            f"set rollout_matching.rollout_backend: hf or {_VLLM}.mode: colocate, which have it, or remove {_MODE}",
+        )
+    if is_beam and run.rollout_matching.rollout_backend == "vllm" and run.rollout_matching.repeat_terminate.enabled:
+        yield Problem(
+            "rollout_matching.repeat_terminate.enabled",
+            "true, and vLLM's beam search asks for every token anew, so that its guard sees no repetition",
+            f"set rollout_matching.rollout_backend: hf, whose guard watches beams, or remove {_MODE} or repeat_terminate",
+        )
+    if is_beam and num_beams == 1:
+        yield Problem("rollout_matching.num_beams", "1 beam is greedy search", f"set at least 2, or remove {_MODE}")
+    if not is_beam and num_beams > 1:
+        yield Problem("rollout_matching.num_beams", f"{num_beams} beams need decode_mode: beam", f"set {_MODE}: beam, or remove num_beams")
+
+
+_TRANSPORTS = {
+    EnginePlace.RANKS: ("ipc", "inproc"),
+    EnginePlace.ACTORS: ("nccl", "rollmatch_gloo"),
+    EnginePlace.SERVERS: ("nccl", "rollmatch_gloo"),
+}
+"""One of the two is for GPUs, the other for CPUs: which of them a run needs is known when it is placed."""
+
+
+def transport_leads_there(run: RunConfig) -> Iterator[Problem]:
+    asked, place = run.rollout_matching.vllm.sync.transport, engines_in(run)
+    if run.rollout_matching.rollout_backend == "vllm" and asked not in ("auto", *_TRANSPORTS[place]):
+        yield Problem(f"{_VLLM}.sync.transport", f"'{asked}' does not lead to engines of {_where(run)}", f"set auto, or {' or '.join(_TRANSPORTS[place])}")
+
+
+def adapter_sync(run: RunConfig) -> Iterator[Problem]:
+    """What `sync.mode` asks for (spec: weight sync modes; DESIGN 9)."""
+    adapter, vllm, ranks = run.model.adapter, run.rollout_matching.vllm, run.learner.world_size
+    if run.rollout_matching.rollout_backend == "hf":
+        yield from _engine_adapters(run)
+        return
+    if vllm.enable_lora and adapter is None:
+        yield Problem(f"{_VLLM}.enable_lora", "true, and the learner trains no adapter", "set model.adapter, or remove the key")
+    if vllm.enable_lora and vllm.mode == "server" and vllm.server is not None and vllm.server.kind == "vllm":
+        yield Problem(f"{_VLLM}.enable_lora", "true, and a stock vllm serve takes no adapter alone", f"remove the key, or set {_VLLM}.server.kind: rollmatch")
+    if vllm.enable_lora and adapter is not None and adapter.rank > _MAX_SERVED_RANK:
+        yield Problem(
+            "model.adapter.rank", f"{adapter.rank} is more than the {_MAX_SERVED_RANK} that vLLM serves", f"lower it, or set {_VLLM}.enable_lora: false"
+        )
+    if vllm.sync.mode == "adapter":
+        if not vllm.enable_lora:
+            yield Problem(f"{_VLLM}.sync.mode", "'adapter' needs engines that serve adapters", f"set {_VLLM}.enable_lora: true, or {_VLLM}.sync.mode: full")
+        if adapter is not None and adapter.kind == "dora":
+            yield Problem(f"{_VLLM}.sync.mode", "'adapter' cannot carry DoRA, which vLLM does not serve unmerged", f"set {_VLLM}.sync.mode: full or auto")
+    if ranks > 1 and resolved_sync_mode(run) == "adapter":
+        yield Problem(
+            f"{_VLLM}.sync.mode",
+            f"'{vllm.sync.mode}' syncs adapters alone, which {ranks} learner ranks cannot",
+            f"set {_VLLM}.sync.mode: full, or learner.world_size: 1",
+        )
+
+
+def _engine_adapters(run: RunConfig) -> Iterator[Problem]:
+    """Under `hf` the learner's own model generates, with its adapter."""
+    vllm, nobody = run.rollout_matching.vllm, "and rollout_backend hf has no engine that takes adapters"
+    remedy = "remove the key, or set rollout_backend: vllm"
+    if vllm.enable_lora:
+        yield Problem(f"{_VLLM}.enable_lora", f"true, {nobody}", remedy)
+    if vllm.sync.mode == "adapter":
+        yield Problem(f"{_VLLM}.sync.mode", f"'adapter', {nobody}", remedy)
+
+
+def offload_moves_something(run: RunConfig) -> Iterator[Problem]:
+    offload = run.rollout_matching.offload
+    if offload.enabled and not (offload.offload_model or offload.offload_optimizer):
+        yield Problem("rollout_matching.offload.enabled", "true, and nothing is to be moved away", "set offload_model, offload_optimizer or both, or remove it")
+
+
+def colocated_devices(run: RunConfig) -> Iterator[Problem]:
+    size, place = run.rollout_matching.vllm.tensor_parallel_size, engines_in(run)
+    if size is not None and place is EnginePlace.ACTORS:
+        yield Problem(f"{_VLLM}.tensor_parallel_size", f"{size} is for mode colocate", f"set {_VLLM}.actors.tensor_parallel_size, and remove this key")
+    if size is not None and place is EnginePlace.SERVERS:
+        yield Problem(f"{_VLLM}.tensor_parallel_size", f"{size} is for mode colocate", "start the servers with tensor_parallel_size, and remove this key")
+
+
+def actor_devices(run: RunConfig) -> Iterator[Problem]:
+    actors = run.rollout_matching.vllm.actors
+    if actors.tensor_parallel_size > 1 and actors.gpus_per_actor is not None and 0 < actors.gpus_per_actor != actors.tensor_parallel_size:
+        yield Problem(
+            f"{_VLLM}.actors.gpus_per_actor",
+            f"{actors.gpus_per_actor:g} GPUs cannot hold an engine of tensor_parallel_size {actors.tensor_parallel_size}",
+            f"set it to {actors.tensor_parallel_size}, or remove the key",
+        )
+
+
+def engine_length(run: RunConfig) -> Iterator[Problem]:
+    longest = run.rollout_matching.vllm.max_model_len
+    # Samples are admitted by global_max_length alone; an engine with a shorter window would refuse some of them in the middle of the run.
+    if longest is not None and longest < run.global_max_length:
+        yield Problem(
+            f"{_VLLM}.max_model_len",
+            f"{longest} is less than global_max_length {run.global_max_length}, so engines would refuse prompts that the learner admits",
+            "raise it to global_max_length, or remove the key",
+        )
+
+
+def ranks_have_rollouts(run: RunConfig) -> Iterator[Problem]:
+    devices = engine_devices(run)
+    if devices is None:  # servers are asked at the start
+        return
+    try:
+        chunk_size(run.rollout_matching.decode_batch_size, devices, run.learner.world_size)
+    except ValueError as error:
+        wrong, _, remedy = str(error).partition("; ")
+        yield Problem("rollout_matching.decode_batch_size", wrong, remedy)
