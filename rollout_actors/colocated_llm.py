@@ -7,6 +7,7 @@ the process that owns it; `LLM` is the same from here. Not run on a GPU.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -20,23 +21,24 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 
 from rollout_actors.adapter_intake import AdapterIntake
+from rollout_actors.answer import Answer
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.inproc_intake import InProcessIntake
 from rollout_actors.ipc_handles import engine_devices
-from rollout_actors.repeat_rule import check_answers, repeat_rule
+from rollout_actors.repeat_rule import engine_rule, require_guard
+from rollout_actors.sampling import BAN, finish_reason
 from rollout_actors.vllm_requests import (
-    BAN,
     engine_arguments,
     probe_params,
     probe_prompt,
     probe_scores,
-    read_rollout,
+    read_answer,
     request_prompt,
     sampling_params,
 )
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
-from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Transport
 
 
@@ -67,27 +69,28 @@ class ColocatedLLM:
         """
         self._name = name
         self._settings = settings
-        self._rule = None if settings.repeat_guard is None else repeat_rule(settings.repeat_guard, settings.model_path)
+        self._rule = engine_rule(settings)
         self.sleeps = sleep and current_platform.is_sleep_mode_available()
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
-        check_answers(self._llm.collective_rpc("active_guard"), settings.repeat_guard, name)
+        require_guard(self._llm.collective_rpc("active_guard"), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
         self._adapter = AdapterIntake(enabled=settings.enable_lora)
         devices = engine_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
         self._intake = InProcessIntake(name, self._llm, transport=settings.transport, devices=devices, adapter=self._adapter, score=self._score)
         self._asleep = False
 
-    def generate(self, requests: Sequence[RolloutRequest], *, version: int) -> list[Rollout]:
-        """One rollout of weights `version` per request, in order, at most `max_num_seqs` sequences at a time. Its times are left 0."""
+    def generate(self, requests: Sequence[RolloutRequest], *, version: int, started_s: float, started: float) -> list[Rollout]:
+        """One rollout of weights `version` per request, in order, at most `max_num_seqs` sequences at a time.
+
+        `started_s` and `started`: when the requests arrived, by `time.time` and by `time.perf_counter`.
+        """
         rollouts: list[Rollout] = []
-        for is_beam, group in groupby(requests, key=lambda request: request.decode.mode is DecodeMode.BEAM):
-            of_mode = list(group)
-            if is_beam:
-                for decode, alike in groupby(of_mode, key=lambda request: request.decode):
-                    rollouts += self._beams(list(alike), decode, version)
-                continue
-            for request, output in zip(of_mode, self._complete(of_mode), strict=True):
-                rollouts.append(read_rollout(output, request, actor=self._name, version=version, rule=self._rule, started_s=0.0, generate_s=0.0))
+        for beam_decode, group in groupby(requests, key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None):
+            alike = list(group)
+            answers = self._complete(alike, version) if beam_decode is None else self._beams(alike, beam_decode)
+            for request, (answer, end) in zip(alike, answers, strict=True):
+                generate_s = end - started
+                rollouts.append(answer.rollout(request, actor=self._name, version=version, rule=self._rule, started_s=started_s, generate_s=generate_s))
         return rollouts
 
     def take_weights(self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
@@ -111,7 +114,8 @@ class ColocatedLLM:
         del self._llm, self._intake
         gc.collect()
 
-    def _complete(self, requests: Sequence[RolloutRequest]) -> list[RequestOutput]:
+    def _complete(self, requests: Sequence[RolloutRequest], version: int) -> list[tuple[Answer, float]]:
+        """Each answer with the time of its end, by `time.perf_counter`."""
         queued: list[str] = []
         for request in requests:
             try:
@@ -122,10 +126,19 @@ class ColocatedLLM:
                 if isinstance(error, RolloutError):
                     raise
                 raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self._name, phase="generate") from error
-        return self._llm.wait_for_completion(RequestOutput, use_tqdm=False)
+        ended = zip(requests, self._run_queued(), strict=True)
+        return [(read_answer(output, request, actor=self._name, version=version), end) for request, (output, end) in ended]
 
-    def _beams(self, requests: list[RolloutRequest], decode: DecodeSettings, version: int) -> list[Rollout]:
-        """The best beam of each request, by vLLM's score: the mean log-probability, over the prompt's tokens too."""
+    def _run_queued(self) -> list[tuple[RequestOutput, float]]:
+        """In order of arrival. What `LLM.wait_for_completion` does, which does not say when each of them was finished."""
+        ended: list[tuple[RequestOutput, float]] = []
+        while self._llm.llm_engine.has_unfinished_requests():
+            outputs, end = self._llm.llm_engine.step(), time.perf_counter()
+            ended += [(output, end) for output in outputs if isinstance(output, RequestOutput) and output.finished]
+        return sorted(ended, key=lambda one: int(one[0].request_id))
+
+    def _beams(self, requests: list[RolloutRequest], decode: DecodeSettings) -> list[tuple[Answer, float]]:
+        """The best beam of each request, by vLLM's score: the mean log-probability, over the prompt's tokens too. All end when the last one does."""
         if len(decode.stop_token_ids) > 1:
             raise RolloutError(f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}", actor=self._name, phase="generate")
         params = BeamSearchParams(beam_width=decode.num_beams, max_tokens=decode.max_new_tokens)
@@ -136,12 +149,13 @@ class ColocatedLLM:
         except VLLMClientError as error:
             samples = ", ".join(request.sample_id for request in requests)
             raise RolloutError(f"one of the samples {samples} was refused: {error}", actor=self._name, phase="generate") from error
-        return [self._best(output, request, version) for request, output in zip(requests, outputs, strict=True)]
+        end = time.perf_counter()
+        return [(self._best(output, request), end) for request, output in zip(requests, outputs, strict=True)]
 
-    def _best(self, output: BeamSearchOutput, request: RolloutRequest, version: int) -> Rollout:
+    def _best(self, output: BeamSearchOutput, request: RolloutRequest) -> Answer:
         best = output.sequences[0]
-        if best.finish_reason == "abort":
-            raise RolloutError(f"sample {request.sample_id} was aborted, and half an answer is none", actor=self._name, phase="generate")
+        if best.finish_reason is not None:  # a beam says how it ended only where that was neither its stop token nor its limit
+            finish_reason(best.finish_reason, request, self._name)
         prompt = tuple(best.orig_prompt["prompt_token_ids"])
         response = best.tokens[len(prompt) :]
         logprobs = [entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)]

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, process_dict_updates
@@ -27,10 +29,10 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from rollout_actors.engine_settings import GUARD_CONFIG, GUARD_PROCESSOR
-from rollout_actors.repeat_rule import check_answers, repeat_rule
+from rollout_actors.repeat_rule import repeat_rule
 from shared.config.repeat_terminate import RepeatTerminateSection
 from shared.object_keys import START, token_steps
-from shared.repeat_guard import RepeatGuard, RepeatGuardSettings, RepeatRule
+from shared.repeat_guard import RepeatGuard, RepeatRule
 
 FORCED_LOGIT = 1e9
 """Far above every logit there is, so that its probability is 1 to the last bit under any temperature, penalty, top-k and top-p; and finite, so that nothing
@@ -51,8 +53,8 @@ class GuardV1(LogitsProcessorV1):
     """For the V1 model runner (CPU, and GPU with `VLLM_USE_V2_MODEL_RUNNER=0`): one `RepeatGuard` per request, on the host."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.settings = _settings(vllm_config)
-        self._rule = repeat_rule(self.settings, vllm_config.model_config.tokenizer)
+        self._rule = _rule(vllm_config)
+        self.settings = self._rule.settings
         self._rows: dict[int, _Row] = {}
         """By the request's row in the batch."""
 
@@ -122,7 +124,8 @@ class GuardV2(LogitsProcessorV2):
         ):
             if is_on:
                 raise ValueError(f"the repeat guard cannot be active in the V2 model runner with {name}; switch off one of them")
-        self.settings = _settings(vllm_config)
+        rule = _rule(vllm_config)
+        self.settings = rule.settings
         self._requests = req_states
         device, num_slots = req_states.device, req_states.max_num_reqs
         self._stops_R = torch.full((num_slots,), -1, dtype=torch.int64, device=device)
@@ -134,7 +137,7 @@ class GuardV2(LogitsProcessorV2):
         self._keys = None
         self._fewest_tokens = max(s.min_new_tokens, min(s.max_consecutive_token_repeats, s.ngram_size * s.ngram_repeats))
         if s.max_object_keys is not None:
-            self._keys = _DeviceKeys(repeat_rule(s, vllm_config.model_config.tokenizer), req_states)
+            self._keys = _DeviceKeys(rule, req_states)
             self._fewest_tokens = 0  # every token has to be read
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
@@ -226,15 +229,16 @@ def _stop_token(params: SamplingParams) -> int | None:
     return params.eos_token_id  # None where the request ignores it
 
 
-def _settings(vllm_config: VllmConfig) -> RepeatGuardSettings:
+def _rule(vllm_config: VllmConfig) -> RepeatRule:
     """Raises ValueError where the subtree is missing, wrong or off."""
     configured: Mapping[str, Any] = vllm_config.additional_config
     if GUARD_CONFIG not in configured:
         raise ValueError(f"{GUARD_PROCESSOR} is loaded without settings: give the engine additional_config={{'{GUARD_CONFIG}': {{...}}}}, as in the run's YAML")
     settings = RepeatTerminateSection.model_validate(configured[GUARD_CONFIG]).settings()
-    if settings is None:
+    rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, vllm_config.model_config.tokenizer))
+    if rule is None:
         raise ValueError(f"{GUARD_PROCESSOR} is loaded and {GUARD_CONFIG}.enabled is false: leave out the one or switch on the other")
-    return settings
+    return rule
 
 
 class GuardedWorker:
@@ -249,14 +253,3 @@ class GuardedWorker:
         processors = runner.sampler.logits_processors if self.use_v2_model_runner else list(runner.input_batch.logitsprocs.all)
         guards = [processor for processor in processors if isinstance(processor, GuardV1 | GuardV2)]
         return {"runner": "V2" if self.use_v2_model_runner else "V1", "settings": asdict(guards[0].settings) if guards else None}
-
-
-class AnsweringWorkers(Protocol):
-    """An engine whose workers have the methods of `GuardedWorker`."""
-
-    async def collective_rpc(self, method: str) -> list[Any]: ...
-
-
-async def check_active(engine: AnsweringWorkers, settings: RepeatGuardSettings | None, actor: str) -> None:
-    """Raises RolloutError(phase="start") unless every worker of a started engine guards by these settings, or by none."""
-    check_answers(await engine.collective_rpc("active_guard"), settings, actor)

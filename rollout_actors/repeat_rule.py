@@ -1,27 +1,36 @@
-"""What whoever receives an engine's rollouts knows of its repeat guard, without importing vllm: the rule, and whether the workers hold it."""
+"""The repeat guard without vllm: its rule, for whoever guards or receives what was guarded, and whether an engine's workers hold it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from rollout_actors.engine_settings import GUARD_CONFIG, GUARD_PROCESSOR
+from rollout_actors.engine_settings import GUARD_CONFIG, GUARD_PROCESSOR, EngineSettings
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.tokens.hf_codec import token_pieces
 
 
-def repeat_rule(settings: RepeatGuardSettings, tokenizer: str) -> RepeatRule:
-    """`tokenizer` is its folder, read only where keys are counted."""
+def repeat_rule(settings: RepeatGuardSettings | None, load_tokenizer: Callable[[], Any]) -> RepeatRule | None:
+    """None where there is no guard. The tokenizer is asked for only where keys are counted."""
+    if settings is None:
+        return None
     if settings.max_object_keys is None:
         return RepeatRule(settings)
-    pieces = token_pieces(AutoTokenizer.from_pretrained(tokenizer))
+    pieces = token_pieces(load_tokenizer())
     return RepeatRule(settings, lambda token_id: pieces[token_id] if token_id < len(pieces) else b"")
 
 
-def check_answers(answers: list[dict[str, Any]], settings: RepeatGuardSettings | None, actor: str) -> None:
+def engine_rule(settings: EngineSettings) -> RepeatRule | None:
+    """Of an engine that is started with these settings."""
+    return repeat_rule(settings.repeat_guard, partial(AutoTokenizer.from_pretrained, settings.model_path))
+
+
+def require_guard(answers: list[dict[str, Any]], settings: RepeatGuardSettings | None, actor: str) -> None:
     """Raises RolloutError(phase="start") unless every worker of a started engine guards by these settings, or by none.
 
     `answers`: of `GuardedWorker.active_guard`, one per worker.

@@ -18,9 +18,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.repeat_guard_vllm import check_active
-from rollout_actors.repeat_rule import repeat_rule
-from rollout_actors.vllm_requests import engine_arguments, probe_params, probe_prompt, probe_scores, read_rollout, request_prompt, sampling_params
+from rollout_actors.repeat_rule import engine_rule, require_guard
+from rollout_actors.vllm_requests import engine_arguments, probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
@@ -46,7 +45,7 @@ class VllmEngine:
         self._shut = "it was not started"
         self._num_probes = 0
         self._num_finished_tokens = 0
-        self._rule = None if settings.repeat_guard is None else repeat_rule(settings.repeat_guard, settings.model_path)
+        self._rule = engine_rule(settings)
 
     async def start(self) -> int:
         """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already. Returns its devices.
@@ -54,7 +53,7 @@ class VllmEngine:
         Raises RolloutError where the repeat guard is configured and not active.
         """
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
-        await check_active(self._llm, self._settings.repeat_guard, self.name)
+        require_guard(await self._llm.collective_rpc("active_guard"), self._settings.repeat_guard, self.name)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version(str(self._version))
         self._intake = WeightIntake(
@@ -147,7 +146,8 @@ class VllmEngine:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         generate_s = time.perf_counter() - started
         self._num_finished_tokens += len(output.outputs[0].token_ids)
-        return read_rollout(output, request, actor=self.name, version=self._version, rule=self._rule, started_s=started_s, generate_s=generate_s)
+        answer = read_answer(output, request, actor=self.name, version=self._version)
+        return answer.rollout(request, actor=self.name, version=self._version, rule=self._rule, started_s=started_s, generate_s=generate_s)
 
     async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str) -> RequestOutput:
         assert self._llm is not None

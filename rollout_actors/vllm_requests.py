@@ -1,4 +1,4 @@
-"""What every vLLM engine is asked and answers, in a process of its own or in the learner's: prompts, sampling parameters, rollouts.
+"""What every vLLM engine is asked and answers, in a process of its own or in the learner's: prompts, sampling parameters, answers.
 
 No engine here, so that `AsyncLLM` (actors, servers) and `LLM` (colocate) give the same rollouts for the same requests.
 """
@@ -12,17 +12,14 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from rollout_actors.answer import Answer
 from rollout_actors.engine_settings import EngineSettings, guard_arguments, lora_arguments
 from rollout_actors.images import decode_images
+from rollout_actors.sampling import PROBE_FIELDS, finish_reason, sampling_fields
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
 from shared.records import ImageRef
-from shared.repeat_guard import RepeatRule, mark_forced
-from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest
-
-FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
-BAN = -100.0
-"""The lowest logit bias that vLLM accepts; `exp(-100)` is nothing in fp32."""
+from shared.rollouts import DecodeSettings, RolloutRequest
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -68,26 +65,11 @@ def _prompt(token_ids: Sequence[int], refs: Sequence[ImageRef], sample_id: str, 
 
 
 def sampling_params(decode: DecodeSettings, seed: int) -> SamplingParams:
-    assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM, and the configuration refuses them where there is none"
-    return SamplingParams(
-        temperature=decode.temperature,
-        top_p=decode.top_p,
-        top_k=decode.top_k,
-        repetition_penalty=decode.repetition_penalty,
-        max_tokens=decode.max_new_tokens,
-        seed=seed,
-        stop_token_ids=list(decode.stop_token_ids),
-        ignore_eos=True,  # the request names its stop tokens; the tokenizer's do not add to them
-        logit_bias=dict.fromkeys(decode.banned_token_ids, BAN) or None,
-        logprobs=0 if decode.return_logprobs else None,  # 0: of the sampled token alone
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return SamplingParams(**sampling_fields(decode, seed), output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def probe_params() -> SamplingParams:
-    """Scores a prompt; what is sampled after it is of no interest."""
-    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    return SamplingParams(**PROBE_FIELDS, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
@@ -99,43 +81,13 @@ def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
     return token_ids, [entry[token_id].logprob for entry, token_id in scores]
 
 
-def read_rollout(
-    output: RequestOutput, request: RolloutRequest, *, actor: str, version: int, rule: RepeatRule | None, started_s: float, generate_s: float
-) -> Rollout:
-    """A finished request as a rollout of weights `version`; `rule` is the repeat guard's, None where the engine has none.
-
-    Raises RolloutError where vLLM did not finish it, sampled any token of it by other weights, or did not guard it.
-    """
+def read_answer(output: RequestOutput, request: RolloutRequest, *, actor: str, version: int) -> Answer:
+    """A finished request. Raises RolloutError where vLLM did not finish it, or sampled any token of it by other weights than `version`."""
     (completion,) = output.outputs
-    if completion.finish_reason == "abort":
-        raise RolloutError(f"sample {request.sample_id} was aborted, and half an answer is none; see the actor's log", actor=actor, phase="generate")
-    if completion.finish_reason not in FINISH_REASONS:
-        ended = f"vLLM ended sample {request.sample_id} with {completion.finish_reason!r}; see the actor's log"
-        raise RolloutError(ended, actor=actor, phase="generate")
+    reason = finish_reason(completion.finish_reason, request, actor)
     _check_version(completion, request, actor, version)
     assert output.prompt_token_ids is not None
-    response, logprobs = list(completion.token_ids), _sampled_logprobs(completion)
-    stopped = completion.finish_reason == "stop"
-    end = len(response) - stopped
-    rollout = Rollout(
-        step=request.step,
-        position=request.position,
-        sample_id=request.sample_id,
-        prompt_token_ids=tuple(output.prompt_token_ids),
-        response_token_ids=tuple(response[:end]),
-        stop_token_id=response[-1] if stopped else None,
-        logprobs=None if logprobs is None else tuple(logprobs[:end]),
-        stop_token_logprob=logprobs[-1] if stopped and logprobs is not None else None,
-        finish_reason=FINISH_REASONS[completion.finish_reason],
-        forced_positions=(),
-        weight_version=version,
-        actor=actor,
-        attempt=0,
-        seed=request.seed,
-        generate_s=generate_s,
-        started_s=started_s,
-    )
-    return mark_forced(rollout, rule) if rule is not None and request.decode.stop_token_ids else rollout
+    return Answer(tuple(output.prompt_token_ids), completion.token_ids, _sampled_logprobs(completion), reason)
 
 
 def _check_version(completion: CompletionOutput, request: RolloutRequest, actor: str, version: int) -> None:

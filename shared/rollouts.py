@@ -81,7 +81,7 @@ class Rollout:
     """0 for the first try."""
     seed: int
     generate_s: float
-    """Seconds from the share's arrival at the actor to this response's end."""
+    """Seconds from the share's arrival at the actor to this response's own end; beams that are searched together end together."""
     started_s: float = 0.0
     """Unix time at which the share arrived at the actor."""
 

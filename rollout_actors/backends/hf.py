@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from rollout_actors.answer import Answer, cut_behind_stop
 from rollout_actors.backends.hf_decoding import BeamScores, Chooser
 from rollout_actors.images import decode_images
 from rollout_actors.random_state import random_state_kept
 from rollout_actors.repeat_guard_hf import RepeatGuardProcessor
+from rollout_actors.repeat_rule import repeat_rule
 from shared.errors import RolloutError
 from shared.protocols import BackendHost
-from shared.repeat_guard import RepeatGuardSettings, RepeatRule, mark_forced
-from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.tokens.hf_codec import token_pieces
+from shared.repeat_guard import RepeatGuardSettings
+from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
 
 NO_STOP_TOKEN = -1
 """Where a request has none: transformers would take the checkpoint's for want of any."""
@@ -50,13 +51,6 @@ class _Encoded:
     """`pixel_values` [R, D] and `image_grid_thw` [I, 3]; empty without images."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Response:
-    token_ids: list[int]
-    """As decoded, stop token included."""
-    logprobs: list[float]
-
-
 class HFBackend:
     """A `RolloutBackend` over the model of its host, which may carry an adapter, be in training mode and recompute its activations.
 
@@ -69,7 +63,7 @@ class HFBackend:
         self._host = host
         self._name = name
         self._decode_batch_size = decode_batch_size
-        self._rule = _rule(repeat_guard, host.processor.tokenizer)
+        self._rule = repeat_rule(repeat_guard, lambda: host.processor.tokenizer)
         self._version = 0
         self._closed = False
 
@@ -81,10 +75,11 @@ class HFBackend:
         with random_state_kept(), evaluating(self._host.model), torch.no_grad():
             for batch in self._batches(requests):
                 encoded = [self._encode(request) for request in batch]
-                responses = self._decode(batch, encoded)
-                generate_s = time.perf_counter() - started
-                for request, prompt, response in zip(batch, encoded, responses, strict=True):
-                    rollouts.append(self._rollout(request, prompt, response, started_s, generate_s))
+                for request, (answer, end) in zip(batch, self._decode(batch, encoded), strict=True):
+                    generate_s = end - started
+                    rollouts.append(
+                        answer.rollout(request, actor=self._name, version=self._version, rule=self._rule, started_s=started_s, generate_s=generate_s)
+                    )
         return rollouts
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
@@ -121,7 +116,8 @@ class HFBackend:
             token_ids += [token_id] * (next(lengths) if token_id == processor.image_token_id else 1)
         return _Encoded(tuple(token_ids), {name: features[name] for name in ("pixel_values", "image_grid_thw")})
 
-    def _decode(self, batch: list[RolloutRequest], encoded: list[_Encoded]) -> list[_Response]:
+    def _decode(self, batch: list[RolloutRequest], encoded: list[_Encoded]) -> list[tuple[Answer, float]]:
+        """Each answer with the time of its end, by `time.perf_counter`."""
         decode = batch[0].decode
         prompts = [prompt.token_ids for prompt in encoded]
         inputs = self._inputs(encoded)
@@ -129,12 +125,16 @@ class HFBackend:
         if decode.mode is DecodeMode.BEAM:
             beams = BeamScores(decode, prompts)
             output = self._generate(inputs, decode, [*self._guards(decode, num_prompt_tokens), beams])
-            responses = _cut(output.sequences[:, num_prompt_tokens:].tolist(), decode)
-            return [_Response(token_ids, beams.logprobs(rows, token_ids)) for token_ids, rows in zip(responses, output.beam_indices.tolist(), strict=True)]
+            end = time.perf_counter()
+            # Behind a response there is padding, which no beam has chosen.
+            rows = [cut_behind_stop(row, decode) for row in output.sequences[:, num_prompt_tokens:].tolist()]
+            logprobs = [beams.logprobs(beam, row) for beam, row in zip(output.beam_indices.tolist(), rows, strict=True)]
+            return [(Answer.up_to_stop(*of_row, decode), end) for of_row in zip(prompts, rows, logprobs, strict=True)]
         chooser = Chooser(decode, [request.seed for request in batch], prompts)
         output = self._generate(inputs, decode, [*self._guards(decode, num_prompt_tokens), chooser])
-        responses = _cut(output.sequences[:, num_prompt_tokens:].tolist(), decode)
-        return [_Response(token_ids, logprobs[: len(token_ids)]) for token_ids, logprobs in zip(responses, chooser.logprobs(), strict=True)]
+        rows = output.sequences[:, num_prompt_tokens:].tolist()
+        answers = [Answer.up_to_stop(*of_row, decode) for of_row in zip(prompts, rows, chooser.logprobs(), strict=True)]
+        return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
     def _guards(self, decode: DecodeSettings, num_prompt_tokens: int) -> list[LogitsProcessor]:
         if self._rule is None or not decode.stop_token_ids:
@@ -175,44 +175,6 @@ class HFBackend:
         except torch.OutOfMemoryError as error:
             room = f"{len(inputs['input_ids'])} sequences do not fit beside the learner's training state ({error}); lower rollout_matching.decode_batch_size"
             raise RolloutError(room, actor=self._name, phase="generate") from error
-
-    def _rollout(self, request: RolloutRequest, prompt: _Encoded, response: _Response, started_s: float, generate_s: float) -> Rollout:
-        token_ids, logprobs = response.token_ids, response.logprobs
-        stopped = bool(token_ids) and token_ids[-1] in request.decode.stop_token_ids
-        end = len(token_ids) - stopped
-        rollout = Rollout(
-            step=request.step,
-            position=request.position,
-            sample_id=request.sample_id,
-            prompt_token_ids=prompt.token_ids,
-            response_token_ids=tuple(token_ids[:end]),
-            stop_token_id=token_ids[-1] if stopped else None,
-            logprobs=tuple(logprobs[:end]) if request.decode.return_logprobs else None,
-            stop_token_logprob=logprobs[-1] if stopped and request.decode.return_logprobs else None,
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            forced_positions=(),
-            weight_version=self._version,
-            actor=self._name,
-            attempt=0,
-            seed=request.seed,
-            generate_s=generate_s,
-            started_s=started_s,
-        )
-        return mark_forced(rollout, self._rule) if self._rule is not None and request.decode.stop_token_ids else rollout
-
-
-def _rule(settings: RepeatGuardSettings | None, tokenizer: Any) -> RepeatRule | None:
-    if settings is None:
-        return None
-    if settings.max_object_keys is None:
-        return RepeatRule(settings)
-    pieces = token_pieces(tokenizer)
-    return RepeatRule(settings, lambda token_id: pieces[token_id] if token_id < len(pieces) else b"")
-
-
-def _cut(rows: list[list[int]], decode: DecodeSettings) -> list[list[int]]:
-    """Each row to its first stop token, which it keeps; what follows is padding."""
-    return [row[: next((i + 1 for i, token_id in enumerate(row) if token_id in decode.stop_token_ids), len(row))] for row in rows]
 
 
 @contextmanager

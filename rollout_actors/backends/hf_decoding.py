@@ -6,15 +6,14 @@ Shape legend: B rows (sequences, or beams), L tokens so far, V vocabulary, T res
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 import torch
 from transformers import LogitsProcessor
 
+from rollout_actors.sampling import BAN
 from shared.rollouts import DecodeMode, DecodeSettings
-
-BAN = -100.0
-"""Added to the logit of a banned id: the same number as for vLLM's engines."""
 
 
 class SeenTokens:
@@ -90,6 +89,8 @@ class Chooser(LogitsProcessor):
         self._generators = [random.Random(seed) for seed in seeds]
         self._seen = None if decode.repetition_penalty == 1.0 else SeenTokens(prompts)
         self._logprobs: list[torch.Tensor] = []
+        self.times: list[float] = []
+        """`time.perf_counter` when each step's tokens were chosen; on a GPU, which runs behind the host, up to a step before."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         seen_BV = None if self._seen is None else self._seen.mask(input_ids, scores.shape[1])
@@ -99,6 +100,7 @@ class Chooser(LogitsProcessor):
         else:
             chosen_B = logprobs_BV.argmax(-1)
         self._logprobs.append(logprobs_BV.gather(1, chosen_B[:, None])[:, 0])
+        self.times.append(time.perf_counter())
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
 
     def logprobs(self) -> list[list[float]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from rollout_actors.answer import Answer
 from shared.errors import RolloutError
-from shared.rollouts import FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 
 Script = Callable[[RolloutRequest], Sequence[int]]
 """The token ids a request is answered with, its stop token included where it has one."""
@@ -30,7 +31,11 @@ class ScriptedBackend:
             raise RolloutError("the backend was closed", actor=self._name, phase="generate")
         started_s, started = time.time(), time.perf_counter()
         time.sleep(self._latency_s)
-        return [self._rollout(request, started_s, time.perf_counter() - started) for request in requests]
+        generate_s = time.perf_counter() - started
+        return [
+            self._answer(request).rollout(request, actor=self._name, version=self._version, rule=None, started_s=started_s, generate_s=generate_s)
+            for request in requests
+        ]
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """There are no weights to take: only the version is."""
@@ -44,26 +49,7 @@ class ScriptedBackend:
     def close(self) -> None:
         self._closed = True
 
-    def _rollout(self, request: RolloutRequest, started_s: float, generate_s: float) -> Rollout:
-        answer = list(self._script(request))[: request.decode.max_new_tokens]
-        end = next((i for i, token_id in enumerate(answer) if token_id in request.decode.stop_token_ids), len(answer))
-        stopped = end < len(answer)
-        return Rollout(
-            step=request.step,
-            position=request.position,
-            sample_id=request.sample_id,
-            prompt_token_ids=request.prompt_token_ids,
-            response_token_ids=tuple(answer[:end]),
-            stop_token_id=answer[end] if stopped else None,
-            # A script is certain of what it says.
-            logprobs=(0.0,) * end if request.decode.return_logprobs else None,
-            stop_token_logprob=0.0 if stopped and request.decode.return_logprobs else None,
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            forced_positions=(),
-            weight_version=self._version,
-            actor=self._name,
-            attempt=0,
-            seed=request.seed,
-            generate_s=generate_s,
-            started_s=started_s,
-        )
+    def _answer(self, request: RolloutRequest) -> Answer:
+        token_ids = list(self._script(request))[: request.decode.max_new_tokens]
+        # A script is certain of what it says.
+        return Answer.up_to_stop(request.prompt_token_ids, token_ids, [0.0] * len(token_ids), request.decode)

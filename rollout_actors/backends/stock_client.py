@@ -15,16 +15,15 @@ from typing import Any
 
 from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError
 from rollout_actors.backends.stock_command import stock_command
-from rollout_actors.backends.stock_messages import Generated, probe_body, read_probe, read_rollout, rollout_body
+from rollout_actors.backends.stock_messages import Generated, probe_body, read_answer, read_probe, rollout_body
 from rollout_actors.backends.stock_routes import UNVERIFIED, ServerInfo, StockRoutes, disagreements
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.repeat_rule import check_answers, repeat_rule
+from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.weight_intake import WeightIntake
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
-from shared.repeat_guard import mark_forced
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase, Terms
 
@@ -57,7 +56,7 @@ class StockClient:
         self._engine = StockRoutes(self._http, run=uuid.uuid4().hex[:8])
         # A group of its own: its workers' ranks begin behind the sender's.
         self._intake = WeightIntake(name, self._engine, transport=expected.transport, rank_offset=1, score=self._score, adapter=NoAdapters())
-        self._rule = None if expected.repeat_guard is None else repeat_rule(expected.repeat_guard, expected.model_path)
+        self._rule = engine_rule(expected)
         self._version = 0
         self._shut = "it was not started"
 
@@ -72,7 +71,7 @@ class StockClient:
         problems = list(disagreements(await self._info(), self._expected, world_size=world_size))
         if problems:
             raise self._http.error("does not suit the run: " + "; ".join(problems), "start")
-        check_answers(await self._engine.collective_rpc("active_guard"), self._expected.repeat_guard, self._http.name)
+        require_guard(await self._engine.collective_rpc("active_guard"), self._expected.repeat_guard, self._http.name)
         await self._claim()
         return world_size
 
@@ -88,10 +87,9 @@ class StockClient:
         label = self._engine.label(str(self._version))
         rollouts = []
         for request, (answer, ended) in zip(requests, answers, strict=True):
-            read = read_rollout(answer, request, actor=self._http.name, version=self._version, label=label, started_s=started_s, generate_s=ended - started)
-            if self._rule is not None and request.decode.stop_token_ids:
-                read = mark_forced(read, self._rule)
-            rollouts.append(replace(read, attempt=attempt))
+            read = read_answer(answer, request, actor=self._http.name, label=label)
+            of = read.rollout(request, actor=self._http.name, version=self._version, rule=self._rule, started_s=started_s, generate_s=ended - started)
+            rollouts.append(replace(of, attempt=attempt))
         return rollouts
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:

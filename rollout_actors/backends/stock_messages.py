@@ -1,6 +1,6 @@
 """What goes over the token-in/token-out route of a stock `vllm serve` (`/inference/v1/generate` of vLLM 0.32), and what is read from it.
 
-The same request in every field as `rollout_actors.vllm_requests` gives to an engine of this machine, so that the same rollout comes back.
+The same sampling as an engine of this machine is asked for (`rollout_actors.sampling`), so that the same rollout comes back.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel
 
+from rollout_actors.answer import Answer
 from rollout_actors.images import decode_images
+from rollout_actors.sampling import PROBE_FIELDS, finish_reason, sampling_fields
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
 from shared.records import ImageRef
-from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest
+from shared.rollouts import RolloutRequest
 
-FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
-BAN = -100.0
-"""The lowest logit bias that vLLM accepts; `exp(-100)` is nothing in fp32."""
 NO_LOGPROB = -9999.0
 """What the route writes for a log-probability that is NaN, minus infinity or not there."""
 _ORIENTATION = 0x0112
@@ -65,31 +64,11 @@ class Generated(BaseModel):
 
 def rollout_body(request: RolloutRequest, actor: str) -> bytes:
     """Raises RolloutError naming the sample whose image cannot be decoded."""
-    return _body(request.prompt_token_ids, request.images, request.sample_id, actor, sampling(request.decode, request.seed))
+    return _body(request.prompt_token_ids, request.images, request.sample_id, actor, sampling_fields(request.decode, request.seed))
 
 
 def probe_body(probe: CanaryProbe, actor: str) -> bytes:
-    """Scores the canary; what is sampled after it is of no interest."""
-    params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
-    return _body(probe.token_ids, probe.images, "canary", actor, params)
-
-
-def sampling(decode: DecodeSettings, seed: int) -> dict[str, Any]:
-    """vLLM's `SamplingParams`; every field that a server's defaults could fill is there."""
-    assert decode.mode is not DecodeMode.BEAM, "the route has no beam search; the configuration refuses it"
-    return {
-        "temperature": decode.temperature,
-        "top_p": decode.top_p,
-        "top_k": decode.top_k,
-        "repetition_penalty": decode.repetition_penalty,
-        "max_tokens": decode.max_new_tokens,
-        "seed": seed,
-        "stop_token_ids": list(decode.stop_token_ids),
-        "ignore_eos": True,  # the request names its stop tokens; the tokenizer's do not add to them
-        "logit_bias": {str(token_id): BAN for token_id in decode.banned_token_ids} or None,
-        "logprobs": 0 if decode.return_logprobs else None,  # 0: of the sampled token alone
-        "detokenize": False,
-    }
+    return _body(probe.token_ids, probe.images, "canary", actor, PROBE_FIELDS)
 
 
 def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
@@ -100,8 +79,8 @@ def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
     return answer.prompt_token_ids, [NO_LOGPROB if entry is None else entry[token_id].logprob for entry, token_id in scored]
 
 
-def read_rollout(answer: Generated, request: RolloutRequest, *, actor: str, version: int, label: str, started_s: float, generate_s: float) -> Rollout:
-    """A finished request as a rollout of weights `version`, which the server knows as `label`.
+def read_answer(answer: Generated, request: RolloutRequest, *, actor: str, label: str) -> Answer:
+    """A finished request. `label` is the server's name of the weights that it is to be of.
 
     Raises RolloutError where the server did not finish it, sampled any token of it by other weights, or has no log-probability of a token.
     """
@@ -110,8 +89,7 @@ def read_rollout(answer: Generated, request: RolloutRequest, *, actor: str, vers
         return RolloutError(f"sample {request.sample_id} {message}", actor=actor, phase="generate")
 
     (choice,) = answer.choices
-    if choice.finish_reason not in FINISH_REASONS:
-        raise refuse(f"was ended with {choice.finish_reason!r}, and half an answer is none; see the server's output")
+    reason = finish_reason(choice.finish_reason, request, actor)
     seen = {span.version for span in choice.weight_versions or ()}
     if choice.token_ids and seen != {label}:
         raise refuse(f"was sampled by weights labelled {sorted(seen)}, not {label} alone: was the server started again, or does another run send it weights?")
@@ -120,26 +98,7 @@ def read_rollout(answer: Generated, request: RolloutRequest, *, actor: str, vers
         raise refuse("came without one log-probability for each of its tokens")
     if logprobs is not None and NO_LOGPROB in logprobs:
         raise refuse(f"has no log-probability at token {logprobs.index(NO_LOGPROB)}: NaN, or minus infinity")
-    stopped = choice.finish_reason == "stop"
-    end = len(choice.token_ids) - stopped
-    return Rollout(
-        step=request.step,
-        position=request.position,
-        sample_id=request.sample_id,
-        prompt_token_ids=tuple(answer.prompt_token_ids),
-        response_token_ids=tuple(choice.token_ids[:end]),
-        stop_token_id=choice.token_ids[-1] if stopped else None,
-        logprobs=None if logprobs is None else tuple(logprobs[:end]),
-        stop_token_logprob=logprobs[-1] if stopped and logprobs is not None else None,
-        finish_reason=FINISH_REASONS[choice.finish_reason],
-        forced_positions=(),
-        weight_version=version,
-        actor=actor,
-        attempt=0,
-        seed=request.seed,
-        generate_s=generate_s,
-        started_s=started_s,
-    )
+    return Answer(tuple(answer.prompt_token_ids), choice.token_ids, logprobs, reason)
 
 
 def _body(token_ids: Sequence[int], images: Sequence[ImageRef], sample_id: str, actor: str, params: dict[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from rollout_actors.engine_settings import EngineSettings, engine_environment
@@ -102,9 +102,7 @@ class ColocatedBackend:
         self.start()
         with self._host.away(), self._context.entered():
             llm = self._engine
-            rollouts = self._guarded("generate", lambda: self._rollouts(llm, requests))
-        generate_s = time.perf_counter() - started
-        return [replace(rollout, started_s=started_s, generate_s=generate_s) for rollout in rollouts]
+            return self._guarded("generate", lambda: self._rollouts(llm, requests, started_s, started))
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Afterwards no rollout is served until a sync has succeeded, where this one has not."""
@@ -145,10 +143,10 @@ class ColocatedBackend:
 
         return ColocatedLLM(self._name, self._settings, sleep=self._sleep)
 
-    def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started_s: float, started: float) -> list[Rollout]:
         llm.wake()
         try:
-            return llm.generate(requests, version=self._version)
+            return llm.generate(requests, version=self._version, started_s=started_s, started=started)
         finally:
             # Also behind a refused request: the host comes back to the device in any case.
             llm.fall_asleep()

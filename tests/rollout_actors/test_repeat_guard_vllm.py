@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from rollout_actors.engine_settings import GUARD_PROCESSOR, guard_arguments
+from rollout_actors.repeat_rule import repeat_rule, require_guard
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 
@@ -108,7 +110,8 @@ def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(mo
     processor = module.RepeatGuardProcessor(config(settings, tokenizer), torch.device("cpu"), False)
     assert isinstance(processor, module.GuardV1)
     assert not processor.is_argmax_invariant()
-    rule = module.repeat_rule(settings, tokenizer)
+    rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
+    assert rule is not None
     rows: list[Request | None] = []
     waiting: list[Request] = []
     num_over = 0
@@ -187,7 +190,8 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: A
     runner = FakeRunner()
     processor = module.RepeatGuardProcessor(config(settings, tokenizer), runner.state())
     assert isinstance(processor, module.GuardV2)
-    rule = module.repeat_rule(settings, tokenizer)
+    rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
+    assert rule is not None
     slots: dict[int, Request] = {}
     computed: dict[int, int] = {}
     waiting: list[Request] = []
@@ -293,32 +297,22 @@ def answer(module: Any, version: str, processors: list[Any]) -> dict[str, Any]:
     return worker.active_guard()
 
 
-@dataclass
-class AnsweringEngine:
-    answers: list[dict[str, Any]]
-
-    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
-        assert method == "active_guard"
-        return self.answers
-
-
 @pytest.mark.parametrize("version", [V1, V2])
 def test_an_engine_whose_every_worker_holds_the_guard_starts(module: Any, version: str) -> None:
     arguments = (torch.device("cpu"), False) if version == V1 else (FakeRunner().state(),)
     guard = module.RepeatGuardProcessor(config(SETTINGS), *arguments)
-    engine = AnsweringEngine([answer(module, version, [object(), guard])] * 2)
-    asyncio.run(module.check_active(engine, SETTINGS, "actor-0"))
+    answers = [answer(module, version, [object(), guard])] * 2
+    require_guard(answers, SETTINGS, "actor-0")
     with pytest.raises(RolloutError, match="'ngram_size': 2"):
-        asyncio.run(module.check_active(engine, RepeatGuardSettings(5, 4, 3, 3, None), "actor-0"))
+        require_guard(answers, RepeatGuardSettings(5, 4, 3, 3, None), "actor-0")
 
 
 @pytest.mark.parametrize("version", [V1, V2])
 def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_path_is_missing(module: Any, version: str) -> None:
     without = answer(module, version, [object()])
     assert without == {"runner": version, "settings": None}
-    engine = AnsweringEngine([{"runner": version, "settings": asdict(SETTINGS)}, without])
     with pytest.raises(RolloutError) as caught:
-        asyncio.run(module.check_active(engine, SETTINGS, "actor-0"))
+        require_guard([{"runner": version, "settings": asdict(SETTINGS)}, without], SETTINGS, "actor-0")
     said = str(caught.value)
     assert caught.value.phase == "start"
     assert f"the {version} model runner of worker 1 holds no repeat guard" in said
@@ -341,17 +335,22 @@ def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module:
     assert (params.extra_args, params.repetition_detection) == (None, None)
 
 
-def test_an_engine_without_a_guard_is_asked_for_none(module: Any) -> None:
+def test_an_engine_without_a_guard_is_asked_for_none() -> None:
     assert guard_arguments(None) == {}
-    asyncio.run(module.check_active(AnsweringEngine([{"runner": V1, "settings": None}]), None, "actor-0"))
+    assert repeat_rule(None, lambda: None) is None
+    require_guard([{"runner": V1, "settings": None}], None, "actor-0")
 
 
-def test_the_rule_reads_keys_in_the_checkpoints_own_tokens(module: Any, demo_checkpoint: Path) -> None:
-    from transformers import AutoTokenizer
+def test_the_tokenizer_is_read_only_where_keys_are_counted() -> None:
+    rule = repeat_rule(SETTINGS, lambda: pytest.fail("it takes seconds"))
+    assert rule is not None and rule.settings == SETTINGS
 
+
+def test_the_rule_reads_keys_in_the_checkpoints_own_tokens(demo_checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint)
     ids = tokenizer('{"object_1": {"desc": "a"}, "object_2": {"desc": "b"}}', add_special_tokens=False).input_ids
-    rule = module.repeat_rule(RepeatGuardSettings(0, 10**6, 10**6, 2, 1), str(demo_checkpoint))
+    rule = repeat_rule(RepeatGuardSettings(0, 10**6, 10**6, 2, 1), lambda: tokenizer)
+    assert rule is not None
     end = rule.first_repetition(ids)
     assert end is not None
     assert '"object_2":' in tokenizer.decode(ids[:end])

@@ -23,6 +23,7 @@ from learner.weight_source import FullWeights
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
+from rollout_actors.repeat_rule import require_guard
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
 from shared.repeat_guard import RepeatGuardSettings
@@ -56,9 +57,7 @@ class SpoilableActor(EngineActor):
 
     async def check_guard(self, settings: RepeatGuardSettings) -> None:
         """What the engine's start does when these settings are asked for."""
-        from rollout_actors.repeat_guard_vllm import check_active
-
-        await check_active(self._engine._llm, settings, self._engine.name)
+        require_guard(await self._engine._llm.collective_rpc("active_guard"), settings, self._engine.name)
 
     async def keep_adapters(self, folder: Path | None) -> None:
         """From now on an adapter stays in this folder, and a full sync does not take it away; None: as it should be."""

@@ -137,6 +137,15 @@ def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner: Sm
         model.generation_config.update(**{name: kept[name] for name in recommended})
 
 
+def test_a_response_that_stops_early_ended_before_its_neighbours(learner: SmallLearner, backend: HFBackend) -> None:
+    requests = [learner.request(position, temperature=1.0, max_new_tokens=40) for position in range(2)]
+    first, second = backend.generate(requests)
+    stop = next(token_id for token_id in second.response_token_ids[:4] if token_id not in first.response_token_ids)
+    long, short = backend.generate([replace(request, decode=replace(request.decode, stop_token_ids=(stop,))) for request in requests])
+    assert (len(long.response_token_ids), short.stop_token_id) == (40, stop)
+    assert 0 < short.generate_s < long.generate_s
+
+
 def test_an_image_without_a_place_is_refused_by_sample(learner: SmallLearner, backend: HFBackend) -> None:
     request = learner.request(0)
     with pytest.raises(RolloutError, match="generate on hf: sample sample-0 has 2 images and 1 places"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from rollout_actors.backends.hf_decoding import BAN, BeamScores, Chooser, SeenTokens, draw, processed_logits
+from rollout_actors.backends.hf_decoding import BeamScores, Chooser, SeenTokens, draw, processed_logits
+from rollout_actors.sampling import BAN
 from shared.rollouts import DecodeMode, DecodeSettings
 
 SAMPLE = DecodeSettings(DecodeMode.SAMPLE, 0.7, 1.0, -1, 1.0, 4, 1, stop_token_ids=(), banned_token_ids=(), return_logprobs=True)
@@ -106,3 +108,12 @@ def test_a_beams_log_probabilities_are_found_by_the_rows_it_went_through() -> No
     steps = [scores(torch.zeros(2, 1 + step, dtype=torch.int64), logits(2, seed=step)) for step in range(3)]
     tokens = [int(steps[0][0].argmax()), int(steps[1][1].argmax())]
     assert scores.logprobs([0, 1], tokens) == [float(steps[0][0].max()), float(steps[1][1].max())]
+
+
+def test_the_chooser_notes_when_each_step_had_chosen() -> None:
+    chooser = Chooser(GREEDY, [0, 0], [(1,), (2,)])
+    started = time.perf_counter()
+    for _ in range(3):
+        chooser(torch.zeros(2, 1, dtype=torch.int64), logits(2))
+    assert len(chooser.times) == 3
+    assert started < chooser.times[0] < chooser.times[1] < chooser.times[2] < time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from fake_server import address, offer, request, serving, settings
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from PIL import Image
+from pydantic import TypeAdapter
 
 from rollout_actors.backends.stock_client import StockClient, StockServerEngine
 from rollout_actors.backends.stock_command import stock_arguments, stock_environment
@@ -417,19 +419,20 @@ def test_the_documentation_names_every_argument_and_variable_of_the_command(expe
 
 @pytest.mark.engine
 def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: EngineSettings) -> None:
-    """The one imports vllm and the other does not: so they are written twice, and compared."""
+    """What JSON makes of the same fields; and flags, which say an engine's arguments in another way."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from rollout_actors.backends.stock_messages import sampling
-    from rollout_actors.vllm_requests import engine_arguments, sampling_params
+    from rollout_actors.sampling import PROBE_FIELDS, sampling_fields
+    from rollout_actors.vllm_requests import engine_arguments, probe_params, sampling_params
 
     decode = replace(request(0).decode, banned_token_ids=(5, 6), top_k=4)
-    sent = {name: value for name, value in sampling(decode, 3).items() if name != "logit_bias"}
-    own = SamplingParams(**sent, logit_bias={5: -100.0, 6: -100.0}, output_kind=RequestOutputKind.FINAL_ONLY)
-    assert repr(own) == repr(sampling_params(decode, 3))
+    for fields, own in ((sampling_fields(decode, 3), sampling_params(decode, 3)), (PROBE_FIELDS, probe_params())):
+        as_read = TypeAdapter(SamplingParams).validate_json(json.dumps(fields))
+        as_read.output_kind = RequestOutputKind.FINAL_ONLY
+        assert repr(as_read) == repr(own)
 
     full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1 << 20)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -437,7 +440,8 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: En
     parts = [part for part in stock_arguments(full) if part not in switches]
     parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", full.model_path, *parts]))
     for name, value in engine_arguments(full).items():
-        if name == "distributed_executor_backend":  # a server is in no placement group, and chooses for itself
+        # A server is in no placement group, and chooses for itself; and its client watches what it counts.
+        if name in ("distributed_executor_backend", "disable_log_stats"):
             continue
         got = getattr(parsed, name)
         assert (got == value) or (name == "weight_transfer_config" and got.backend == value["backend"]), name

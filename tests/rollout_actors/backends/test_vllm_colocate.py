@@ -31,7 +31,9 @@ def test_an_engine_takes_four_devices_or_the_largest_of_two_and_one_that_there_a
 
 def test_devices_as_given_and_a_refusal_of_more_than_there_are() -> None:
     assert colocate_tensor_parallel(2, 8) == 2
-    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that can have 2 of one node"):
+    with pytest.raises(
+        ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that can have 2 of one node"
+    ):
         colocate_tensor_parallel(4, 2)
 
 
@@ -116,6 +118,17 @@ def test_a_beam_obeys_the_requests_bans_and_stop_token(synced: ColocatedBackend,
     ended = [(rollout, stop) for rollout, stop in zip(stopped, free.response_token_ids, strict=True) if rollout.finish_reason is FinishReason.STOP]
     assert ended
     assert all(rollout.stop_token_id == stop and stop not in rollout.response_token_ids for rollout, stop in ended)
+
+
+@pytest.mark.engine
+def test_each_response_has_the_time_of_its_own_end(synced: ColocatedBackend, learner: SmallLearner) -> None:
+    lengths = (40, 2, 20)
+    requests = [learner.request(position, max_new_tokens=length) for position, length in enumerate(lengths)]
+    free = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
+    long, short, middle = synced.generate(free)
+    assert [len(rollout.response_token_ids) for rollout in (long, short, middle)] == list(lengths)
+    assert 0 < short.generate_s < middle.generate_s < long.generate_s
+    assert long.started_s == short.started_s
 
 
 @pytest.mark.engine
