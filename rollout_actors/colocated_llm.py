@@ -159,25 +159,7 @@ class ColocatedLLM:
         prompt = tuple(best.orig_prompt["prompt_token_ids"])
         response = best.tokens[len(prompt) :]
         logprobs = [entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)]
-        stopped = bool(response) and response[-1] in request.decode.stop_token_ids
-        end = len(response) - stopped
-        return Rollout(
-            step=request.step,
-            position=request.position,
-            sample_id=request.sample_id,
-            prompt_token_ids=prompt,
-            response_token_ids=tuple(response[:end]),
-            stop_token_id=response[-1] if stopped else None,
-            logprobs=tuple(logprobs[:end]) if request.decode.return_logprobs else None,
-            stop_token_logprob=logprobs[-1] if stopped and request.decode.return_logprobs else None,
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            forced_positions=(),
-            weight_version=version,
-            actor=self._name,
-            attempt=0,
-            seed=request.seed,
-            generate_s=0.0,
-        )
+        return Answer.up_to_stop(prompt, response, logprobs, request.decode)
 
     def _score(self, probe: CanaryProbe) -> tuple[list[int], list[float]]:
         (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False, lora_request=self._adapter.request)
