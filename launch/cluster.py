@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from launch.machine import connect, nodes_there
 from launch.placement import Placement, Resources, plan_placement
@@ -117,7 +117,7 @@ class Cluster:
                 name=rank_name(rank, len(placement.ranks)),
                 resources=resources,
                 # Engines come first in the group.
-                group=_bundle(group, len(placement.engines) + rank),
+                where=_bundle(group, len(placement.engines) + rank),
                 # Beside engines on the same cores, threads that spin while they wait for each other make a step tens of times slower.
                 environment={"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
             )
@@ -132,39 +132,42 @@ class Cluster:
         environment = engine_environment(settings)
         actors = [
             self._create(
-                EngineActor, (VllmEngineSpec(name, settings, index),), name=name, resources=resources, group=_bundle(group, index), environment=environment
+                EngineActor, (VllmEngineSpec(name, settings, index),), name=name, resources=resources, where=_bundle(group, index), environment=environment
             )
             for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
         limits = config.timeouts
         timeouts = PoolTimeouts.of_actors(start_s=limits.start_s, generate_s=limits.generate_s, sync_phase_s=limits.sync_phase_s)
-        return self._pool(actors, names, timeouts, are_servers=False)
+        return self._pool(actors, names, timeouts, asks_next_on_failure=False)
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> ActorPool:
-        """An actor for each server that was launched elsewhere: it needs a process to wait in, and no resources."""
+        """An actor for each server that was launched elsewhere: it needs a process to wait in, and no resources.
+
+        They stay on this node, from which preflight asks: a server's address may mean another machine elsewhere, and 127.0.0.1 always does.
+        """
         names = [f"server-{index}" for index in range(len(section.servers))]
         settings = settings_of_run(self._config, placement, max_images=self._max_images)
         engines = _server_engines(section, names, settings)
         actors = [
-            self._create(EngineActor, (engine,), name=name, resources=Resources(cpus=0.0, gpus=0.0), group=None, environment={})
+            self._create(EngineActor, (engine,), name=name, resources=Resources(cpus=0.0, gpus=0.0), where=here(), environment={})
             for name, engine in zip(names, engines, strict=True)
         ]
-        return self._pool(actors, names, server_timeouts(section, self._config.timeouts), are_servers=True)
+        return self._pool(actors, names, server_timeouts(section, self._config.timeouts), asks_next_on_failure=True)
 
-    def _pool(self, actors: list[Any], names: list[str], timeouts: PoolTimeouts, *, are_servers: bool) -> ActorPool:
+    def _pool(self, actors: list[Any], names: list[str], timeouts: PoolTimeouts, *, asks_next_on_failure: bool) -> ActorPool:
         size, ranks = self._config.rollout_matching.decode_batch_size, self._config.learner.world_size
-        pool = ActorPool(actors, names, timeouts, decode_batch_size=size, learner_ranks=ranks, are_servers=are_servers)
+        pool = ActorPool(actors, names, timeouts, decode_batch_size=size, learner_ranks=ranks, asks_next_on_failure=asks_next_on_failure)
         self._ends.callback(pool.close)
         return pool
 
-    def _create(self, shell: type, arguments: tuple[Any, ...], *, name: str, resources: Resources, group: Any, environment: dict[str, str]) -> Any:
+    def _create(self, shell: type, arguments: tuple[Any, ...], *, name: str, resources: Resources, where: Any, environment: dict[str, str]) -> Any:
         actor = (
             ray.remote(shell)
             .options(
                 name=name,
                 num_cpus=resources.cpus,
                 num_gpus=resources.gpus,
-                scheduling_strategy="DEFAULT" if group is None else group,
+                scheduling_strategy=where,
                 runtime_env={"env_vars": environment},
             )
             .remote(*arguments)
@@ -185,13 +188,19 @@ class Cluster:
 
 
 def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTimeouts:
-    """Of the pool over the servers, whose clients keep the limit of each call themselves. A server is asked twice, then another one."""
+    """Of the pool over the servers, whose clients keep the limit of each call themselves, and ask a server twice. What another one takes over has a limit
+    of its own."""
     key, limit_s = "rollout_matching.vllm.server", section.infer_timeout_s
     return PoolTimeouts(
         start=Limit(section.timeout_s + timeouts.start_s, f"{key}.timeout_s + timeouts.start_s"),
-        generate=Limit(4 * limit_s + 60.0 if limit_s is not None and limit_s > 0 else None, f"4 x {key}.infer_timeout_s + 60"),
+        generate=Limit(2 * limit_s + 60.0 if limit_s is not None and limit_s > 0 else None, f"2 x {key}.infer_timeout_s + 60"),
         sync_phase=Limit(timeouts.sync_phase_s, "timeouts.sync_phase_s"),
     )
+
+
+def here() -> NodeAffinitySchedulingStrategy:
+    """The driver's node and no other."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:

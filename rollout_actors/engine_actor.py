@@ -52,7 +52,7 @@ class EngineActor:
     async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Rollout], int]:
         """Called with references, which Ray resolves here. The rollouts are one object, which the driver passes on unread, their number another.
 
-        `attempt` counts the engines that failed to answer these requests before.
+        `attempt` counts how often other engines have failed to answer these requests.
         """
         rollouts = await self._or_exit(self._engine.generate(requests))
         return [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts] if attempt else rollouts, len(rollouts)

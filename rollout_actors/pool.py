@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from shared.chunking import chunk_size, rank_rounds, split_over
+from rollout_actors.backends.http_client import TRIES
+from rollout_actors.round_queue import Piece, RoundQueue
+from shared.chunking import chunk_size, rank_rounds
 from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync import MARGIN_S, SyncPhase
 
+_LOGGER = logging.getLogger(__name__)
 Error = RolloutError | WeightSyncError
 
 Round = list[list[Any]]
@@ -57,33 +60,29 @@ class _Call:
     margin_s: float = 0.0
     """Waited beyond the limit, where the actor keeps the same timeout itself and can say more."""
 
+    def deadline(self) -> float | None:
+        """Of what is asked now, by the monotonic clock; None: the engine keeps a limit itself."""
+        return None if self.limit.seconds is None else time.monotonic() + self.limit.seconds + self.margin_s
+
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """What one engine generates for one learner rank in a round."""
+class _Asked:
+    """An answer that is waited for."""
 
-    rank: int
-    engine: int
-    """Place in the pool."""
-    first_engine: int
-    """The one that was asked first."""
-    requests: list[Any]
+    name: str
+    """The engine's."""
+    deadline: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    piece: _Piece
+    """A piece that an engine has been asked for."""
+
+    piece: Piece
     rollouts: Any
     """Reference to a `list[Rollout]`."""
     count: Any
     """Reference to its length: so that the driver need not read it to know that it is there."""
-
-
-Instead = Callable[[int], tuple[str, Any] | None]
-"""Given the place of an answer that failed: who is asked instead, and the reference to wait for. None: nobody."""
-
-TRIES = 2
-"""Attempts of one server before the next is asked (DESIGN 5, decision 14)."""
 
 
 class ActorPool:
@@ -102,20 +101,20 @@ class ActorPool:
         decode_batch_size: int,
         learner_ranks: int = 1,
         devices: Sequence[int] | None = None,
-        are_servers: bool = False,
+        asks_next_on_failure: bool = False,
     ) -> None:
         """`actors` are Ray actor handles.
 
         Args:
             decode_batch_size: most requests that one rollout device decodes at a time.
             devices: rollout devices of each actor's engine; None: they are asked at the start.
-            are_servers: each engine is a server launched elsewhere: requests that could not be brought to it (UnreachableError) are sent once more, to the
-                next one.
+            asks_next_on_failure: requests that an engine could not be asked, or could not answer (UnreachableError), are asked of the next one, behind its
+                own: for engines that are servers launched elsewhere.
         """
         self._names, self._actors = tuple(names), tuple(actors)
         self._timeouts = timeouts
         self._decode_batch_size, self._learner_ranks = decode_batch_size, learner_ranks
-        self._are_servers = are_servers
+        self._asks_next_on_failure = asks_next_on_failure
         self._version = 0
         self._round: Future[Any] | None = None
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="actor-pool")
@@ -128,7 +127,7 @@ class ActorPool:
         Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round.
         """
         call = _Call("start", self._timeouts.start, "the actor's log for what it is loading, and the machine's free memory", RolloutError)
-        self.devices = tuple(self._wait(call, [(name, actor.start.remote()) for name, actor in zip(self._names, self._actors, strict=True)]))
+        self.devices = tuple(_all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()]))
         try:
             self._chunk()
         except ValueError as error:
@@ -154,7 +153,7 @@ class ActorPool:
         The future holds, for each learner rank, references to its rollouts in position order, each to a `list[Rollout]`: the payload stays where it
         was made. It fails with RolloutError naming the actor.
         """
-        self._round = self._threads.submit(self._collect, [self._send(piece) for piece in self._pieces(round_)], len(round_))
+        self._round = self._threads.submit(self._collect, round_)
         return self._round
 
     def settle(self) -> None:
@@ -177,41 +176,46 @@ class ActorPool:
         assert self.devices, "start comes first"
         return chunk_size(self._decode_batch_size, self.devices, self._learner_ranks)
 
-    def _pieces(self, round_: Round) -> list[_Piece]:
-        """Engines share out the round in rank order; where an engine's part crosses from one rank to the next, it is two pieces."""
-        ends = list(accumulate(map(len, round_)))
-        starts = [0, *ends[:-1]]
-        pieces = []
-        for engine, part in enumerate(split_over(ends[-1], self.devices)):
-            for rank, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                overlap = range(max(part.start, start), min(part.stop, end))
-                if overlap:
-                    pieces.append(_Piece(rank, engine, engine, round_[rank][overlap.start - start : overlap.stop - start]))
-        return pieces
-
-    def _send(self, piece: _Piece, attempt: int = 0) -> _Sent:
-        # What Ray's dashboard calls it.
-        task = f"generate {len(piece.requests)} for learner rank {piece.rank}"
-        rollouts, count = self._actors[piece.engine].generate.options(num_returns=2, name=task).remote(*piece.requests, attempt=attempt)
-        return _Sent(piece, rollouts, count)
-
-    def _collect(self, sent: list[_Sent], num_ranks: int) -> Round:
+    def _collect(self, round_: Round) -> Round:
         check = "the actor's log, and whether max_new_tokens times the share fits the time"
         call = _Call("generate", self._timeouts.generate, check, RolloutError)
-
-        def elsewhere(index: int) -> tuple[str, Any] | None:
-            piece = sent[index].piece
-            following = (piece.engine + 1) % len(self._actors)
-            if not self._are_servers or following == piece.first_engine:
-                return None
-            sent[index] = self._send(replace(piece, engine=following), attempt=TRIES)
-            return self._names[following], sent[index].count
-
-        counts = self._wait(call, [(self._names[one.piece.engine], one.count) for one in sent], instead=elsewhere)
-        for one, count in zip(sent, counts, strict=True):
+        queue = RoundQueue(list(map(len, round_)), self.devices, decode_batch_size=self._decode_batch_size)
+        sent: dict[Any, _Sent] = {}
+        asked: dict[Any, _Asked] = {}
+        done: list[_Sent] = []
+        while True:
+            deadline = call.deadline()
+            for one in [self._send(piece, round_) for piece in queue.take()]:
+                sent[one.count], asked[one.count] = one, _Asked(self._names[one.piece.engine], deadline)
+            if not asked:
+                break
+            answer = _next_answer(call, asked)
+            one, name = sent[answer], asked.pop(answer).name
+            try:
+                count = _value(call, name, answer)
+            except UnreachableError as error:
+                self._ask_next(queue, one.piece, error)
+                continue
+            queue.answered(one.piece)
             if count != len(one.piece.requests):
-                raise RolloutError(f"answered {count} of {len(one.piece.requests)} requests", actor=self._names[one.piece.engine], phase="generate")
-        return [[one.rollouts for one in sent if one.piece.rank == rank] for rank in range(num_ranks)]
+                raise RolloutError(f"answered {count} of {len(one.piece.requests)} requests", actor=name, phase="generate")
+            done.append(one)
+        done.sort(key=lambda one: one.piece.requests.start)
+        return [[one.rollouts for one in done if one.piece.rank == rank] for rank in range(len(round_))]
+
+    def _send(self, piece: Piece, round_: Round) -> _Sent:
+        requests = round_[piece.rank][piece.requests.start : piece.requests.stop]
+        # What Ray's dashboard calls it.
+        task = f"generate {len(requests)} for learner rank {piece.rank}"
+        method = self._actors[piece.engine].generate.options(num_returns=2, name=task)
+        return _Sent(piece, *method.remote(*requests, attempt=TRIES * piece.num_failed))
+
+    def _ask_next(self, queue: RoundQueue, piece: Piece, error: UnreachableError) -> None:
+        """Raises the error where no other engine may be asked, or all of them have failed."""
+        engine = queue.failed(piece) if self._asks_next_on_failure else None
+        if engine is None:
+            raise error
+        _LOGGER.warning("%s; its %d requests go to %s", error, len(piece.requests), self._names[engine])
 
     def _receive(self, offer: WeightOffer) -> SyncReport:
         shared_offer = ray.put(offer)
@@ -219,35 +223,34 @@ class ActorPool:
         # Phase by phase over all actors: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
             call = _Call(phase, self._timeouts.sync_phase, check, WeightSyncError, margin_s=2 * MARGIN_S)
-            answers = self._wait(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
+            answers = _all_answers(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
         self._version = offer.version
         return SyncReport.of_slowest(answers)
 
     def _named(self) -> list[tuple[str, Any]]:
         return list(zip(self._names, self._actors, strict=True))
 
-    def _wait(self, call: _Call, answers: list[tuple[str, Any]], *, instead: Instead | None = None) -> list[Any]:
-        """Every actor's answer, in order. The first failure ends the wait, whatever the others are doing, where `instead` gives no other answer to wait for."""
-        answers = list(answers)
-        values: dict[int, Any] = {}
-        limit = call.limit
-        deadline = None if limit.seconds is None else time.monotonic() + limit.seconds + call.margin_s
-        while len(values) < len(answers):
-            waiting = {answer: index for index, (_, answer) in enumerate(answers) if index not in values}
-            ready, _ = ray.wait(list(waiting), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = ", ".join(answers[index][0] for index in waiting.values())
-                told = f"no answer from {late} after {limit.key} = {limit.seconds:g} s; check {call.check}"
-                raise call.error(told, actor=answers[next(iter(waiting.values()))][0], phase=call.phase)
-            index = waiting[ready[0]]
-            try:
-                values[index] = _value(call, *answers[index])
-            except UnreachableError:
-                other = None if instead is None else instead(index)
-                if other is None:
-                    raise
-                answers[index] = other
-        return [values[index] for index in range(len(answers))]
+
+def _all_answers(call: _Call, answers: Iterable[tuple[str, Any]]) -> list[Any]:
+    """Every engine's answer, in order. The first failure ends the wait, whatever the others are doing."""
+    deadline = call.deadline()
+    asked = {answer: _Asked(name, deadline) for name, answer in answers}
+    waiting, values = dict(asked), {}
+    while waiting:
+        answer = _next_answer(call, waiting)
+        values[answer] = _value(call, waiting.pop(answer).name, answer)
+    return [values[answer] for answer in asked]
+
+
+def _next_answer(call: _Call, waiting: Mapping[Any, _Asked]) -> Any:
+    """The reference that is there first. Raises the call's error when the limit of one of them is over."""
+    deadlines = [asked.deadline for asked in waiting.values() if asked.deadline is not None]
+    ready, _ = ray.wait(list(waiting), timeout=max(0.0, min(deadlines) - time.monotonic()) if deadlines else None)
+    if ready:
+        return ready[0]
+    late = [asked.name for asked in waiting.values() if asked.deadline == min(deadlines)]
+    told = f"no answer from {', '.join(dict.fromkeys(late))} after {call.limit.key} = {call.limit.seconds:g} s; check {call.check}"
+    raise call.error(told, actor=late[0], phase=call.phase)
 
 
 def _value(call: _Call, name: str, answer: Any) -> Any:

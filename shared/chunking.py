@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 
 def split_contiguous(n: int, num_servers: int) -> list[range]:
@@ -59,6 +61,28 @@ def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learne
 def split_over(n: int, devices: Sequence[int]) -> list[range]:
     """A round over engines: contiguous where all have the same number of devices, else in proportion to it."""
     return split_contiguous(n, len(devices)) if len(set(devices)) == 1 else split_weighted(n, devices)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPart:
+    """What one engine generates for one learner rank in a round."""
+
+    engine: int
+    rank: int
+    requests: range
+    """Places among the rank's requests of the round; never empty."""
+
+
+def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]:
+    """How engines share out a round of `sizes` requests of each learner rank: in rank order, so that a part crosses from one rank to the next as two parts."""
+    ends = list(accumulate(sizes))
+    starts = [0, *ends[:-1]]
+    return [
+        RoundPart(engine, rank, range(overlap.start - start, overlap.stop - start))
+        for engine, part in enumerate(split_over(ends[-1], devices))
+        for rank, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if (overlap := range(max(part.start, start), min(part.stop, end)))
+    ]
 
 
 def rank_rounds(shares: Sequence[int], chunk: int) -> list[list[range]]:

@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+import ray
 from config_support import configuration
 
-from launch.cluster import server_timeouts
+from launch.cluster import here, server_timeouts
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
 from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
@@ -162,10 +163,17 @@ def test_an_engine_beside_the_learner_leaves_it_more_than_half_of_the_memory(con
     assert settings_of_run(config(**SIZED), plan_placement(config(), CPUS), max_images=1).gpu_memory_utilization == 0.85
 
 
-@pytest.mark.parametrize(("given", "seconds"), [(30.0, 180.0), (None, None), (0.0, None)])
+@pytest.mark.ray
+def test_what_reaches_a_server_runs_on_the_driver_s_node_and_no_other(ray_cluster):
+    """There its address means what it means to preflight: 127.0.0.1 is another machine on every node."""
+    where = here()
+    assert (where.node_id, where.soft) == (ray.get_runtime_context().get_node_id(), False)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(30.0, 120.0), (None, None), (0.0, None)])
 def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(given, seconds):
     servers = ({"base_url": "http://127.0.0.1:8000", "group_port": 0},)
     section = ServerSection.model_validate({"servers": servers, "timeout_s": 240.0, "infer_timeout_s": given})
     timeouts = server_timeouts(section, TimeoutsSection(start_s=300.0))
     assert timeouts.start == Limit(540.0, "rollout_matching.vllm.server.timeout_s + timeouts.start_s")
-    assert timeouts.generate == Limit(seconds, "4 x rollout_matching.vllm.server.infer_timeout_s + 60")
+    assert timeouts.generate == Limit(seconds, "2 x rollout_matching.vllm.server.infer_timeout_s + 60")

@@ -102,7 +102,7 @@ def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_th
 
 
 def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wanted(make_pool: MakePool) -> None:
-    pool = make_pool("generate", "unreachable", are_servers=True)
+    pool = make_pool("generate", "unreachable", asks_next_on_failure=True)
     (shares,) = map(ray.get, pool.generate(refs(4)).result())
     assert [name for share in shares for name, _ in share] == ["actor-0"] * 4
     assert [request for share in shares for _, request in share] == [f"request-{i}" for i in range(4)]
@@ -112,7 +112,7 @@ def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wan
 
 def test_what_a_server_answered_and_is_wrong_is_not_asked_of_another_one(make_pool: MakePool) -> None:
     with pytest.raises(RolloutError, match="told to fail"):
-        make_pool("generate", "fail", are_servers=True).generate(refs(4)).result()
+        make_pool("generate", "fail", asks_next_on_failure=True).generate(refs(4)).result()
 
 
 def test_a_sync_waits_for_the_round_that_is_being_generated(make_pool: MakePool) -> None:

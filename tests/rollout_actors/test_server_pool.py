@@ -35,7 +35,12 @@ def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
             specs = [ServerEngine(name, address(url, infer_timeout_s=None), index, expected) for index, (name, url) in enumerate(zip(names, urls, strict=True))]
             actors = [ray.remote(EngineActor).options(num_cpus=0).remote(spec) for spec in specs]
             pool = ActorPool(
-                actors, names, PoolTimeouts.of_actors(start_s=60.0, generate_s=60.0, sync_phase_s=10.0), decode_batch_size=2, are_servers=True, **options
+                actors,
+                names,
+                PoolTimeouts.of_actors(start_s=60.0, generate_s=60.0, sync_phase_s=10.0),
+                decode_batch_size=2,
+                asks_next_on_failure=True,
+                **options,
             )
             ends.callback(pool.close)
             pool.start()
@@ -91,6 +96,15 @@ def test_a_server_that_fails_twice_is_replaced_by_the_next_with_the_same_seeds(m
         (3, 103, "server-1", 0),
     ]
     assert (len(engines[0].asked), positions(engines[1])) == (2, [[2, 3], [0, 1]])
+
+
+def test_a_server_that_takes_over_has_answered_its_own_part_before(make_pool: MakePool) -> None:
+    """`decode_batch_size` is the one bound of a device, whatever fails."""
+    engines = [ObedientEngine(), ObedientEngine(latency_s=1.0)]
+    pool = make_pool(*engines)
+    engines[0].trouble = [RuntimeError("a"), RuntimeError("b")]
+    assert [rollout.position for rollout in generated(pool, 4)] == [0, 1, 2, 3]
+    assert (positions(engines[1]), engines[1].most_at_a_time) == ([[2, 3], [0, 1]], 2)
 
 
 def test_when_no_server_answers_the_run_ends_with_a_name(make_pool: MakePool) -> None:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from shared.chunking import chunk_size, rank_rounds, rank_share, split_contiguous, split_over, split_weighted
+from shared.chunking import RoundPart, chunk_size, rank_rounds, rank_share, round_parts, split_contiguous, split_over, split_weighted
 
 
 def test_vllm_server_mode_fails_fast_when_cap_is_infeasible():
@@ -98,3 +98,9 @@ def test_rounds_are_the_fewest_in_which_no_rank_has_more_than_its_chunk():
 def test_counts_that_cannot_be_split_are_refused(split, arguments):
     with pytest.raises(ValueError, match=r"^cannot split "):
         split(*arguments)
+
+
+def test_a_round_is_shared_out_in_rank_order_and_a_part_that_crosses_ranks_is_two():
+    assert round_parts([3, 2], (1, 1)) == [RoundPart(0, 0, range(3)), RoundPart(1, 1, range(2))]
+    assert round_parts([2, 3], (1, 1)) == [RoundPart(0, 0, range(2)), RoundPart(0, 1, range(1)), RoundPart(1, 1, range(1, 3))]
+    assert round_parts([1, 0], (1, 3)) == [RoundPart(1, 0, range(1))]

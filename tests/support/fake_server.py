@@ -62,6 +62,8 @@ class ObedientEngine:
         self.asked: list[tuple[RolloutRequest, ...]] = []
         self.phases: list[tuple[SyncPhase, WeightOffer]] = []
         self.num_cancelled = 0
+        self.num_running = 0
+        self.most_at_a_time = 0
         self.is_dead = False
         self.version = 0
         self.is_stuck = False
@@ -77,11 +79,15 @@ class ObedientEngine:
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         self.asked.append(tuple(requests))
+        self.num_running += len(requests)
+        self.most_at_a_time = max(self.most_at_a_time, self.num_running)
         try:
             await self._serve()
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+        finally:
+            self.num_running -= len(requests)
         return [self._rollout(request) for request in requests]
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
