@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,20 @@ def merged_weight(layer: LoraLinear) -> torch.Tensor:
         factor = (magnitude.weight / norm).view(-1, 1)
         merged: torch.Tensor = (factor * (weight + delta)).to(weight.dtype)
         return merged
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Inside, a model with a LoRA adapter computes what it computes without: what the adapter adds is multiplied by 0."""
+    layers = adapted_layers(model).values()
+    scalings = [layer.scaling[NAME] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[NAME] = 0.0
+        yield
+    finally:
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer.scaling[NAME] = scaling
 
 
 @dataclass(frozen=True, slots=True)

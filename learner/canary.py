@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import torch
 
+from learner.adapters import without_adapter
 from learner.loading import LoadedModel
 from learner.segments import EncodedPrompt
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
 
 
-def canary_probe(loaded: LoadedModel, prompt: EncodedPrompt, images: tuple[ImageRef, ...], response_ids: tuple[int, ...], *, tolerance: float) -> CanaryProbe:
-    """A probe of prompt and response under the learner's weights as they are now."""
-    token_ids = (*prompt.token_ids, *response_ids)
-    modality = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(len(response_ids))])
-    device = loaded.device
-    ids_1T = torch.tensor([token_ids], device=device)
-    with torch.no_grad():
-        logits_TV = loaded.model(
-            input_ids=ids_1T,
-            mm_token_type_ids=modality[None].to(device),
-            pixel_values=prompt.pixel_values_RD.to(device, loaded.model.dtype),
-            image_grid_thw=prompt.image_grid_I3.to(device),
-            use_cache=False,
-        ).logits[0]
-        logprobs = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(1, ids_1T[0, 1:, None])[:, 0]
-    return CanaryProbe(
-        token_ids=(*prompt.request_token_ids, *response_ids),
-        images=tuple(image.with_data() for image in images),
-        expanded_token_ids=token_ids,
-        expected_logprobs=tuple(logprobs.tolist()),
-        tolerance=tolerance,
-    )
+class Canary:
+    """One sequence, a prompt and the beginning of a response, that every sync is proved by."""
+
+    def __init__(
+        self, loaded: LoadedModel, prompt: EncodedPrompt, images: tuple[ImageRef, ...], response_ids: tuple[int, ...], *, tolerance: float, proves_adapter: bool
+    ) -> None:
+        """`proves_adapter`: the engines are sent the adapter by itself, and its effect is compared too."""
+        self._loaded = loaded
+        self._prompt = prompt
+        self._images = tuple(image.with_data() for image in images)
+        self._response_ids = response_ids
+        self._tolerance = tolerance
+        self._proves_adapter = proves_adapter
+        self._base_logprobs: tuple[float, ...] | None = None
+
+    def probe(self) -> CanaryProbe:
+        """Under the learner's weights as they are now: one forward of the model, and the first time another one, since what is under an adapter stays."""
+        if self._proves_adapter and self._base_logprobs is None:
+            with without_adapter(self._loaded.model):
+                self._base_logprobs = self._logprobs()
+        return CanaryProbe(
+            token_ids=(*self._prompt.request_token_ids, *self._response_ids),
+            images=self._images,
+            expanded_token_ids=(*self._prompt.token_ids, *self._response_ids),
+            expected_logprobs=self._logprobs(),
+            tolerance=self._tolerance,
+            base_logprobs=self._base_logprobs,
+        )
+
+    def _logprobs(self) -> tuple[float, ...]:
+        """Of each token but the first."""
+        prompt, device = self._prompt, self._loaded.device
+        modality = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(len(self._response_ids))])
+        ids_1T = torch.tensor([(*prompt.token_ids, *self._response_ids)], device=device)
+        with torch.no_grad():
+            logits_TV = self._loaded.model(
+                input_ids=ids_1T,
+                mm_token_type_ids=modality[None].to(device),
+                pixel_values=prompt.pixel_values_RD.to(device, self._loaded.model.dtype),
+                image_grid_thw=prompt.image_grid_I3.to(device),
+                use_cache=False,
+            ).logits[0]
+            logprobs = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(1, ids_1T[0, 1:, None])[:, 0]
+        return tuple(logprobs.tolist())

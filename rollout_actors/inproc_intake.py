@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from rollout_actors.ipc_handles import SharingDevice, ipc_handles
 from rollout_actors.receipt import Receipt, check_receipts
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
-from shared.canary import CanaryProbe
+from shared.canary import CanaryProbe, Scores
 from shared.errors import WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
     from rollout_actors.adapter_intake import AdapterIntake
 
-Score = Callable[[CanaryProbe], tuple[list[int], list[float]]]
-"""Expanded token ids, and the log-probability of each but the first."""
+
+class Score(Protocol):
+    def __call__(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+        """What the engine thinks of the probe, with the adapter that it serves, if it has one, or without."""
+        ...
 
 
 class InProcessIntake:
@@ -122,7 +125,10 @@ class InProcessIntake:
     def _canary(self, offer: WeightOffer) -> float:
         probe = offer.canary
         assert isinstance(probe, CanaryProbe)
-        max_abs = probe.check(self._name, *self._score(probe))
+        scores = self._score(probe, adapted=True)
+        max_abs = probe.check(self._name, *scores)
+        if offer.transport == ADAPTER_TRANSPORT:
+            probe.check_adapter(self._name, scores, self._score(probe, adapted=False))
         # Only now: a version that was not verified is never the label of a rollout.
         self._llm.update_weight_version(str(offer.version))
         return max_abs

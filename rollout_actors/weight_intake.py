@@ -10,14 +10,17 @@ from typing import Any, Literal, Protocol
 
 from rollout_actors.receipt import Receipt, check_receipts
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
-from shared.canary import CanaryProbe
+from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import MARGIN_S, SyncPhase, Terms
 
-Score = Callable[[CanaryProbe], Awaitable[tuple[list[int], list[float]]]]
-"""Expanded token ids, and the log-probability of each but the first."""
+
+class Score(Protocol):
+    async def __call__(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+        """What the engine thinks of the probe, with the adapter that it serves, if it has one, or without."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,10 @@ class WeightIntake:
         await self._llm.resume_generation()
         probe = offer.canary
         assert isinstance(probe, CanaryProbe)
-        self._canary_max_abs = probe.check(self._name, *await self._score(probe))
+        scores = await self._score(probe, adapted=True)
+        self._canary_max_abs = probe.check(self._name, *scores)
+        if offer.transport == ADAPTER_TRANSPORT:
+            probe.check_adapter(self._name, scores, await self._score(probe, adapted=False))
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))
 

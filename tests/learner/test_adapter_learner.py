@@ -55,7 +55,7 @@ def steps(learner, count):
 
 
 def weights(learner):
-    return {name: parameter.detach().clone() for name, parameter in learner._loaded.model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in learner.loaded.model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -72,32 +72,32 @@ def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_check
 def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learner):
     one = learner()
     list(steps(one, 1))
-    offer = one.offer_weights()
+    offer = one.publisher.offer()
     assert (offer.transport, offer.version, offer.fell_back) == (ADAPTER_TRANSPORT, 1, None)
     assert AdapterTerms.of(offer).falls_back
     assert len(safetensors.torch.load(AdapterTerms.of(offer).tensors)) == 2 * 3 * 7
-    assert one.send_weights(offer).bytes == 0
-    one.sync_done()
-    one.fall_back_to_full()
+    assert one.publisher.send(offer).bytes == 0
+    one.publisher.done()
+    one.publisher.fall_back_to_full()
     for version in (2, 3):
-        offer = one.offer_weights()
+        offer = one.publisher.offer()
         assert (offer.transport, offer.version) == ("rollmatch_gloo", version)
         assert not any("lora" in tensor.name or "base_layer" in tensor.name for tensor in Terms.of(offer).tensors)
-        one.sync_done()
+        one.publisher.done()
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("dora", "auto"), ("dora", "full"), ("lora", "full")])
 def test_a_learner_that_resolves_to_full_offers_merged_weights_from_the_start(learner, kind, mode):
-    assert learner(kind, mode).offer_weights().transport == "rollmatch_gloo"
+    assert learner(kind, mode).publisher.offer().transport == "rollmatch_gloo"
 
 
 def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_it_too(learner, demo_checkpoint, tmp_path):
     one = learner(mode="auto")
-    untrained = one.offer_weights().canary
-    one.sync_done()
+    untrained = one.publisher.offer().canary
+    one.publisher.done()
     list(steps(one, 2))
-    trained = one.offer_weights().canary
-    one.sync_done()
+    trained = one.publisher.offer().canary
+    one.publisher.done()
     assert trained.expanded_token_ids == untrained.expanded_token_ids
     assert max(abs(a - b) for a, b in zip(trained.expected_logprobs, untrained.expected_logprobs, strict=True)) > 0.01
     one.save(tmp_path / "saved")
@@ -105,9 +105,21 @@ def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_
     models = (AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32), PeftModel.from_pretrained(base, tmp_path / "saved/adapter"))
     ids_1T = torch.tensor([trained.expanded_token_ids[-20:]])
     with torch.no_grad():
-        expected = one._loaded.model.eval()(input_ids=ids_1T, use_cache=False).logits
+        expected = one.loaded.model.eval()(input_ids=ids_1T, use_cache=False).logits
         for model in models:
             torch.testing.assert_close(model.eval()(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+
+
+def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_never_changes(learner):
+    one = learner()
+    untrained = one.publisher.offer().canary
+    one.publisher.done()
+    assert untrained.base_logprobs == untrained.expected_logprobs, "a fresh adapter has no effect"
+    list(steps(one, 2))
+    trained = one.publisher.offer().canary
+    one.publisher.done()
+    assert trained.base_logprobs == untrained.base_logprobs != trained.expected_logprobs
+    assert learner("lora", "full").publisher.offer().canary.base_logprobs is None
 
 
 def broken_sender(checkpoint, *, falls_back):

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from learner.adapters import adapted_layers, adapter_files, apply_adapter
+from learner.adapters import adapted_layers, adapter_files, apply_adapter, without_adapter
 from learner.checkpoint import save_checkpoint
 from learner.weight_source import FullWeights, MergedWeights, weight_source
 from shared.adapter_terms import AdapterTerms
@@ -181,3 +181,14 @@ def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(demo_che
     torch.testing.assert_close(logits(merged.eval()), logits(model), rtol=0, atol=2e-5)
     adapter = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "saved" / "adapter").eval()
     assert torch.equal(logits(adapter), logits(model))
+
+
+def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwards_itself_again(demo_checkpoint):
+    model = adapted(demo_checkpoint)
+    with_it, before = logits(model), snapshot(model)
+    with without_adapter(model):
+        assert torch.equal(logits(model), logits(load(demo_checkpoint)))
+    assert torch.equal(logits(model), with_it)
+    assert not torch.equal(with_it, logits(load(demo_checkpoint)))
+    assert same(snapshot(model), before)
+    assert trainable(model), "what is trained stays trained"

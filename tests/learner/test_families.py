@@ -10,7 +10,7 @@ from PIL import Image
 from tiny_qwen import FAMILIES, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
-from learner.canary import canary_probe
+from learner.canary import Canary
 from learner.collate import collate
 from learner.loading import load_model
 from learner.objectives.coord_math import Normalizer
@@ -106,6 +106,6 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
 
 def test_the_canary_reads_the_same_model(parts):
     _, loaded, segments = parts
-    probe = canary_probe(loaded, segments[0].prompt, (), segments[0].target.token_ids[:8], tolerance=1e-4)
+    probe = Canary(loaded, segments[0].prompt, (), segments[0].target.token_ids[:8], tolerance=1e-4, proves_adapter=False).probe()
     assert len(probe.expected_logprobs) == len(probe.expanded_token_ids) - 1
     assert all(np.isfinite(probe.expected_logprobs))

@@ -210,6 +210,22 @@ def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(fresh:
     serves(fresh, learner)
 
 
+def test_an_adapter_that_is_held_and_not_applied_is_caught_also_where_every_token_is_within_the_tolerance(fresh: EnginePool, make_learner: Any) -> None:
+    """At the tolerance of bfloat16 the policy with the adapter and the one without agree."""
+    learner = make_learner(falls_back=False)
+    learner.canary_tolerance = 100.0
+    learner.learn(61)
+    assert sync(learner, fresh).mode == "adapter"
+    ray.get(fresh.actors["actor-0"].idle_adapters.remote())
+    learner.learn(62)
+    with pytest.raises(WeightSyncError, match=r"canary on actor-0: .*effect .* is -?0\.00 times the learner's") as caught:
+        sync(learner, fresh)
+    assert caught.value.quantity == "effect of the adapter"
+    ray.get(fresh.actors["actor-0"].keep_adapters.remote(None))
+    sync(learner, fresh)
+    serves(fresh, learner)
+
+
 def test_an_engine_without_lora_says_what_to_set(engine_pool: EnginePool, make_learner: Any) -> None:
     learner = make_learner(falls_back=False)
     learner.version = engine_pool.pool.version

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from shared.canary import CanaryProbe
+from shared.canary import EFFECT_OVER_NOISE, CanaryProbe
 from shared.errors import WeightSyncError
 
 PROBE = CanaryProbe(token_ids=(1, 50, 2), images=(), expanded_token_ids=(1, 50, 50, 2), expected_logprobs=(-1.0, -2.0, -3.0), tolerance=1e-4)
@@ -32,3 +34,90 @@ def test_other_expanded_tokens_are_a_difference_of_their_own() -> None:
 def test_a_probe_needs_one_log_probability_per_token_but_the_first() -> None:
     with pytest.raises(ValueError, match="4 canary tokens need one log-probability less"):
         CanaryProbe((1, 50, 2), (), (1, 50, 50, 2), (-1.0,), 1e-4)
+
+
+NUM_TOKENS = 101
+
+
+class TwoSides:
+    """A learner and an engine, both sound and both rounding: they differ by `noise` nats at a token, with the adapter or without."""
+
+    def __init__(self, *, effect: float, noise: float, seed: int = 0) -> None:
+        draws = np.random.default_rng(seed)
+        self._base = draws.uniform(-6.0, -1.0, NUM_TOKENS - 1)
+        self._effect = effect * draws.normal(size=NUM_TOKENS - 1)
+        self._rounding = lambda: noise * draws.standard_t(4, size=NUM_TOKENS - 1)
+        self.ids = list(range(NUM_TOKENS))
+        self.probe = CanaryProbe(
+            token_ids=tuple(self.ids),
+            images=(),
+            expanded_token_ids=tuple(self.ids),
+            expected_logprobs=tuple(self._base + self._effect + self._rounding()),
+            tolerance=0.5,
+            base_logprobs=tuple(self._base + self._rounding()),
+        )
+        self.base = (self.ids, list(self._base + self._rounding()))
+
+    def adapted(self, scale: float = 1.0) -> tuple[list[int], list[float]]:
+        """Of an engine that applies the adapter so many times."""
+        return self.ids, list(self._base + scale * self._effect + self._rounding())
+
+
+BFLOAT16 = 5e-3
+"""Mean difference of two sound implementations, docs/performance.md."""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_adapter_that_is_applied_as_the_learner_does_passes_in_bfloat16(seed: int) -> None:
+    sides = TwoSides(effect=0.1, noise=BFLOAT16, seed=seed)
+    adapted = sides.adapted()
+    sides.probe.check("actor", *adapted)
+    slope = sides.probe.check_adapter("actor", adapted, sides.base)
+    assert slope == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("scale", "shown"), [(0.0, r"is -?0\.\d+ times"), (0.5, r"is 0\.\d+ times"), (2.0, r"is [12]\.\d+ times")])
+def test_an_adapter_that_is_held_and_not_applied_or_scaled_wrongly_is_found_though_every_token_is_within_the_tolerance(
+    scale: float, shown: str, seed: int
+) -> None:
+    sides = TwoSides(effect=0.1, noise=BFLOAT16, seed=seed)
+    adapted = sides.adapted(scale)
+    sides.probe.check("actor", *adapted)
+    with pytest.raises(WeightSyncError, match=rf"canary on actor: the adapter's effect .* {shown} the learner's") as caught:
+        sides.probe.check_adapter("actor", adapted, sides.base)
+    assert (caught.value.phase, caught.value.quantity) == ("canary", "effect of the adapter")
+
+
+def test_an_engine_whose_answers_are_those_of_the_base_model_has_not_applied_it() -> None:
+    """Exactly: the same request, computed the same way, twice."""
+    sides = TwoSides(effect=0.1, noise=BFLOAT16)
+    with pytest.raises(WeightSyncError, match=r"is 0\.00 times"):
+        sides.probe.check_adapter("actor", sides.base, sides.base)
+
+
+@pytest.mark.parametrize(("effect", "noise"), [(0.0, BFLOAT16), (BFLOAT16, BFLOAT16), (0.0, 0.0), (1e-6, 0.0), (1e-6, 1e-7)])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_an_effect_below_the_noise_floor_proves_nothing_and_nothing_is_asked_of_it(effect: float, noise: float, scale: float) -> None:
+    sides = TwoSides(effect=effect, noise=noise)
+    assert sides.probe.check_adapter("actor", sides.adapted(scale), sides.base) is None
+
+
+def test_noise_that_works_against_a_right_adapter_with_all_its_might_is_no_alarm() -> None:
+    """The worst that the rule allows for: engine and learner differ by as much with the adapter as without, each time in the worst direction."""
+    sides = TwoSides(effect=0.1, noise=0.0)
+    base, adapted = np.array(sides.base[1]), np.array(sides.adapted()[1])
+    noise = (adapted - base) / (EFFECT_OVER_NOISE * 1.001)
+    assert sides.probe.check_adapter("actor", (sides.ids, list(adapted - noise)), (sides.ids, list(base + noise))) is not None
+
+
+def test_an_engine_with_other_base_weights_under_the_adapter_is_found() -> None:
+    sides = TwoSides(effect=0.1, noise=BFLOAT16)
+    wrong = [logprob - 0.6 for logprob in sides.base[1]]
+    with pytest.raises(WeightSyncError, match="weights without the adapter are not the learner's"):
+        sides.probe.check_adapter("actor", sides.adapted(), (sides.ids, wrong))
+
+
+def test_log_probabilities_without_the_adapter_are_as_many_as_with_it() -> None:
+    with pytest.raises(ValueError, match="4 canary tokens need one log-probability less, not 1"):
+        replace(PROBE, base_logprobs=(-1.0,))

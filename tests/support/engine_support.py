@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from learner.adapters import adapted_layers, without_adapter
 from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
@@ -43,6 +44,7 @@ def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
         seed=0,
         transport="rollmatch_gloo",
         device=Device.CPU,
+        gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=64 << 20,
         worker_extension="spoiling_worker.SpoilingWorker",
     )
@@ -67,6 +69,12 @@ class SpoilableActor(EngineActor):
 
         adapters = AdapterIntake(enabled=True) if folder is None else StubbornAdapters(folder)
         self._engine._adapter = self._engine._intake._adapter = adapters
+
+    async def idle_adapters(self) -> None:
+        """From now on vLLM holds the adapter that it is sent, and no request asks for it; `keep_adapters(None)` ends it."""
+        from stubborn_adapters import IdleAdapters
+
+        self._engine._adapter = self._engine._intake._adapter = IdleAdapters(enabled=True)
 
     async def process_ids(self) -> list[int]:
         return [os.getpid(), *(process.pid for process in self._engine._llm.engine_core.resources.engine_manager.processes)]
@@ -115,6 +123,7 @@ class SmallLearner:
         self._model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self._start = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
         self._image_pad = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.canary_tolerance = 1e-4
         self.stop = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.banned = tuple(self._tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]))
         self.sender = WeightSender(
@@ -184,9 +193,17 @@ class SmallLearner:
     def canary(self) -> CanaryProbe:
         image = noise_image(999)
         token_ids = (*self.prompt_ids(), *self._tokenizer('{"object_1": {', add_special_tokens=False).input_ids)
+        expanded, logprobs = self._scores(token_ids, image)
+        base_logprobs = None
+        if adapted_layers(self._model):
+            with without_adapter(self._model):
+                base_logprobs = self._scores(token_ids, image)[1]
+        return CanaryProbe(token_ids, (image,), expanded, logprobs, self.canary_tolerance, base_logprobs)
+
+    def _scores(self, token_ids: Sequence[int], image: ImageRef) -> tuple[tuple[int, ...], tuple[float, ...]]:
         expanded, logits_TV = self.logits(token_ids, image)
         logprobs = logits_TV[:-1].log_softmax(-1).gather(1, torch.tensor(expanded[1:])[:, None])[:, 0]
-        return CanaryProbe(token_ids, (image,), expanded, tuple(logprobs.tolist()), tolerance=1e-4)
+        return expanded, tuple(logprobs.tolist())
 
     def offer_weights(self) -> WeightOffer:
         self.version += 1

@@ -1,4 +1,4 @@
-"""An engine's side that does not let go of its adapter. Imported inside the engines' processes."""
+"""Engine's sides that do not let go of their adapter, or do not apply it. Imported inside the engines' processes."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ class StubbornAdapters(AdapterIntake):
 
     async def drop(self, llm: AsyncLLM) -> None:
         pass
+
+
+class IdleAdapters(AdapterIntake):
+    @contextmanager
+    def arriving(self, terms: AdapterTerms) -> Iterator[LoRARequest]:
+        with super().arriving(terms) as request:
+            yield request
+        self.request = None
