@@ -78,7 +78,8 @@ def make_coord_model(options: AddOptions) -> list[str]:
     try:
         make_once(options.out, options.model_dump(mode="json", exclude={"out"}, exclude_none=True), make)
     except (OSError, SafetensorError) as error:
-        raise StorageError(str(options.out), str(error)) from error
+        remedy = "free space or permit writing there, or choose another folder with out=FOLDER"
+        raise StorageError(str(options.out), str(error), remedy=remedy) from error
     return [*lines, f"saved     {options.out}"]
 
 

@@ -75,7 +75,7 @@ class Checkpoints:
             try:
                 shutil.rmtree(folder)
             except OSError as error:
-                raise StorageError(str(folder), f"it is not kept any more and cannot be deleted ({error})") from error
+                raise StorageError(str(folder), str(error), action="delete", remedy="it is not kept any more: permit deleting it") from error
 
     def _save_for_good(self, folder: Path, num_steps: int, reason: str, *, timeout_s: float | None = None) -> None:
         self._learner.save(folder, timeout_s=timeout_s)

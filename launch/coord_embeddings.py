@@ -1,6 +1,7 @@
 """First embeddings of the coord tokens: near bins get near rows.
 
-With 1,000 independent rows a model first has to learn that 499 lies beside 500, bin by bin.
+With 1,000 independent rows a model first has to learn that 499 lies beside 500, bin by bin. Here, with the commands that make checkpoints: no run needs it,
+so it is no part of a learner.
 Shape legend: C the 1,000 bins, D hidden size, W waves, V rows of an embedding.
 """
 

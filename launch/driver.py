@@ -44,7 +44,7 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
     def rounds_of(plan: StepPlan) -> list[list[list[Any]]]:
         return rollouts.split(learner.next_requests(plan))
 
-    def report(step: int) -> None:
+    def report_held_out(step: int) -> None:
         checkpoints.after_report(step, telemetry.evaluation(evaluate(learner, rollouts, step, queue)))
 
     telemetry.sync(sync_weights(learner, rollouts))
@@ -52,12 +52,11 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
         rounds = StepRounds(queue, rollouts.generate, rounds_of, stretch)
         for plan in stretch:
             if plan.evaluate_before:
-                report(plan.step)
-            waited_s = rounds.waited_s
+                report_held_out(plan.step)
             with telemetry.step(plan) as record:
                 for done in rounds.of_next_step():
                     learner.accumulate(done)
-                record.queue_wait_s = rounds.waited_s - waited_s
+                record.queue_wait_s = rounds.take_wait_s()
                 record.report = learner.finish_step()
                 if plan.sync_after:
                     record.sync = sync_weights(learner, rollouts)
@@ -65,7 +64,7 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
     # Before the last report: what can go wrong there must not cost the run.
     checkpoints.at_end(schedule.max_steps)
     if schedule.evaluates_before(schedule.max_steps):
-        report(schedule.max_steps)
+        report_held_out(schedule.max_steps)
 
 
 def evaluate(held_out: HasHeldOut, rollouts: DrivesRollouts, step: int, queue: Queue) -> Evaluation:

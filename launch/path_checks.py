@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.memory_estimate import ModelShape, in_gib
+from launch.memory_estimate import BYTES, ModelShape, in_gib
 from shared.config import RunConfig
 
 LONGEST_SOCKET_PATH = 107
@@ -17,14 +17,21 @@ RAY_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
+    """Of the run's folder and of Ray's: what is in the way, no permission, no space."""
     yield from _run_folder(config)
     yield from _ray_folder(config)
 
 
+def run_folder_problem(config: RunConfig) -> str | None:
+    """A folder that holds a run would be overwritten."""
+    folder = config.telemetry.run_dir
+    return f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run away" if (folder / "config.json").exists() else None
+
+
 def _run_folder(config: RunConfig) -> Iterator[str]:
     folder = config.telemetry.run_dir
-    if (folder / "config.json").exists():
-        yield f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run away"
+    if (problem := run_folder_problem(config)) is not None:
+        yield problem
         return
     above = nearest_existing(folder)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
@@ -45,7 +52,7 @@ def _checkpoint_bytes(config: RunConfig) -> int:
     section = config.checkpoint
     periodic = section.keep_last + 1 if section.save_steps else 0
     best = section.keep_best + 1 if section.keep_best else 0
-    size = ModelShape.read(Path(config.model.path)).num_parameters * (2 if config.model.dtype == "bfloat16" else 4)
+    size = ModelShape.read(Path(config.model.path)).num_parameters * BYTES[config.model.dtype]
     return size * (int(section.save_final) + periodic + best)
 
 

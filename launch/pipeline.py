@@ -38,6 +38,9 @@ class StepRounds:
 
     With several steps and `one_ahead`, a step's last round is handed out while the first of the next is being produced. So the consumer must be able to
     name the next step's rounds before it has ended a step, and a round may be older than the step that takes it.
+
+    Of steps 7 and 8 with two rounds each the order is then: submit 7.1, 7.2; hand out 7.1; submit 8.1; hand out 7.2, which ends step 7; submit 8.2; hand out
+    8.1; and so on. While 7.2 is with the consumer, `_left` is [0, 2]: none left of step 7, two of step 8.
     """
 
     def __init__(self, queue: Queue, submit: Callable[[Any], Any], rounds_of: Callable[[Any], list[Any]], steps: Iterable[Any]) -> None:
@@ -46,8 +49,7 @@ class StepRounds:
         self._left: list[int] = []
         """Rounds not yet handed out, of every step that has been begun and not ended."""
         self._results = queue(submit, self._rounds())
-        self.waited_s = 0.0
-        """Seconds for which the consumer has waited for rounds."""
+        self._waited_s = 0.0
 
     def of_next_step(self) -> Iterator[Any]:
         """Every result of the next step, in order. To be used up before the step after it is asked for."""
@@ -57,11 +59,16 @@ class StepRounds:
                 done = next(self._results)
             except StopIteration:  # the last of the steps, and it has no rounds
                 break
-            self.waited_s += time.perf_counter() - started
+            self._waited_s += time.perf_counter() - started
             assert self._left[0], "of several steps in a row, every one has rounds"
             self._left[0] -= 1
             yield done
         del self._left[0]
+
+    def take_wait_s(self) -> float:
+        """Seconds for which the consumer has waited for rounds since this was asked last."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     def _rounds(self) -> Iterator[Any]:
         for step in self._steps:

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.markup import escape
 
+from launch.path_checks import run_folder_problem
 from launch.ray_metrics import RayMetrics
 from launch.report import make_report
 from launch.report_folder import write_report
@@ -63,9 +64,9 @@ class Telemetry:
             ConfigError: the folder holds a run, which would be overwritten.
             StorageError: it cannot be written.
         """
+        if (problem := run_folder_problem(config)) is not None:
+            raise ConfigError(problem)
         folder = config.telemetry.run_dir
-        if (folder / "config.json").exists():
-            raise ConfigError(f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run away")
         self._config = config
         self._algebra: BatchAlgebra | None = None
         self._console = console

@@ -121,11 +121,17 @@ def _collective_error(message: str, phase: str) -> CollectiveError:
 
 
 class StorageError(RuntimeError):
-    """Something could not be written: `path` is where, `reason` why. No space left and no permission are the usual ones."""
+    """Something could not be written, or deleted: `path` is where, `reason` why. No space left and no permission are the usual ones."""
 
-    def __init__(self, path: str, reason: str) -> None:
-        self.path, self.reason = path, reason
-        super().__init__(f"cannot write {path}: {reason}; free space or permit writing there, or choose another folder with telemetry.run_dir")
+    REMEDY = "free space or permit writing there, or choose another folder with telemetry.run_dir"
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.path, self.reason)
+    def __init__(self, path: str, reason: str, *, action: str = "write", remedy: str = REMEDY) -> None:
+        self.path, self.reason, self.action, self.remedy = path, reason, action, remedy
+        super().__init__(f"cannot {action} {path}: {reason}; {remedy}")
+
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return _storage_error, (self.path, self.reason, self.action, self.remedy)
+
+
+def _storage_error(path: str, reason: str, action: str, remedy: str) -> StorageError:
+    return StorageError(path, reason, action=action, remedy=remedy)

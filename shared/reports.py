@@ -27,6 +27,8 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
+    """A step of the run: its ranks' reports, merged."""
+
     step: int
     channel: Channel
     weight_version: int

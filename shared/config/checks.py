@@ -107,9 +107,9 @@ def _held_out(run: RunConfig) -> Iterator[Problem]:
     """What only a report on held-out samples gives."""
     if run.data.val is not None:
         return
-    for key, value in (("training.eval_steps", run.training.eval_steps), ("checkpoint.keep_best", run.checkpoint.keep_best)):
+    for key, value, none in (("training.eval_steps", run.training.eval_steps, "null"), ("checkpoint.keep_best", run.checkpoint.keep_best, "0")):
         if value:
-            yield Problem(key, f"{value} asks for reports on held-out samples, and data.val is not set", f"set data.val to a JSONL file, or remove {key}")
+            yield Problem(key, f"{value} asks for reports on held-out samples, and data.val is not set", f"set data.val to a JSONL file, or {key}: {none}")
 
 
 _VARIANT = "custom.trainer_variant"

@@ -1,5 +1,6 @@
 """The import rules of DESIGN section 3, by executing the imports and looking at `sys.modules`."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -33,21 +34,40 @@ def test_shared_is_pure():
     assert not loaded & (HEAVY | {"learner", "rollout_actors", "launch", "PIL"})
 
 
-def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_only_in_its_actor():
-    loaded = loaded_by([name for name in modules_of("learner") if name != "learner.actor"])
+def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_only_in_its_actor_and_the_drivers_end_of_it():
+    loaded = loaded_by([name for name in modules_of("learner") if name not in ("learner.actor", "learner.remote_learner")])
     assert "torch" in loaded
     assert not loaded & {"ray", "vllm", "rollout_actors", "launch", "hydra", "omegaconf"}
 
 
-# What imports vllm at its top is left to the engine tests, which import it anyway: ten seconds each.
-ENGINE_MODULES = {
-    "rollout_actors.vllm_engine",
-    "rollout_actors.weight_receiver",
-    "rollout_actors.vllm_requests",
-    "rollout_actors.repeat_guard_vllm",
-    "rollout_actors.adapter_intake",
-    "rollout_actors.colocated_llm",
-}
+def imported_at_the_top_of(name: str) -> set[str]:
+    """Modules that importing this one imports: those of statements outside functions and outside `if TYPE_CHECKING`."""
+    tree = ast.parse((ROOT / name.replace(".", "/")).with_suffix(".py").read_text())
+    names: set[str] = set()
+    for statement in tree.body:
+        if isinstance(statement, ast.Import):
+            names |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.module is not None, "no relative imports"
+            names |= {statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)}
+    return names
+
+
+def engine_modules() -> set[str]:
+    """What imports vllm at its top, or something that does: left to the engine tests, which import it anyway, ten seconds each."""
+    imports = {name: imported_at_the_top_of(name) for name in modules_of("rollout_actors") if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()}
+    found = {name for name, of in imports.items() if any(each.split(".")[0] == "vllm" for each in of)}
+    while more := {name for name, of in imports.items() if name not in found and of & found}:
+        found |= more
+    return found
+
+
+ENGINE_MODULES = engine_modules()
+
+
+def test_the_engine_modules_are_found():
+    assert {"rollout_actors.vllm_engine", "rollout_actors.weight_receiver", "rollout_actors.colocated_llm"} <= ENGINE_MODULES
+    assert not ENGINE_MODULES & {"rollout_actors.pool", "rollout_actors.engine_actor", "rollout_actors.backends.vllm_colocate", "rollout_actors.vllm_plugin"}
 
 
 def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_actor_and_pool():

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from config_support import configuration
+from hydra import compose, initialize_config_dir
 
+from launch.composition import as_mapping
 from launch.driver import evaluate
 from launch.evaluate import EvaluateOptions, evaluation_config, report_folder
 from launch.local_held_out import LocalHeldOut
@@ -17,9 +19,11 @@ from launch.pipeline import one_ahead
 from launch.placement import Resources, plan_placement
 from launch.report import make_report
 from launch.report_folder import write_report
+from launch.run_engines import settings_of_run
 from learner.heldout import HeldOut
 from learner.loading import load_tokens
 from learner.samples import load_samples
+from shared.config import load_config
 from shared.config.checks import cross_check
 from shared.errors import ConfigError
 from shared.weight_sync import sync_weights
@@ -108,6 +112,21 @@ def test_a_run_of_any_topology_is_evaluated_by_actors_that_serve_whole_weights(t
     assert plan_placement(config, [Resources(cpus=8, gpus=8)], learns=False).transport == "nccl"
     assert not config.rollout_matching.vllm.enable_lora
     assert config.learner.world_size == 1
+
+
+@pytest.mark.parametrize("experiment", ["stage2_hf", "stage2_server"])
+def test_on_cpu_the_actors_of_a_run_that_had_none_start_at_once_and_take_what_they_need(tmp_path, demo_checkpoint, experiment):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        values = as_mapping(compose("train", overrides=[f"+experiment={experiment}", f"++telemetry.run_dir={tmp_path}"]))
+    (tmp_path / "config.json").write_text(load_config(values).model_dump_json())
+    config = evaluation_config(EvaluateOptions(run=tmp_path, checkpoint=demo_checkpoint), [])
+    (one,) = plan_placement(config, [Resources(cpus=2, gpus=0)], learns=False).bundles
+    assert one == Resources(cpus=1, gpus=0)
+    settings = settings_of_run(config, plan_placement(config, [Resources(cpus=2, gpus=0)], learns=False), max_images=1)
+    assert settings.enforce_eager
+    # Keys and values, 3 layers, 2 heads of 32, float32: the longest sequences, and a block that vLLM keeps.
+    a_token = 2 * 3 * 2 * 32 * 4
+    assert settings.kv_cache_memory_bytes == a_token * (config.rollout_matching.decode_batch_size * config.global_max_length + 128)
 
 
 def test_a_moved_run_is_read_where_it_is(run, tmp_path):

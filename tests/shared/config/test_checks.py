@@ -26,11 +26,11 @@ REFUSED = [
     ),
     (
         {"training.eval_steps": 20, "data.val": ...},
-        "training.eval_steps: 20 asks for reports on held-out samples, and data.val is not set; set data.val to a JSONL file, or remove",
+        "training.eval_steps: 20 asks for reports on held-out samples, and data.val is not set; set data.val to a JSONL file, or training.eval_steps: null",
     ),
     (
         {"checkpoint.keep_best": 2, "data.val": ...},
-        "checkpoint.keep_best: 2 asks for reports on held-out samples, and data.val is not set; set data.val to a JSONL file, or remove",
+        "checkpoint.keep_best: 2 asks for reports on held-out samples, and data.val is not set; set data.val to a JSONL file, or checkpoint.keep_best: 0",
     ),
     (
         {f"{VLLM}.tensor_parallel_size": 2},
