@@ -29,7 +29,7 @@ def settings(*, keys: bool) -> RepeatGuardSettings:
 
 def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tuple[Any, Any]:
     """vLLM's `LLM`, and the class of its guard, whose `spent_s` and `num_steps` grow."""
-    engine = EngineSettings(str(folder), "float32", 512, sequences, 0, "rollmatch_gloo", Device.CPU, kv_cache_memory_bytes=1 << 30)
+    engine = EngineSettings(str(folder), "float32", 512, sequences, 0, "rollmatch_gloo", Device.CPU, 0.5, kv_cache_memory_bytes=1 << 30)
     os.environ.update(engine_environment(engine))
     import torch
     from vllm import LLM

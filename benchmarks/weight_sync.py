@@ -228,6 +228,7 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
         seed=0,
         transport="rollmatch_gloo",
         device=Device.CPU,
+        gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=64 << 20,
         worker_extension="benchmarks.corrupting_worker.CorruptingWorker",
     )

@@ -7,7 +7,6 @@ itself, with a message, when its engine has died. Several on one machine need a 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,7 @@ from rich.console import Console
 from launch.arguments import read_arguments
 from launch.command import explained
 from launch.serve_options import ServeOptions, settings_of
-from rollout_actors.engine_settings import EngineSettings, engine_environment
+from rollout_actors.engine_settings import EngineSettings, engine_environment, model_type
 from shared.config.server import is_loopback
 from shared.errors import ConfigError, RolloutError
 
@@ -72,7 +71,7 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
 
     engine = EngineThread(make_engine)
     limits = Limits(options.max_request_bytes, options.max_requests, options.max_image_pixels, options.image_root and options.image_root.resolve())
-    service = RolloutService(engine, name=url, model_type=_model_type(options), settings=settings, limits=limits)
+    service = RolloutService(engine, name=url, model_type=model_type(settings.model_path), settings=settings, limits=limits)
     # By another name only a page in a browser of this machine would call it.
     only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)
     print(f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True)
@@ -129,10 +128,6 @@ async def _start(service: RolloutService, url: str) -> None:
     except Exception as error:  # vLLM reports whatever it does not like about a model or a machine as some exception or other
         raise RolloutError(f"the engine did not start: {type(error).__name__}: {error}", actor=url, phase="start") from error
     print(f"ready     {url}, {service.world_size} rollout device{'s' * (service.world_size > 1)}", flush=True)
-
-
-def _model_type(options: ServeOptions) -> str:
-    return str(json.loads((options.model / "config.json").read_text(encoding="utf-8"))["model_type"])
 
 
 def _end_children() -> None:

@@ -9,12 +9,15 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, PositiveInt, ValidationError
 
-from rollout_actors.engine_settings import LORA_RANKS, Device, EngineSettings
+from learner.checkpoint_folder import checkpoint_problems
+from rollout_actors.engine_settings import Device, EngineSettings
 from shared.config.base import ConfigPath, Section, plain
 from shared.config.explain import explain
 from shared.config.repeat_terminate import RepeatTerminateSection
+from shared.config.rollout_matching import DEDICATED_MEMORY_UTILIZATION
 from shared.config.server import is_loopback
 from shared.errors import ConfigError
+from shared.lora import LORA_RANKS
 from shared.repeat_guard import RepeatGuardSettings
 
 
@@ -49,7 +52,7 @@ class ServeOptions(Section):
     kv_cache_memory_bytes: PositiveInt | None = None
     """Bytes of the key-value cache; null: what gpu_memory_utilization leaves."""
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = DEDICATED_MEMORY_UTILIZATION
     """Fraction of the device's memory the engine may use; ignored where kv_cache_memory_bytes is given."""
 
     enforce_eager: bool = False
@@ -94,8 +97,7 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         guard = _guard(options.repeat_terminate)
     except ConfigError as error:
         problems += error.problems
-    if not (options.model / "config.json").is_file():
-        problems.append(f"model: {options.model} holds no config.json; give a checkpoint folder of transformers")
+    problems += checkpoint_problems(options.model, key="model", remedy="give the run's model.path, or a copy of it")
     if options.image_root is not None and not options.image_root.is_dir():
         problems.append(f"image_root: {options.image_root} is not a folder; give one, or leave it out")
     if options.token_env is None and not is_loopback(options.host):

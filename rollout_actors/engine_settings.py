@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from shared.lora import LORA_RANKS
 from shared.repeat_guard import RepeatGuardSettings
 
 GUARD_PROCESSOR = "rollout_actors.repeat_guard_vllm:RepeatGuardProcessor"
 """The logits processor that is the repeat guard, as vLLM loads it."""
 GUARD_CONFIG = "repeat_terminate"
 """Its settings in vLLM's `additional_config`: the subtree of the same name of the run's configuration."""
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM can be started for: an adapter of any other rank takes the next one's room."""
 
 
 class Device(StrEnum):
@@ -33,18 +33,18 @@ class EngineSettings:
     max_model_len: int
     """Expanded prompt and response together, in tokens."""
     max_num_seqs: int
-    """Decoded at a time: the configuration's decode_batch_size."""
+    """Decoded at a time: the configuration's decode_batch_size for each of the engine's devices."""
     seed: int
     """Of the engine; every request brings its own."""
     transport: str
-    """Of the weight sync: rollmatch_gloo or nccl."""
+    """Of the weight sync, a `shared.transports.Transport`: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on a GPU, inproc on CPU."""
     device: Device
+    gpu_memory_utilization: float
+    """Fraction of the device's memory that the engine may use; on CPU of the machine's. Ignored where `kv_cache_memory_bytes` is given."""
     tensor_parallel_size: int = 1
     max_images_per_prompt: int = 1
     kv_cache_memory_bytes: int | None = None
     """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine refuses to start beside other processes."""
-    gpu_memory_utilization: float = 0.9
-    """Fraction of the device's memory; on CPU of the machine's."""
     enforce_eager: bool = True
     worker_extension: str = "rollout_actors.weight_receiver.ReceiptWorker"
     """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil, what a sync loads."""
@@ -55,15 +55,23 @@ class EngineSettings:
     max_lora_rank: int = 16
     """The largest rank of such an adapter."""
 
+    @property
+    def sequences_per_device(self) -> int:
+        """Decoded at a time by each device: the configuration's decode_batch_size."""
+        return self.max_num_seqs // self.tensor_parallel_size
+
+
+def model_type(model_path: str) -> str:
+    """The family of a checkpoint that is there, as transformers names it."""
+    return str(json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))["model_type"])
+
 
 def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """The engine arguments for one adapter; nothing where there is none. ValueError for a rank that vLLM does not serve."""
+    """The engine arguments for one adapter; nothing where there is none."""
     if not settings.enable_lora:
         return {}
-    ranks = [rank for rank in LORA_RANKS if rank >= settings.max_lora_rank]
-    if not ranks:
-        raise ValueError(f"vLLM serves adapters of rank {LORA_RANKS[-1]} at most, not {settings.max_lora_rank}")
-    return {"enable_lora": True, "max_lora_rank": ranks[0], "max_loras": 1}
+    assert settings.max_lora_rank <= LORA_RANKS[-1], "whoever reads the rank from a user refuses larger ones"
+    return {"enable_lora": True, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank), "max_loras": 1}
 
 
 def guard_arguments(guard: RepeatGuardSettings | None) -> dict[str, Any]:

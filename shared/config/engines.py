@@ -8,12 +8,11 @@ from shared.chunking import chunk_size
 from shared.config.base import Problem
 from shared.config.derive import EnginePlace, engine_devices, engines_in, is_sharded, resolved_sync_mode
 from shared.config.run import RunConfig
+from shared.lora import LORA_RANKS
 from shared.rollouts import DecodeMode
 
 _MODE = "rollout_matching.decode_mode"
 _VLLM = "rollout_matching.vllm"
-_MAX_SERVED_RANK = 512
-"""Of an adapter in vLLM."""
 
 
 def servers_are_listed(run: RunConfig) -> Iterator[Problem]:
@@ -102,9 +101,9 @@ def adapter_sync(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{_VLLM}.enable_lora", "true, and the learner trains no adapter", "set model.adapter, or remove the key")
     if vllm.enable_lora and vllm.mode == "server" and vllm.server is not None and vllm.server.kind == "vllm":
         yield Problem(f"{_VLLM}.enable_lora", "true, and a stock vllm serve takes no adapter alone", f"remove the key, or set {_VLLM}.server.kind: rollmatch")
-    if vllm.enable_lora and adapter is not None and adapter.rank > _MAX_SERVED_RANK:
+    if vllm.enable_lora and adapter is not None and adapter.rank > LORA_RANKS[-1]:
         yield Problem(
-            "model.adapter.rank", f"{adapter.rank} is more than the {_MAX_SERVED_RANK} that vLLM serves", f"lower it, or set {_VLLM}.enable_lora: false"
+            "model.adapter.rank", f"{adapter.rank} is more than the {LORA_RANKS[-1]} that vLLM serves", f"lower it, or set {_VLLM}.enable_lora: false"
         )
     if vllm.sync.mode == "adapter":
         if not vllm.enable_lora:

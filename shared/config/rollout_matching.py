@@ -17,6 +17,8 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM raises a positive temperature under this one to it, and the learner's log-probabilities would be of another distribution."""
 HIGHEST_TEMPERATURE = 5.0
 """Ids are banned by a logit bias of -100, which the temperature divides: here e^-20 of a token's probability is left, at 50 it is e^-2."""
+DEDICATED_MEMORY_UTILIZATION = 0.85
+"""Fraction of the device's memory for an engine that does not share it."""
 
 
 def _some_or_no_limit(top_k: int) -> int:
@@ -127,7 +129,7 @@ class VllmSection(Section):
     def resolved_gpu_memory_utilization(self) -> float:
         if self.gpu_memory_utilization is not None:
             return self.gpu_memory_utilization
-        return 0.45 if self.mode == "colocate" else 0.85
+        return 0.45 if self.mode == "colocate" else DEDICATED_MEMORY_UTILIZATION
 
 
 class OffloadSection(Section):

@@ -13,7 +13,9 @@ from rollout_actors.engine_settings import Device, EngineSettings, engine_enviro
 from rollout_actors.vllm_plugin import register
 from shared.transports import Transport
 
-SETTINGS = EngineSettings("model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport="rollmatch_gloo", device=Device.CPU)
+SETTINGS = EngineSettings(
+    "model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport="rollmatch_gloo", device=Device.CPU, gpu_memory_utilization=0.5
+)
 
 
 def test_the_plugin_is_installed_as_an_entry_point() -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,17 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
     """Of an engine whose checkpoint is `folder`, which gets a config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "seed": 0, "transport": "rollmatch_gloo", "device": Device.CPU} | changes
-    return EngineSettings(model_path=str(folder), **fields)
+    suits = EngineSettings(
+        model_path=str(folder),
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=8,
+        seed=0,
+        transport="rollmatch_gloo",
+        device=Device.CPU,
+        gpu_memory_utilization=0.5,
+    )
+    return replace(suits, **changes)
 
 
 def service(engine: Any, expected: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
