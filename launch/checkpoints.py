@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from launch.checkpoint_shelf import Change, CheckpointShelf
 from shared.config import RunConfig
-from shared.errors import StorageError
-
-INTERRUPTED_S = 60.0
-"""Longest time for what the learner is doing when a run is being ended, and again for saving its weights."""
+from shared.errors import RolloutError, StorageError, WeightSyncError
 
 
 class SavesWeights(Protocol):
-    def num_updates(self, *, timeout_s: float) -> int: ...
+    def stop(self, *, timeout_s: float) -> int:
+        """Learn nothing more. The number of finished updates, which the weights are of."""
+        ...
+
     def save(self, folder: Path, *, timeout_s: float | None = None) -> None: ...
+
+
+class HearsOfCheckpoints(Protocol):
+    def saved(self, checkpoint: Path) -> None:
+        """It is complete."""
+        ...
+
+    def not_saved(self, error: Exception) -> None:
+        """The weights of a run that is ending are lost, because of this."""
+        ...
 
 
 class Checkpoints:
@@ -28,9 +39,8 @@ class Checkpoints:
     `checkpoints.json` beside it lists every checkpoint that is complete: folder, updates, F1 and why it is there.
     """
 
-    def __init__(self, config: RunConfig, learner: SavesWeights, saved: Callable[[Path], None]) -> None:
-        """`saved` is told of every checkpoint that is complete."""
-        self._config, self._learner, self._saved = config, learner, saved
+    def __init__(self, config: RunConfig, learner: SavesWeights, telemetry: HearsOfCheckpoints) -> None:
+        self._config, self._learner, self._telemetry = config, learner, telemetry
         self._run_dir = config.telemetry.run_dir
         self._shelf = CheckpointShelf(config.checkpoint, self._run_dir / "checkpoints")
         self._others: list[dict[str, object]] = []
@@ -50,25 +60,38 @@ class Checkpoints:
             self._save_for_good(self._run_dir / "checkpoint", num_steps, "final")
 
     @contextmanager
-    def on_interrupt(self) -> Iterator[None]:
-        """Where the body is interrupted, the weights of the last finished update are saved before the interruption goes on."""
+    def saved_at_an_early_end(self) -> Iterator[None]:
+        """Where the body is interrupted, or a rollout or a sync fails, the weights of the last finished update are saved before that goes on.
+
+        Not where the learner fails: what it holds is not to be trusted, or not to be had.
+        """
         try:
             yield
         except KeyboardInterrupt:
-            if self._config.checkpoint.save_on_interrupt:
-                self._save_interrupted()
+            self._save_last_update("interrupted")
+            raise
+        except (RolloutError, WeightSyncError):
+            self._save_last_update("failed")
             raise
 
-    def _save_interrupted(self) -> None:
-        # Asked, not counted here: the learner may have finished an update that nobody has heard of yet.
-        num_updates = self._learner.num_updates(timeout_s=INTERRUPTED_S)
-        if num_updates:
-            self._save_for_good(self._run_dir / f"checkpoint_interrupted_{num_updates:06d}", num_updates, "interrupted", timeout_s=INTERRUPTED_S)
+    def _save_last_update(self, reason: str) -> None:
+        """Within `timeouts.interrupt_s`. Whatever goes wrong here must not hide why the run ends."""
+        if not self._config.checkpoint.save_on_interrupt:
+            return
+        limit_s, started_s = self._config.timeouts.interrupt_s, time.monotonic()
+        try:
+            # Asked, not counted here: the learner may have finished an update that nobody has heard of yet.
+            num_updates = self._learner.stop(timeout_s=limit_s)
+            if num_updates:
+                left_s = max(0.0, limit_s - (time.monotonic() - started_s))
+                self._save_for_good(self._run_dir / f"checkpoint_interrupted_{num_updates:06d}", num_updates, reason, timeout_s=left_s)
+        except Exception as error:  # of any kind: it is told, and the run ends with what it was ended by
+            self._telemetry.not_saved(error)
 
     def _carry_out(self, change: Change) -> None:
         if change.save is not None:
             self._learner.save(change.save)
-            self._saved(change.save)
+            self._telemetry.saved(change.save)
         if self._shelf.kept or change.delete:
             self._write_index()
         for folder in change.delete:
@@ -79,7 +102,7 @@ class Checkpoints:
 
     def _save_for_good(self, folder: Path, num_steps: int, reason: str, *, timeout_s: float | None = None) -> None:
         self._learner.save(folder, timeout_s=timeout_s)
-        self._saved(folder)
+        self._telemetry.saved(folder)
         self._others.append({"folder": folder.name, "step": num_steps, "f1": None, "reasons": [reason]})
         self._write_index()
 

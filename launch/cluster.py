@@ -15,10 +15,11 @@ from launch.machine import connect, nodes_there
 from launch.placement import Placement, Resources, plan_placement
 from launch.rank_rollouts import RankRollouts
 from launch.run_engines import settings_of_run
-from learner.actor import LearnerShell, RemoteLearner
+from learner.actor import STOPPING, LearnerActor
 from learner.place import LearnerPlace, ReceiverGroup
+from learner.remote_learner import RemoteLearner
 from rollout_actors.backends.http_client import server_addresses
-from rollout_actors.backends.vllm_server import ServerEngine
+from rollout_actors.backends.remote_engine import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor, MakeEngine, VllmEngineSpec
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, Limit, PoolTimeouts
@@ -112,7 +113,7 @@ class Cluster:
     def _place_learner(self, placement: Placement, group: PlacementGroup) -> RemoteLearner:
         actors = [
             self._create(
-                LearnerShell,
+                ray.remote(concurrency_groups={STOPPING: 1})(LearnerActor),
                 (),
                 name=rank_name(rank, len(placement.ranks)),
                 resources=resources,
@@ -132,7 +133,12 @@ class Cluster:
         environment = engine_environment(settings)
         actors = [
             self._create(
-                EngineActor, (VllmEngineSpec(name, settings, index),), name=name, resources=resources, where=_bundle(group, index), environment=environment
+                ray.remote(EngineActor),
+                (VllmEngineSpec(name, settings, index),),
+                name=name,
+                resources=resources,
+                where=_bundle(group, index),
+                environment=environment,
             )
             for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
@@ -149,7 +155,7 @@ class Cluster:
         settings = settings_of_run(self._config, placement, max_images=self._max_images)
         engines = _server_engines(section, names, settings)
         actors = [
-            self._create(EngineActor, (engine,), name=name, resources=Resources(cpus=0.0, gpus=0.0), where=here(), environment={})
+            self._create(ray.remote(EngineActor), (engine,), name=name, resources=Resources(cpus=0.0, gpus=0.0), where=here(), environment={})
             for name, engine in zip(names, engines, strict=True)
         ]
         return self._pool(actors, names, server_timeouts(section, self._config.timeouts), asks_next_on_failure=True)
@@ -160,18 +166,15 @@ class Cluster:
         self._ends.callback(pool.close)
         return pool
 
-    def _create(self, shell: type, arguments: tuple[Any, ...], *, name: str, resources: Resources, where: Any, environment: dict[str, str]) -> Any:
-        actor = (
-            ray.remote(shell)
-            .options(
-                name=name,
-                num_cpus=resources.cpus,
-                num_gpus=resources.gpus,
-                scheduling_strategy=where,
-                runtime_env={"env_vars": environment},
-            )
-            .remote(*arguments)
-        )
+    def _create(self, shell: Any, arguments: tuple[Any, ...], *, name: str, resources: Resources, where: Any, environment: dict[str, str]) -> Any:
+        """`shell` is what `ray.remote` made of a class; `where` is the strategy by which Ray chooses its node."""
+        actor = shell.options(
+            name=name,
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus,
+            scheduling_strategy=where,
+            runtime_env={"env_vars": environment},
+        ).remote(*arguments)
         self._ends.callback(ray.kill, actor)
         return actor
 
@@ -216,10 +219,7 @@ def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[
 
 def _server_engines(section: ServerSection, names: list[str], settings: EngineSettings) -> list[MakeEngine]:
     """What reaches each server. Raises ConfigError where the token is not there."""
-    from rollout_actors.backends.stock_client import StockServerEngine
-
-    client = ServerEngine if section.kind == "rollmatch" else StockServerEngine
-    return [client(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
+    return [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
 
 
 def _make_backend(config: RunConfig, placement: Placement, *, max_images: int) -> MakeBackend:

@@ -15,7 +15,7 @@ from shared.evaluation import Scene
 
 
 class LocalHeldOut:
-    """Part of what `learner.actor.RemoteLearner` is (`launch.driver.HasHeldOut`)."""
+    """Part of what `learner.remote_learner.RemoteLearner` is (`launch.driver.HasHeldOut`)."""
 
     def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
         self._held_out, self._timeouts = held_out, timeouts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from learner.actor import RemoteLearner
+from learner.remote_learner import RemoteLearner
 from shared.chunking import rank_rounds
 from shared.config.derive import rank_name
 from shared.rollouts import SyncReport, WeightOffer

@@ -175,6 +175,9 @@ class Telemetry:
     def saved(self, checkpoint: Path) -> None:
         self._console.print(f"saved     {checkpoint}", highlight=False)
 
+    def not_saved(self, error: Exception) -> None:
+        self._console.print(f"[bold yellow]warning[/]   the weights of this run could not be saved: {escape(str(error))}", highlight=False)
+
     def improvement(self) -> str | None:
         """The F1 of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
         if len(self.evaluations) < 2:

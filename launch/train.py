@@ -63,8 +63,8 @@ def run(config: RunConfig, console: Console) -> None:
         in_ranks = engines_in(config) is EnginePlace.RANKS
         ready = f"{who}, which {'generates' if len(rollouts.names) == 1 else 'generate'} too," if in_ranks else f"{who} and the learner"
         console.print(f"ready     {ready} after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}", highlight=False)
-        checkpoints = Checkpoints(config, learner, telemetry.saved)
-        with checkpoints.on_interrupt():
+        checkpoints = Checkpoints(config, learner, telemetry)
+        with checkpoints.saved_at_an_early_end():
             train(learner, rollouts, schedule, queue, telemetry, checkpoints)
     improvement = telemetry.improvement()
     if improvement is not None:

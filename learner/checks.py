@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from learner.segments import EncodedPrompt, Segment
+from shared.config import RunConfig
 from shared.errors import RolloutError
 from shared.rollouts import DecodeSettings, Rollout
 
@@ -59,33 +61,69 @@ def compares_logprobs(decode: DecodeSettings) -> bool:
     return decode.return_logprobs and decode.top_p >= 1.0 and decode.top_k <= 0 and decode.repetition_penalty == 1.0
 
 
-def check_logprobs(segments: Sequence[Segment], learner_K: torch.Tensor, engine_K: torch.Tensor, *, tolerance: float) -> float:
+@dataclass(frozen=True, slots=True)
+class LogprobTolerance:
+    """By how much the engine's log-probabilities may differ from the learner's before they are of other weights."""
+
+    max_abs: float
+    """In nats. A token that differs by more, which is an outlier, ends the run, but for these:"""
+    num_outliers: int = 0
+    """So many in a step, whatever their share."""
+    outlier_share: float = 0.0
+    """More of them, up to this share of the step's compared tokens."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> LogprobTolerance:
+        """In bfloat16 what an improbable token rounds to has no bound that millions of them keep; wrong weights are off at most of them."""
+        return cls(config.logprob_tolerance, *((10, 1e-3) if config.model.dtype == "bfloat16" else (0, 0.0)))
+
+    def permits(self, compared: Compared) -> bool:
+        return compared.num_outliers <= max(self.num_outliers, self.outlier_share * compared.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Sampled tokens of a step, of this rank."""
+
+    num_tokens: int = 0
+    num_outliers: int = 0
+    """Beyond the tolerance."""
+    max_abs: float = 0.0
+    """The largest absolute difference, in nats."""
+
+
+def check_logprobs(segments: Sequence[Segment], learner_K: torch.Tensor, engine_K: torch.Tensor, *, tolerance: LogprobTolerance, so_far: Compared) -> Compared:
     """Compare the log-probabilities of the sampled tokens of a row.
 
     Args:
         segments: the row's.
         learner_K, engine_K: the segments' sampled tokens, concatenated.
+        so_far: of the step's rows before this one.
 
     Returns:
-        The largest absolute difference (0 where nothing was compared).
+        The same, with this row's.
 
     Raises:
-        RolloutError: a difference above `tolerance`; names the sample, the token and both values.
+        RolloutError: more outliers than the tolerance permits, or a value that is not a number; names the sample, the token and both values.
     """
     if not len(engine_K):
-        return 0.0
+        return so_far
     difference_K = (learner_K - engine_K).abs()
-    # Written so that NaN on either side fails too.
-    wrong = (~(difference_K <= tolerance)).nonzero()
-    if not len(wrong):
-        return float(difference_K.max())
-    first = int(wrong[0, 0])
+    # Written so that NaN on either side is one too.
+    outliers = (~(difference_K <= tolerance.max_abs)).nonzero()[:, 0]
+    compared = Compared(so_far.num_tokens + len(engine_K), so_far.num_outliers + len(outliers), max(so_far.max_abs, float(difference_K.max())))
+    not_a_number = difference_K.isnan().nonzero()[:, 0]
+    if tolerance.permits(compared) and not len(not_a_number):
+        return compared
+    first = int((not_a_number if len(not_a_number) else outliers)[0])
     number, token = [(n, t) for n, segment in enumerate(segments) for t in range(len(segment.target.sampled_logprobs))][first]
     segment = segments[number]
+    permitted = f", and at most {tolerance.outlier_share:g} of them may" if tolerance.outlier_share else ""
     raise RolloutError(
         f"sample {segment.target.sample_id}: response token {token} (id {segment.target.token_ids[token]}) has log-probability "
-        f"{engine_K[first]:.6f} in the engine and {learner_K[first]:.6f} in the learner; {len(wrong)} of {len(engine_K)} tokens of this row differ "
-        f"by more than {tolerance:g} (rollout_matching.logprob_tolerance): the engine does not run the learner's weights, or not in its precision",
+        f"{engine_K[first]:.6f} in the engine and {learner_K[first]:.6f} in the learner; {compared.num_outliers} of the {compared.num_tokens} tokens of "
+        f"this step so far differ by more than {tolerance.max_abs:g} (rollout_matching.logprob_tolerance){permitted}: the engine does not run the "
+        "learner's weights, or not in its precision",
         actor=segment.actor or "",
         phase="check",
     )

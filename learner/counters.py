@@ -5,6 +5,7 @@ Counts and rates only. IoU is no training-time number: it belongs to evaluation 
 
 from __future__ import annotations
 
+from learner.checks import Compared
 from learner.collate import PackedRow
 from learner.step import RowResult
 from learner.targets import Reading
@@ -20,6 +21,8 @@ class StepTally:
         self.totals = MetricTotals()
         self.num_segments = 0
         """Learned so far."""
+        self.compared = Compared()
+        """Of the engine's log-probabilities with the learner's, so far."""
         self._step = step
         self._capacity = capacity
         self._min_fill_ratio = min_fill_ratio
@@ -62,13 +65,12 @@ class StepTally:
         self.totals.add_to_mean("packing/learned_age", sum(ages), len(ages))
         self.totals.raise_to("packing/learned_age_max", max(ages))
 
-    def add_comparison(self, num_tokens: int, max_abs: float) -> None:
-        """Sampled tokens whose log-probability was compared. Nothing compared leaves no trace: a 0 would read as perfect agreement."""
-        if num_tokens:
-            self.totals.add("rollout/num_compared_tokens", num_tokens)
-            self.totals.raise_to("rollout/logprob_max_abs", max_abs)
-
-    def divide_losses(self, denominator: int) -> None:
-        """Once, at the step's end: by the segments that its gradient is divided by."""
+    def finish(self, denominator: int) -> None:
+        """Once, at the step's end: losses are divided by the segments that its gradient is divided by."""
         for name, value in self._losses.items():
             self.totals.add(name, value / denominator)
+        # Nothing compared leaves no trace: a 0 would read as perfect agreement.
+        if self.compared.num_tokens:
+            self.totals.add("rollout/num_compared_tokens", self.compared.num_tokens)
+            self.totals.add("rollout/num_logprob_outliers", self.compared.num_outliers)
+            self.totals.raise_to("rollout/logprob_max_abs", self.compared.max_abs)

@@ -35,7 +35,7 @@ class LearnerHost:
         return self._learner.loaded.processor
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._learner.weights.tensors()
+        return self._learner.parallel.weights.tensors()
 
     def away(self, *, weights: bool = True) -> AbstractContextManager[None]:
         loaded = self._learner.loaded

@@ -10,31 +10,28 @@ With several ranks every rank is such a learner, and every method of it is calle
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from learner.adapter_sender import AdapterSender
-from learner.adapters import adapter_files
-from learner.canary import canary_probe
-from learner.checkpoint import save_checkpoint
-from learner.checks import check_logprobs, check_prompt, check_weight_versions, compares_logprobs
+from learner.canary import Canary
+from learner.checks import LogprobTolerance, check_logprobs, check_prompt, check_weight_versions, compares_logprobs
 from learner.collate import PackedRow, collate
 from learner.counters import StepTally
 from learner.heldout import HeldOut
 from learner.lengths import require_lengths
-from learner.loading import LoadedModel
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.optimizer import Updater
 from learner.parallel import load_parallel
 from learner.place import LearnerPlace
 from learner.progress import StepInProgress
+from learner.publisher import WeightPublisher, make_sender
 from learner.ranks import Rendezvous, join_ranks
 from learner.rollout_log import RolloutLog
 from learner.rows import Row, row_policy
@@ -43,28 +40,25 @@ from learner.samples import load_samples
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step import RowResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
-from learner.weight_sender import WeightSender
-from learner.weight_source import WeightSource
-from shared.canary import CanaryProbe
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.derive import rank_name, resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
-from shared.errors import ConfigError
+from shared.errors import ConfigError, LearnerError
 from shared.evaluation import Scene
+from shared.records import Sample
 from shared.reports import RankReport
-from shared.rollouts import Rollout, RolloutRequest, WeightOffer
+from shared.rollouts import Rollout, RolloutRequest
 from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
-from shared.weight_sync import SendReport
 
 # Of the canary's response: enough to pass every layer and the head, little enough to cost one short prefill per sync.
 _CANARY_TOKENS = 32
 
 
 class Learner:
-    """One rank. Not thread-safe: its methods are called in the order of the module's first lines.
+    """One rank. Its methods are called in the order of the module's first lines, `stop` alone from any thread at any time.
 
     With `rollout_matching.max_staleness` the next step may begin before the one in progress has ended: `next_requests` begins the youngest step, `accumulate`
     and `finish_step` belong to the oldest.
@@ -78,39 +72,42 @@ class Learner:
         self._config = config
         self._ranks = join_ranks(place, rendezvous, timeout_s=config.timeouts.learn_s, sums_in_backward=config.learner.parallel == "fsdp")
         self._track = rank_name(place.rank, place.world_size)
-        self._loaded, self._parallel = load_parallel(config, torch.device(place.device), self._ranks)
+        with self._ranks.of_phase("start"):
+            self.loaded, self.parallel = load_parallel(config, torch.device(place.device), self._ranks)
         self._rules = target_rules(config)
-        self._encoder = PromptEncoder(self._loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
-        self._decode = config.rollout_matching.decode_settings(
-            stop_token_ids=(self._loaded.codec.eos_token_id,), banned_token_ids=self._loaded.banned_token_ids
-        )
+        self._encoder = PromptEncoder(self.loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+        self._decode = config.rollout_matching.decode_settings(stop_token_ids=(self.loaded.codec.eos_token_id,), banned_token_ids=self.loaded.banned_token_ids)
         self._train = load_samples(config, config.data.train)
         self._stream = SampleStream(len(self._train), seed=config.training.seed, shuffle=config.data.shuffle)
         require_lengths(
             self._train,
             self._encoder,
-            self._loaded.codec,
+            self.loaded.codec,
             max_new_tokens=config.rollout_matching.max_new_tokens if RunSchedule(config).num_b_steps else 0,
             global_max_length=config.global_max_length,
         )
         self._held_out = self._load_held_out()
         pipeline = config.rollout_matching.pipeline
-        self._objectives = {channel: build_objectives(pipeline, channel, self._loaded.coord_ids_C) for channel in Channel}
+        self._objectives = {channel: build_objectives(pipeline, channel, self.loaded.coord_ids_C) for channel in Channel}
         self._text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
         # Greedy engines (temperature 0) report the log-probability at temperature 1.
-        self._sampled_under = Normalizer(self._decode.temperature or 1.0, self._loaded.banned_token_ids)
+        self._sampled_under = Normalizer(self._decode.temperature or 1.0, self.loaded.banned_token_ids)
         self._rows = row_policy(config)
-        self._log = RolloutLog(config.telemetry.run_dir / "rollouts", self._loaded.codec, rank=place.rank) if config.telemetry.rollouts else None
-        self._updater = Updater(self._loaded.model, config.training, self._ranks)
-        self._sender = self._make_sender(place) if place.rank == 0 else None
+        self._log = RolloutLog(config.telemetry.run_dir / "rollouts", self.loaded.codec, rank=place.rank) if config.telemetry.rollouts else None
+        self._logprob_tolerance = LogprobTolerance.of(config)
+        self.updater = Updater(self.loaded.model, config.training, self._ranks)
         # The learner's fixed sequence: it proves a sync, and a rank without a row of its own computes it beside the others' rows.
-        self._fixed = Segment(0, self._encoder.encode(self._train[0]), ground_truth_target(self._train[0], self._loaded.codec, self._rules), 0, None)
-        self._version = 0
+        self._fixed = Segment(0, self._encoder.encode(self._train[0]), ground_truth_target(self._train[0], self.loaded.codec, self._rules))
+        response = self._fixed.target.token_ids[:_CANARY_TOKENS]
+        tolerance, proves_adapter = config.canary_tolerance, resolved_sync_mode(config) == "adapter"
+        canary = Canary(self.loaded, self._fixed.prompt, self._train[0].images, response, tolerance=tolerance, proves_adapter=proves_adapter)
+        self.publisher = WeightPublisher(self._ranks, self.loaded, self.parallel, make_sender(config, place, self.loaded, self.parallel), canary.probe)
         self.num_updates = 0
         """Finished updates: what the weights are of."""
         self._steps: deque[StepInProgress] = deque()
+        self._told_to_stop = threading.Event()
         with self._ranks.of_phase("start"):
-            self._require_same_start()
+            self._require_same_data()
 
     # One step
 
@@ -137,97 +134,43 @@ class Learner:
         with self._ranks.of_phase("accumulate"):
             step, started_s = self._current, time.time()
             step.add_generation(rollouts)
-            check_weight_versions(rollouts, self._version, max_staleness=self._config.rollout_matching.max_staleness)
-            self._learn_rows(self._rows_of_round(rollouts))
+            check_weight_versions(rollouts, self.publisher.version, max_staleness=self._config.rollout_matching.max_staleness)
+            if not self._learn_rows(self._rows_of_round(rollouts)):
+                raise _stopped("accumulate")
             step.mark("learn round", started_s, rollouts=len(rollouts))
 
     def finish_step(self) -> RankReport:
         """Learn what is left and take exactly one optimizer update."""
         with self._ranks.of_phase("finish_step"):
             step, started_s = self._current, time.time()
-            self._learn_rows(self._last_rows())
+            learned = self._learn_rows(self._last_rows())
+            # All ranks take the update or none does: one that was told to stop in its rows comes here before it ends.
+            if self._ranks.meet(not learned):
+                raise _stopped("finish_step")
             # Step mode learns every sample it drew; carrying, what was learned is known only now (DESIGN 5, decisions 6 and 7).
             denominator = self._ranks.sum(step.tally.num_segments) if self._rows.carries else step.plan.num_samples
-            update = self._updater.update(step.plan.step, denominator)
+            update = self.updater.update(step.plan.step, denominator)
             step.mark("finish step", started_s)
             self.num_updates = step.plan.step + 1
             self._steps.popleft()
             if self._steps:
                 self._begin_log()
             waits = self._ranks.take_times()
-            return step.report(self._version, update.metrics(), waits, denominator=denominator, num_carried=self._rows.num_carried)
+            return step.report(self.publisher.version, update.metrics(), waits, denominator=denominator, num_carried=self._rows.num_carried)
 
-    # Weights
-
-    def offer_weights(self) -> WeightOffer | None:
-        """The next version of the weights, with the probe that proves their arrival: rank 0's to make, and None on the other ranks.
-
-        The weights stay as they are until `sync_done`. Raises LearnerError where the ranks do not hold the same.
-        """
-        with self._ranks.of_phase("offer_weights"):
-            self._ranks.barrier()
-            self._parallel.check()
-            self._parallel.gather()
-            # Every rank computes it where none has the model alone.
-            probe = self._parallel(self._canary) if self._sender is not None or self._parallel.holds_parts else None
-            if self._sender is None:
-                return None
-            assert probe is not None
-            return self._sender.offer(self._version + 1, probe)
-
-    def send_weights(self, offer: WeightOffer) -> SendReport:
-        """On rank 0 alone. Returns when the weights are out. Raises WeightSyncError."""
-        assert self._sender is not None, "rank 0 sends"
-        return self._sender.send(offer)
-
-    def fall_back_to_full(self) -> None:
-        """An adapter that was offered did not arrive: every later offer is of the merged weights."""
-        assert isinstance(self._sender, AdapterSender), "only an offer of an adapter falls back"
-        self._sender.fall_back_to_full()
-
-    def sync_done(self) -> None:
-        """The offered weights are served, everywhere: every rank holds the version that was offered."""
-        with self._ranks.of_phase("sync_done"):
-            self._ranks.barrier()
-        self._parallel.drop()
-        self._version += 1
-
-    def save(self, folder: Path) -> None:
-        """An ordinary checkpoint, which rank 0 writes; returns on every rank when it is there. Raises StorageError."""
-        with self._ranks.of_phase("save"):
-            self._parallel.check()
-            self._parallel.gather()
-            adapter = adapter_files(self._loaded.model)
-            if self._ranks.rank == 0:
-                save_checkpoint(self._loaded.model, self._loaded.processor, folder, state_dict=self._parallel.state_dict(), adapter=adapter)
-            self._parallel.drop()
-            self._ranks.barrier()
+    def stop(self) -> None:
+        """The run is being ended: leave a round or a step after the row that is being learned, with a LearnerError. The weights stay those of `num_updates`."""
+        self._told_to_stop.set()
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        self.publisher.close()
         if self._log is not None:
             self._log.close()
-
-    # What a backend in this process works with
 
     @property
     def name(self) -> str:
         """Of this rank."""
         return self._track
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self._loaded
-
-    @property
-    def updater(self) -> Updater:
-        return self._updater
-
-    @property
-    def weights(self) -> WeightSource:
-        """What a sync sends, adapters merged."""
-        return self._parallel.weights
 
     # The held-out report
 
@@ -249,28 +192,15 @@ class Learner:
 
     def _load_held_out(self) -> HeldOut | None:
         path = self._config.data.val
-        return None if path is None else HeldOut.of(self._config, load_samples(self._config, path), self._loaded)
+        return None if path is None else HeldOut.of(self._config, load_samples(self._config, path), self.loaded)
 
-    def _make_sender(self, place: LearnerPlace) -> WeightSender | AdapterSender:
-        full = WeightSender(
-            self._parallel.weights,
-            transport=place.transport,
-            receivers=place.receivers,
-            host=place.host,
-            timeout_s=self._config.timeouts.sync_phase_s,
-            bucket_bytes=self._config.rollout_matching.vllm.sync.bucket_bytes,
-        )
-        if resolved_sync_mode(self._config) == "full":
-            return full
-        falls_back = self._config.rollout_matching.vllm.sync.fallback_to_full
-        return AdapterSender(self._loaded.model, full, timeout_s=self._config.timeouts.sync_phase_s, falls_back=falls_back)
-
-    def _require_same_start(self) -> None:
-        """Each rank loads model and data from its own node's disk."""
-        self._parallel.check()
-        data = zlib.crc32("\n".join(sample.sample_id for sample in self._train).encode())
-        if self._ranks.first_difference([len(self._train), data]) is not None:
-            raise ConfigError(f"data.train: the learner ranks read different samples from {self._config.data.train}; make the file the same on every node")
+    def _require_same_data(self) -> None:
+        """Each rank reads the data from its own node's disk."""
+        held_out = () if self._held_out is None else self._held_out.samples
+        where = self._ranks.first_difference([_digest(self._train), _digest(held_out)])
+        if where is not None:
+            key, path = (("data.train", self._config.data.train), ("data.val", self._config.data.val))[where]
+            raise ConfigError(f"{key}: the learner ranks read different samples from {path}; make the file and its images the same on every node")
 
     def _begin_log(self) -> None:
         if self._log is not None:
@@ -296,18 +226,18 @@ class Learner:
             sample = step.next_sample
             prompt = self._encoder.encode(sample)
             check_prompt(rollout, prompt)
-            target = rollout_target(rollout, sample, self._loaded.codec, self._rules)
+            target = rollout_target(rollout, sample, self.loaded.codec, self._rules)
             assert target.reading is not None
-            staleness = self._version - rollout.weight_version
+            staleness = self.publisher.version - rollout.weight_version
             step.tally.add_rollout(rollout, target.reading, len(sample.objects), staleness=staleness)
-            yield from self._take(prompt, _without_logprobs(target) if staleness else target, rollout)
+            yield from self._take(prompt, target, rollout)
 
     def _last_rows(self) -> Iterator[Row]:
         """The rows that fall due at the end of the step in progress."""
         step = self._current
         if step.plan.channel is Channel.A:
             for sample in step.samples:
-                yield from self._take(self._encoder.encode(sample), ground_truth_target(sample, self._loaded.codec, self._rules))
+                yield from self._take(self._encoder.encode(sample), ground_truth_target(sample, self.loaded.codec, self._rules))
         assert step.num_targets == len(step.share), f"{step.num_targets} of {len(step.share)} samples came back"
         yield from self._rows.finish_step()
 
@@ -318,40 +248,54 @@ class Learner:
         step.num_targets += 1
         if self._log is not None:
             self._log.write(rollout, sample, target, self._text_weights[step.plan.channel].of(target.roles), position)
-        return self._rows.add(Segment(position, prompt, target, step.plan.step, None if rollout is None else rollout.actor))
+        actor, version = (None, None) if rollout is None else (rollout.actor, rollout.weight_version)
+        return self._rows.add(Segment(position, prompt, target, step.plan.step, actor, version))
 
-    def _learn_rows(self, rows: Iterator[Row]) -> None:
-        for row in self._parallel.padded(rows):
+    def _learn_rows(self, rows: Iterator[Row]) -> bool:
+        """Whether all of them were learned: False where a rank of a row was told to stop."""
+        for row in self.parallel.rows_of_all_ranks(rows):
+            if self.parallel.any_of_row(self._told_to_stop.is_set()):
+                return False
             if row is None:
                 # Beside a row of another rank, with whose weights it is computed.
                 self._backward(self._collate([self._fixed]), weight=0.0)
             else:
                 self._learn(row)
+        return True
 
     def _learn(self, segments: Row) -> None:
         """Forward and backward of one row, and the comparison of its sampled tokens with the engine's."""
-        step = self._current
-        # A carried segment's log-probabilities are those of weights that have changed since.
-        segments = [segment if segment.step == step.plan.step else replace(segment, target=_without_logprobs(segment.target)) for segment in segments]
+        tally = self._current.tally
+        segments = [self._comparable(segment) for segment in segments]
         row = self._collate(segments)
         result = self._backward(row)
-        if step.plan.channel is Channel.B and compares_logprobs(self._decode):
-            difference = check_logprobs(segments, result.sampled_logprobs_K, row.sampled.logprobs, tolerance=self._config.logprob_tolerance)
-            step.tally.add_comparison(len(row.sampled.logprobs), difference)
-        step.tally.add_row(row, result)
+        if self._current.plan.channel is Channel.B and compares_logprobs(self._decode):
+            learner_K, engine_K = result.sampled_logprobs_K, row.sampled.logprobs
+            tally.compared = check_logprobs(segments, learner_K, engine_K, tolerance=self._logprob_tolerance, so_far=tally.compared)
+        tally.add_row(row, result)
+
+    def _comparable(self, segment: Segment) -> Segment:
+        """Without the log-probabilities of a rollout, carried or stale, whose weights have changed since: there is nothing to compare."""
+        if segment.weight_version == self.publisher.version:
+            return segment
+        return replace(segment, target=replace(segment.target, sampled_logprobs=()))
 
     def _collate(self, segments: Row) -> PackedRow:
-        return collate(segments, text_weights=self._text_weights[self._current.plan.channel], rope_index=self._loaded.model.model.get_rope_index)
+        return collate(segments, text_weights=self._text_weights[self._current.plan.channel], rope_index=self.loaded.model.model.get_rope_index)
 
     def _backward(self, row: PackedRow, *, weight: float = 1.0) -> RowResult:
         objectives = self._objectives[self._current.plan.channel]
-        return backward_row(self._loaded.model, row.to(self._loaded.device), objectives, self._sampled_under, run=self._parallel, weight=weight)
-
-    def _canary(self) -> CanaryProbe:
-        response = self._fixed.target.token_ids[:_CANARY_TOKENS]
-        return canary_probe(self._loaded, self._fixed.prompt, self._train[0].images, response, tolerance=self._config.canary_tolerance)
+        return backward_row(self.loaded.model, row.to(self.loaded.device), objectives, self._sampled_under, run=self.parallel.forward, weight=weight)
 
 
-def _without_logprobs(target: Target) -> Target:
-    """Of weights that are not those which learn from it: there is nothing to compare."""
-    return replace(target, sampled_logprobs=())
+def _stopped(phase: str) -> LearnerError:
+    return LearnerError("told to stop, because the run is being ended", phase=phase)
+
+
+def _digest(samples: Sequence[Sample]) -> int:
+    """Of everything in them but where their images lie; of 63 bits."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        images = [image.sha256 for image in sample.images]
+        digest.update(repr((sample.sample_id, images, sample.width, sample.height, sample.objects)).encode())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1

@@ -16,12 +16,12 @@ from shared.config import RunConfig
 from shared.config.derive import is_sharded
 from shared.errors import ConfigError, LearnerError
 
-HOST = torch.device("cpu")
+CPU = torch.device("cpu")
 SECTION = "rollout_matching.offload"
 
 
 class Movable(Protocol):
-    """The optimizer, as far as its state has to go somewhere."""
+    """An `Updater`, as far as the optimizer's state has to go somewhere."""
 
     def move_to(self, device: torch.device) -> None: ...
 
@@ -53,18 +53,18 @@ def offloads(config: RunConfig) -> bool:
 
 
 @contextmanager
-def optimizer_away(optimizer: Movable, device: torch.device, *, host: torch.device = HOST) -> Iterator[None]:
+def optimizer_away(updater: Movable, device: torch.device, *, host: torch.device = CPU) -> Iterator[None]:
     """The optimizer's state in host memory, and afterwards on `device` again."""
     try:
-        optimizer.move_to(host)
+        updater.move_to(host)
         yield
     finally:
         with _room_on(device):
-            optimizer.move_to(device)
+            updater.move_to(device)
 
 
 @contextmanager
-def model_away(model: nn.Module, *, host: torch.device = HOST) -> Iterator[None]:
+def model_away(model: nn.Module, *, host: torch.device = CPU) -> Iterator[None]:
     """Parameters, their gradients so far, and buffers in host memory, and afterwards each on the device it came from.
 
     The tensors stay the same objects, so that whoever holds one (the optimizer, tied layers) holds it still; their memory on the device is let go.
@@ -83,7 +83,7 @@ def model_away(model: nn.Module, *, host: torch.device = HOST) -> Iterator[None]
 
 
 @contextmanager
-def away(config: RunConfig, model: nn.Module, optimizer: Movable, device: torch.device, *, weights: bool) -> Iterator[None]:
+def away(config: RunConfig, model: nn.Module, updater: Movable, device: torch.device, *, weights: bool) -> Iterator[None]:
     """What the configuration names; `weights` False: but for the model.
 
     On a GPU the memory is given back to the driver, because the engine is another process.
@@ -94,7 +94,7 @@ def away(config: RunConfig, model: nn.Module, optimizer: Movable, device: torch.
     section = config.rollout_matching.offload
     with ExitStack() as stack:
         if section.offload_optimizer:
-            stack.enter_context(optimizer_away(optimizer, device))
+            stack.enter_context(optimizer_away(updater, device))
         if section.offload_model and weights:
             stack.enter_context(model_away(model))
         if device.type == "cuda":

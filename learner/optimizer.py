@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,16 +64,16 @@ class Updater:
         trained = [(_Group(part, parameter.ndim > 1), parameter) for part, parameter in trained_parameters(model)]
         self._weights = MasterWeights(parameter for _, parameter in trained)
         groups: dict[_Group, list[torch.Tensor]] = {}
-        for (group, _), master in zip(trained, self._weights.masters, strict=True):
+        for (group, _), master in zip(trained, self.masters, strict=True):
             groups.setdefault(group, []).append(master)
         self._groups = list(groups)
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             [{"params": masters, "weight_decay": config.weight_decay if group.decays else 0.0} for group, masters in groups.items()],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             # On a GPU: one kernel, and no temporary as large as the weights.
-            fused=True if all(master.is_cuda for master in self._weights.masters) else None,
+            fused=True if all(master.is_cuda for master in self.masters) else None,
         )
         self._num_skipped = 0
 
@@ -88,14 +87,14 @@ class Updater:
         self._ranks.sum_gradients(gradients)
         torch._foreach_div_(gradients, denominator)
         limit = float("inf") if self._config.max_grad_norm is None else self._config.max_grad_norm
-        grad_norm = _as_float(nn.utils.clip_grad_norm_(self._weights.masters, limit))
-        for group, arguments in zip(self._groups, self._optimizer.param_groups, strict=True):
+        grad_norm = _as_float(nn.utils.clip_grad_norm_(self.masters, limit))
+        for group, arguments in zip(self._groups, self.optimizer.param_groups, strict=True):
             arguments["lr"] = learning_rate_at(step, self._config, self._peak(group.part))
         finite = math.isfinite(grad_norm)
         if finite:
-            self._optimizer.step()
+            self.optimizer.step()
             self._weights.publish()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         self._num_skipped = 0 if finite else self._num_skipped + 1
         if self._num_skipped > self._config.max_nonfinite_updates:
             raise LearnerError(self._no_more(step, grad_norm), phase="update")
@@ -108,24 +107,23 @@ class Updater:
         To be back before the next row and the next update.
         """
         self._weights.move_to(device)
-        for state in self._optimizer.state.values():
+        for state in self.optimizer.state.values():
             # The count of steps is read where AdamW has put it.
             state.update({name: value.to(device) for name, value in state.items() if name != "step"})
 
-    def state_tensors(self) -> Iterator[torch.Tensor]:
-        """What `move_to` moves."""
-        yield from self._weights.own_masters()
-        for state in self._optimizer.state.values():
-            yield from (value for name, value in state.items() if name != "step")
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """What the optimizer updates, in float32: the trained parameters, or the masters of those that are in another number type."""
+        return self._weights.masters
 
     def _gradients(self) -> list[torch.Tensor]:
         """Of every trained parameter; where there is one rank, of those that the step's rows reached."""
         if self._ranks.world_size > 1:
             # A rank whose rows reached less, or that had no row, takes part in the sum with zeros: the ranks' lists must be of one shape.
-            for master in self._weights.masters:
+            for master in self.masters:
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
-        return [master.grad for master in self._weights.masters if master.grad is not None]
+        return [master.grad for master in self.masters if master.grad is not None]
 
     def _own_rates(self, step: int) -> dict[Part, float]:
         own = [part for part in Part if section_of(part, self._config.parts).learning_rate is not None and any(group.part is part for group in self._groups)]

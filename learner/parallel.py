@@ -1,7 +1,10 @@
 """How the learner ranks hold the model: each all of it (`learner.parallel: ddp`), or each a part (`fsdp`: FSDP2).
 
 ddp   a rank's rows are its own affair; gradients are summed once, at the step's end. The ranks must not drift apart: `check` compares them.
-fsdp  every forward gathers block after block and every backward sums their gradients, so each row is a row of all ranks: `padded` makes their numbers equal.
+fsdp  every forward gathers block after block and every backward sums their gradients, so each row is a row of all ranks: `rows_of_all_ranks` makes their
+      numbers equal.
+
+Weights leave, for a sync or a checkpoint, between two calls: gather -> weights, state_dict -> release
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from learner.loading import DTYPES, LoadedModel, load_model
 from learner.ranks import DistributedRanks, Ranks
 from learner.weight_source import WeightSource, weight_source
+from shared.checksum import BucketChecksum
 from shared.config import RunConfig
 from shared.config.derive import EnginePlace, engines_in, is_sharded
 from shared.errors import LearnerError
@@ -32,11 +36,11 @@ INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Parallel(Protocol):
-    """`padded`, `check`, `gather` and the call are collectives under fsdp: all ranks come to them, in the same order."""
+    """`forward`, `rows_of_all_ranks`, `any_of_row`, `check` and `gather` are collectives under fsdp: all ranks come to them, in the same order."""
 
     @property
     def weights(self) -> WeightSource:
-        """What a sync sends and a checkpoint holds; to be read where there is something to send, between `gather` and `drop`."""
+        """What a sync sends and a checkpoint holds; to be read where there is something to send, between `gather` and `release`."""
         ...
 
     @property
@@ -45,15 +49,19 @@ class Parallel(Protocol):
         ...
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Between `gather` and `drop`, on rank 0: the whole weights for a checkpoint, in host memory; None where the model itself holds them."""
+        """Between `gather` and `release`, on rank 0: the whole weights for a checkpoint, in host memory; None where the model itself holds them."""
         ...
 
-    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
         """`function(*arguments)`, which is one forward of the model, or of parts of it."""
         ...
 
-    def padded(self, rows: Iterable[T]) -> Iterator[T | None]:
+    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
         """The rows in order and, where other ranks have more of them, None for each that is missing here."""
+        ...
+
+    def any_of_row(self, flag: bool) -> bool:
+        """Whether the flag is set on a rank that this row is a row of: here, or anywhere."""
         ...
 
     def check(self) -> None:
@@ -61,10 +69,12 @@ class Parallel(Protocol):
         ...
 
     def gather(self) -> None:
-        """Make `weights` readable: they do not change until `drop`."""
+        """Make `weights` readable: they do not change until `release`."""
         ...
 
-    def drop(self) -> None: ...
+    def release(self) -> None:
+        """What was gathered is not needed any more."""
+        ...
 
 
 class WholeModel:
@@ -80,36 +90,48 @@ class WholeModel:
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         return None
 
-    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
 
-    def padded(self, rows: Iterable[T]) -> Iterator[T | None]:
+    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
         return iter(rows)
+
+    def any_of_row(self, flag: bool) -> bool:
+        return flag
 
     def check(self) -> None:
         """By a sample of every parameter's bits: an update that went another way shows in all of them."""
-        if self._ranks.world_size == 1:
-            return
-        names, parameters = zip(*self._model.named_parameters(), strict=True)
-        sums = torch.stack([_checksum(parameter) for parameter in parameters])
-        where = self._ranks.first_difference(sums.tolist())
-        if where is not None:
-            raise LearnerError(
-                f"the learner ranks do not hold the same weights; the first parameter that differs is {names[where]}. Check that model.path is the same "
-                "checkpoint on every node and that the nodes have the same devices and versions, and go on from the last checkpoint",
-                phase="check",
-            )
+        if self._ranks.world_size > 1:
+            _require_same(self._ranks, self._model, _sampled_sum)
 
     def gather(self) -> None:
         pass
 
-    def drop(self) -> None:
+    def release(self) -> None:
         pass
 
 
-def _checksum(parameter: torch.Tensor) -> torch.Tensor:
-    values = parameter.detach().reshape(-1)[:CHECKED_ELEMENTS]
-    return values.view(INTEGER_OF_SIZE[values.element_size()]).sum(dtype=torch.int64)
+def _require_same(ranks: Ranks, model: nn.Module, number_of: Callable[[torch.Tensor], int]) -> None:
+    """LearnerError where `number_of` a parameter is not the same on all ranks."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    where = ranks.first_difference([number_of(parameter.detach()) for parameter in parameters])
+    if where is not None:
+        raise LearnerError(
+            f"the learner ranks do not hold the same weights; the first parameter that differs is {names[where]}. Check that model.path is the same "
+            "checkpoint on every node and that the nodes have the same devices and versions, and go on from the last checkpoint",
+            phase="check",
+        )
+
+
+def _sampled_sum(parameter: torch.Tensor) -> int:
+    values = parameter.reshape(-1)[:CHECKED_ELEMENTS]
+    return int(values.view(INTEGER_OF_SIZE[values.element_size()]).sum(dtype=torch.int64))
+
+
+def _whole_checksum(parameter: torch.Tensor) -> int:
+    checksum = BucketChecksum(torch)
+    checksum.add(parameter)
+    return checksum.value()
 
 
 class ShardedModel:
@@ -145,16 +167,19 @@ class ShardedModel:
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         return self.weights.state_dict()
 
-    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
         result: T = self._root(function, *arguments)
         return result
 
-    def padded(self, rows: Iterable[T]) -> Iterator[T | None]:
+    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
         # Counted before the first is computed: a rank that asked afterwards would wait for one that is in a row, which waits for it.
         having = list(rows)
         missing = self._ranks.max(len(having)) - len(having)
         yield from having
         yield from [None] * missing
+
+    def any_of_row(self, flag: bool) -> bool:
+        return bool(self._ranks.max(int(flag)))
 
     def check(self) -> None:
         """Nothing to do: each value is held once."""
@@ -162,22 +187,26 @@ class ShardedModel:
     def gather(self) -> None:
         self.weights.gather()
 
-    def drop(self) -> None:
-        self.weights.drop()
+    def release(self) -> None:
+        self.weights.release()
 
 
 def load_parallel(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[LoadedModel, Parallel]:
-    """The checkpoint, held as the configuration says. Raises ConfigError as `load_model` does."""
+    """The checkpoint, held as the configuration says.
+
+    Raises ConfigError as `load_model` does, and LearnerError where the ranks loaded different weights: all of them are compared, this once.
+    """
+    # What is sharded goes by way of host memory: the whole may not fit the device.
+    loaded = load_model(config, torch.device("cpu") if is_sharded(config) else device)
+    if ranks.world_size > 1:
+        _require_same(ranks, loaded.model, _whole_checksum)
     if not is_sharded(config):
-        loaded = load_model(config, device)
         return loaded, WholeModel(loaded.model, weight_source(loaded.model), ranks)
     assert isinstance(ranks, DistributedRanks)
-    # By way of host memory: the whole may not fit the device.
-    on_host = load_model(config, torch.device("cpu"))
     dtype = DTYPES[config.model.dtype]
-    source = weight_source(on_host.model)
-    parallel = ShardedModel(on_host.model, source, ranks, device=device, dtype=dtype, every_rank_sends=engines_in(config) is EnginePlace.RANKS)
-    return replace(on_host, device=device, coord_ids_C=on_host.coord_ids_C.to(device)), parallel
+    source = weight_source(loaded.model)
+    parallel = ShardedModel(loaded.model, source, ranks, device=device, dtype=dtype, every_rank_sends=engines_in(config) is EnginePlace.RANKS)
+    return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel
 
 
 class _Root(nn.Module):
@@ -211,14 +240,14 @@ class GatheredWeights:
 
     def gather(self) -> None:
         """A collective: a tensor at a time is whole on every device, and kept by those that send."""
-        self.drop()
+        self.release()
         for name, tensor in self._source.tensors():
             cast = tensor.to(self._dtype)
             whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
             if self._is_kept:
                 self._kept.append((name, whole.cpu().contiguous()))
 
-    def drop(self) -> None:
+    def release(self) -> None:
         self._kept = []
 
     def state_dict(self) -> dict[str, torch.Tensor]:

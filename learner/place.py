@@ -20,10 +20,10 @@ class LearnerPlace:
     """Of the weight sync (`WeightOffer.transport`)."""
     receivers: tuple[ReceiverGroup, ...]
     """One for all rollout actors, or one for each server; none where the engine lives in the learner's process."""
-    host: str = "127.0.0.1"
-    """An address of this node that the engines, and the other ranks, reach."""
+    address: str = "127.0.0.1"
+    """Of this node, which the engines, and the other ranks, reach."""
     device: str = "cpu"
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""
-    """`host:port` at which rank 0 gathers the ranks; empty where there is one."""
+    """`address:port` at which rank 0 gathers the ranks; empty where there is one."""

@@ -62,7 +62,7 @@ class StepInProgress:
     def report(self, version: int, step_metrics: Mapping[str, float], waits: Sequence[Waited], *, denominator: int, num_carried: int) -> RankReport:
         """At the step's end, once. `waits` lie within what was marked."""
         totals = self.tally.totals
-        self.tally.divide_losses(denominator)
+        self.tally.finish(denominator)
         totals.add("packing/num_carried", num_carried)
         totals.raise_to("time/learn_s", self.learn_s)
         if waits:

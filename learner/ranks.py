@@ -60,12 +60,16 @@ class Ranks(Protocol):
 
     def barrier(self) -> None: ...
 
+    def meet(self, flag: bool) -> bool:
+        """A barrier whose wait is timed; whether the flag is set on any rank."""
+        ...
+
     def of_phase(self, phase: str) -> Any:
         """A context: a LearnerError that leaves it says which rank it is of, other errors stay as they are, and a lost or late peer is a CollectiveError."""
         ...
 
     def take_times(self) -> list[Waited]:
-        """What `sum_gradients` took since the last call."""
+        """What `meet` and `sum_gradients` took since the last call."""
         ...
 
 
@@ -90,6 +94,9 @@ class OneRank:
     def barrier(self) -> None:
         pass
 
+    def meet(self, flag: bool) -> bool:
+        return flag
+
     @contextmanager
     def of_phase(self, phase: str) -> Iterator[None]:
         yield
@@ -99,13 +106,13 @@ class OneRank:
 
 
 class Rendezvous:
-    """Where the other ranks find rank 0: a store on a port that is bound, on `host` alone, before anybody is told of it."""
+    """Where the other ranks find rank 0: a store on a port that is bound, on `address` alone, before anybody is told of it."""
 
-    def __init__(self, host: str) -> None:
-        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    def __init__(self, address: str) -> None:
+        listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = listening.getsockname()[1]
-        self.address = f"{host}:{port}"
-        self.store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        self.endpoint = f"{address}:{port}"
+        self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s: float, sums_in_backward: bool) -> Ranks:
@@ -116,10 +123,10 @@ def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s:
     if place.world_size == 1:
         return OneRank()
     assert (rendezvous is not None) == (place.rank == 0), "rank 0 hosts the rendezvous, and only rank 0"
-    host, port = place.rendezvous.rsplit(":", 1)
+    address, port = place.rendezvous.rsplit(":", 1)
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = rendezvous.store if rendezvous is not None else TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        store = rendezvous.store if rendezvous is not None else TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         group = _open_group(place, store, timeout)
     except (DistError, RuntimeError) as error:
         missing = f"rank {place.rank} of {place.world_size} did not meet the other learner ranks at {place.rendezvous} in {timeout_s:g} s (timeouts.learn_s)"
@@ -134,7 +141,7 @@ def _open_group(place: LearnerPlace, store: Any, timeout: timedelta) -> ProcessG
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # Without it gloo asks the host's name for an address, which may be one that nobody else reaches.
-    options._devices = [ProcessGroupGloo.create_device(hostname=place.host)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=place.address)]
     on_cpu = ProcessGroupGloo(PrefixStore(f"{GROUP_NAME}.gloo", store), place.rank, place.world_size, options)
     group._register_backend(torch.device("cpu"), gloo, on_cpu)
     device = torch.device(place.device)
@@ -178,20 +185,23 @@ class DistributedRanks:
     def barrier(self) -> None:
         self._reduced([0], ReduceOp.SUM)
 
+    def meet(self, flag: bool) -> bool:
+        started_s = time.time()
+        any_flag = bool(self.max(int(flag)))
+        self._times.append(Waited("wait for ranks", started_s, time.time()))
+        return any_flag
+
     def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         if self._sums_in_backward:
             return
         started_s = time.time()
-        # The first thing all ranks do together after their rows, of which they may have had more or fewer: here the quick ones wait.
-        self.barrier()
-        met_s = time.time()
         for bucket in _buckets(gradients):
             # In float32, whatever the gradients are: a sum over ranks must not lose more than the sum over rows.
             flat = torch.cat([gradient.reshape(-1).float() for gradient in bucket])
             self._all_reduce(flat, ReduceOp.SUM)
             for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
-        self._times += [Waited("wait for ranks", started_s, met_s), Waited("reduce gradients", met_s, time.time())]
+        self._times.append(Waited("reduce gradients", started_s, time.time()))
 
     @contextmanager
     def of_phase(self, phase: str) -> Iterator[None]:

@@ -43,6 +43,8 @@ class Segment:
     """The step that drew the sample; a later one may learn the segment."""
     actor: str | None = None
     """Who generated the rollout; None in channel A."""
+    weight_version: int | None = None
+    """Of the weights that generated it; None in channel A."""
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) + len(self.target.token_ids)

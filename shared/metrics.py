@@ -97,6 +97,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/staleness_max", Reduction.MAX, "The same of the oldest rollout; 0 without `rollout_matching.max_staleness`."),
     Metric("rollout/num_compared_tokens", Reduction.SUM, "Sampled tokens whose log-probability was compared; absent where none was."),
     Metric("rollout/logprob_max_abs", Reduction.MAX, "Largest difference between the learner's and the engine's log-probability of a sampled token, in nats."),
+    Metric("rollout/num_logprob_outliers", Reduction.SUM, "Compared tokens that differ by more than `rollout_matching.logprob_tolerance`."),
+    _ratio("rollout/logprob_outlier_rate", "rollout/num_logprob_outliers", "rollout/num_compared_tokens", "Their share of the compared ones."),
     # Rows.
     Metric("packing/num_segments", Reduction.SUM, "Segments learned."),
     Metric("packing/num_rows", Reduction.SUM, "Rows: forwards."),

@@ -81,7 +81,7 @@ def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: py
     for plan in RunSchedule(config).plans():
         learner.next_requests(plan)
         learner.finish_step()
-    learner.save(folder / "checkpoint")
+    learner.publisher.save(folder / "checkpoint")
     return folder / "checkpoint"
 
 

@@ -205,7 +205,8 @@ class RolloutMatchingSection(Section):
 
     logprob_tolerance: PositiveFloat | None = None
     """Largest absolute difference, in nats, between the learner's and the engine's log-probability of a sampled token; null: by `model.dtype`,
-    1e-4 for float32 and 1 for bfloat16."""
+    1e-4 for float32 and 1 for bfloat16. In float32 the first token beyond it ends the run; in bfloat16, where an improbable one may round to anything, more
+    than 1 in 1,000 of a step's compared tokens and more than 10 do."""
 
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
     """When a response that repeats itself is ended early, in every backend alike."""

@@ -11,8 +11,8 @@ from config_support import configuration
 from learner_support import finish_step, make_learner
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from launch.checkpoints import INTERRUPTED_S, Checkpoints
-from shared.errors import StorageError
+from launch.checkpoints import Checkpoints
+from shared.errors import LearnerError, RolloutError, StorageError, WeightSyncError
 from shared.schedule import RunSchedule
 
 
@@ -20,9 +20,12 @@ class Writer:
     """A learner that writes one file per checkpoint, or fails as a full disk does."""
 
     def __init__(self):
-        self.full, self.events, self.finished = False, [], 0
+        self.full, self.events, self.finished, self.lost, self.stops = False, [], 0, False, []
 
-    def num_updates(self, *, timeout_s):
+    def stop(self, *, timeout_s):
+        self.stops.append(timeout_s)
+        if self.lost:
+            raise LearnerError("its process ended", phase="stop")
         return self.finished
 
     def save(self, folder, *, timeout_s=None):
@@ -33,23 +36,38 @@ class Writer:
         self.events.append((folder.name, sorted(path.name for path in folder.parent.iterdir()), timeout_s))
 
 
+class Told:
+    """Telemetry, as far as it hears of checkpoints."""
+
+    def __init__(self):
+        self.checkpoints, self.errors = [], []
+
+    def saved(self, checkpoint):
+        self.checkpoints.append(checkpoint)
+
+    def not_saved(self, error):
+        self.errors.append(error)
+
+
 @pytest.fixture
 def world(tmp_path, demo_checkpoint, demo_data):
     """A run's folder, its writer, and `Checkpoints` of a configuration."""
-    writer, told = Writer(), []
+    writer, told = Writer(), Told()
 
     def make(**checkpoint):
         (tmp_path / "run").mkdir(exist_ok=True)
-        config = configuration(demo_checkpoint, demo_data, tmp_path / "run", **{f"checkpoint__{key}": value for key, value in checkpoint.items()})
-        return Checkpoints(config, writer, told.append)
+        changes = {f"checkpoint__{key}": value for key, value in checkpoint.items()}
+        return Checkpoints(configuration(demo_checkpoint, demo_data, tmp_path / "run", timeouts__interrupt_s=7.0, **changes), writer, told)
 
     make.run_dir, make.writer, make.told = tmp_path / "run", writer, told
     return make
 
 
-def interrupt(checkpoints):
-    with pytest.raises(KeyboardInterrupt), checkpoints.on_interrupt():
-        raise KeyboardInterrupt
+def end(checkpoints, error):
+    """The run ends early with this error, which stays what it was."""
+    with pytest.raises(type(error)) as caught, checkpoints.saved_at_an_early_end():
+        raise error
+    assert caught.value is error
 
 
 def index(run_dir):
@@ -66,7 +84,7 @@ def test_a_new_checkpoint_is_complete_before_an_old_one_goes(world):
     checkpoints.after_step(2)
     assert world.writer.events[1] == ("step_000002", ["step_000001", "step_000002"], None)
     assert there(world.run_dir) == ["checkpoints/step_000002/weights"]
-    assert world.told == [world.run_dir / "checkpoints" / f"step_00000{step}" for step in (1, 2)]
+    assert world.told.checkpoints == [world.run_dir / "checkpoints" / f"step_00000{step}" for step in (1, 2)]
 
 
 def test_the_index_says_folder_step_f1_and_why(world):
@@ -99,8 +117,10 @@ def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(
     checkpoints = world(save_steps=5)
     checkpoints.after_step(6)
     world.writer.finished = 7  # the interruption came before the driver had heard of it
-    interrupt(checkpoints)
-    assert world.writer.events[-1][0::2] == ("checkpoint_interrupted_000007", INTERRUPTED_S)
+    end(checkpoints, KeyboardInterrupt())
+    name, _, left_s = world.writer.events[-1]
+    assert (name, world.writer.stops) == ("checkpoint_interrupted_000007", [7.0])
+    assert 6.0 < left_s <= 7.0, "one limit for the learner's present row and for the writing"
     assert index(world.run_dir)[-1] == {"folder": "checkpoint_interrupted_000007", "step": 7, "f1": None, "reasons": ["interrupted"]}
 
 
@@ -108,8 +128,31 @@ def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(
 def test_without_an_update_or_when_it_is_not_wanted_an_interruption_saves_nothing(world, config):
     checkpoints = world(**config)
     world.writer.finished = 1 if config else 0
-    interrupt(checkpoints)
-    assert world.writer.events == []
+    end(checkpoints, KeyboardInterrupt())
+    assert world.writer.events == world.told.errors == []
+
+
+@pytest.mark.parametrize("error", [RolloutError("gone", actor="server-0", phase="generate"), WeightSyncError("late", actor="rollout-actor-0", phase="wire")])
+def test_a_run_that_a_rollout_or_a_sync_ends_saves_its_last_finished_update(world, error):
+    world.writer.finished = 3
+    end(world(), error)
+    assert index(world.run_dir) == [{"folder": "checkpoint_interrupted_000003", "step": 3, "f1": None, "reasons": ["failed"]}]
+    assert world.told.checkpoints == [world.run_dir / "checkpoint_interrupted_000003"]
+
+
+def test_what_a_failed_learner_holds_is_not_saved(world):
+    world.writer.finished = 3
+    end(world(), LearnerError("the gradient norm is nan", phase="update"))
+    assert (world.writer.stops, world.told.checkpoints) == ([], [])
+
+
+def test_weights_that_cannot_be_saved_are_told_and_the_run_ends_with_what_ended_it(world):
+    world.writer.finished, world.writer.full = 3, True
+    end(world(), RolloutError("gone", actor="server-0", phase="generate"))
+    world.writer.lost = True
+    end(world(), KeyboardInterrupt())
+    assert [type(error) for error in world.told.errors] == [StorageError, LearnerError]
+    assert there(world.run_dir) == []
 
 
 def test_a_run_that_keeps_nothing_on_its_way_writes_no_index_before_its_end(world):
@@ -136,27 +179,27 @@ class Saves:
         self._learner = learner
 
     def save(self, folder, *, timeout_s=None):
-        self._learner.save(folder)
+        self._learner.publisher.save(folder)
 
 
 def test_every_checkpoint_loads_elsewhere_with_the_weights_of_its_step(learner):
     config, trained = learner
-    checkpoints, weights = Checkpoints(config, Saves(trained), lambda _: None), {}
+    checkpoints, weights = Checkpoints(config, Saves(trained), Told()), {}
     for plan in RunSchedule(config).plans():
         trained.next_requests(plan)
         finish_step(trained)
-        weights[plan.step + 1] = {name: parameter.detach().clone() for name, parameter in trained._loaded.model.named_parameters()}
+        weights[plan.step + 1] = {name: parameter.detach().clone() for name, parameter in trained.loaded.model.named_parameters()}
         checkpoints.after_step(plan.step + 1)
     for entry in index(config.telemetry.run_dir):
         folder = config.telemetry.run_dir / entry["folder"]
         model = AutoModelForImageTextToText.from_pretrained(folder)
         assert all(torch.equal(parameter, weights[entry["step"]][name]) for name, parameter in model.named_parameters())
-        assert AutoProcessor.from_pretrained(folder).tokenizer.convert_tokens_to_ids("<|coord_0|>") == trained._loaded.codec.coord_id(0)
+        assert AutoProcessor.from_pretrained(folder).tokenizer.convert_tokens_to_ids("<|coord_0|>") == trained.loaded.codec.coord_id(0)
 
 
 def test_a_disk_that_fills_while_the_weights_are_written_leaves_the_older_checkpoint_and_no_half_one(learner):
     config, trained = learner
-    checkpoints, folder = Checkpoints(config, Saves(trained), lambda _: None), config.telemetry.run_dir / "checkpoints"
+    checkpoints, folder = Checkpoints(config, Saves(trained), Told()), config.telemetry.run_dir / "checkpoints"
     checkpoints.after_step(1)
     before = {path.name: path.stat().st_size for path in (folder / "step_000001").iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

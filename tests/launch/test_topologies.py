@@ -139,7 +139,7 @@ def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_proc
     run = Command(tmp_path, warm_checkpoint, demo_data, *overrides, experiment="stage2_2learners")
     try:
         run.wait_for("step    2/500")
-        os.kill(run.process_called("LearnerShell"), signal.SIGKILL)
+        os.kill(run.process_called("LearnerActor"), signal.SIGKILL)
         assert run.process.wait(timeout=120) == 1, run.output
         run.assert_nothing_left()
     finally:

@@ -100,7 +100,7 @@ def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_
     one.publisher.done()
     assert trained.expanded_token_ids == untrained.expanded_token_ids
     assert max(abs(a - b) for a, b in zip(trained.expected_logprobs, untrained.expected_logprobs, strict=True)) > 0.01
-    one.save(tmp_path / "saved")
+    one.publisher.save(tmp_path / "saved")
     base = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
     models = (AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32), PeftModel.from_pretrained(base, tmp_path / "saved/adapter"))
     ids_1T = torch.tensor([trained.expanded_token_ids[-20:]])

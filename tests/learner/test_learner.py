@@ -35,7 +35,7 @@ def channel_b_step(config, rounds):
     for round_ in rounds:
         learner.accumulate([rollouts[i] for i in round_])
     report = finish_step(learner)
-    return report, {name: parameter.detach().clone() for name, parameter in learner._loaded.model.named_parameters()}
+    return report, {name: parameter.detach().clone() for name, parameter in learner.loaded.model.named_parameters()}
 
 
 def test_rows_losses_and_weights_do_not_depend_on_how_the_step_was_cut_into_rounds(config):
@@ -111,15 +111,15 @@ def test_a_sample_that_is_too_long_is_refused_before_the_start_with_the_numbers(
 
 def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):
     learner = make_learner(config())
-    learner.save(tmp_path / "checkpoint")
-    learner.save(tmp_path / "checkpoint")
+    learner.publisher.save(tmp_path / "checkpoint")
+    learner.publisher.save(tmp_path / "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in (tmp_path / "checkpoint").iterdir()}
 
 
 def responses(learner, plan, texts):
     """Begin a channel-B step and answer its requests with these texts, in turn."""
-    rollouts, codec = half_right(learner, plan), learner._loaded.codec
+    rollouts, codec = half_right(learner, plan), learner.loaded.codec
     return [replace(rollout, response_token_ids=tuple(codec.encode(texts[i % len(texts)]))) for i, rollout in enumerate(rollouts)]
 
 
@@ -154,11 +154,11 @@ def test_training_uses_one_sequence_and_one_forward_pass(config):
     """Scenario: every sample is in exactly one forward, as one canonical sequence."""
     learner = make_learner(config())
     forwards = []
-    learner._loaded.model.model.register_forward_pre_hook(lambda module, args, kwargs: forwards.append(kwargs["input_ids"][0].tolist()), with_kwargs=True)
+    learner.loaded.model.model.register_forward_pre_hook(lambda module, args, kwargs: forwards.append(kwargs["input_ids"][0].tolist()), with_kwargs=True)
     learner.accumulate(half_right(learner, RunSchedule(config()).plan(1)))
     report = finish_step(learner)
     assert len(forwards) == report.metrics["packing/num_rows"]
-    eos = learner._loaded.codec.eos_token_id
+    eos = learner.loaded.codec.eos_token_id
     # A prompt holds one <|im_end|> (the user's turn), a target one more.
     assert sum(tokens.count(eos) for tokens in forwards) == 2 * 12
     assert sum(map(len, forwards)) == report.metrics["packing/num_tokens"]
@@ -169,7 +169,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
     settings = config(training__gradient_accumulation_steps=12, training__effective_batch_size=None, stage2_ab__channel_b__rollouts_per_step=None)
     learner = make_learner(settings)
     updates = []
-    learner._updater._optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    learner.updater.optimizer.register_step_post_hook(lambda *_: updates.append(1))
     rollouts = half_right(learner, RunSchedule(settings).plan(1))
     assert len(rollouts) == 12, "unset, rollouts_per_step is the derived global batch"
     learner.accumulate(rollouts)

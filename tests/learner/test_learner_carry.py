@@ -73,10 +73,10 @@ def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(config):
     rollouts = half_right(learner, RunSchedule(config()).plan(0))
     losses = []
     for rollout, sample in zip(rollouts, learner._current.samples, strict=True):
-        target = rollout_target(rollout, sample, learner._loaded.codec, learner._rules)
+        target = rollout_target(rollout, sample, learner.loaded.codec, learner._rules)
         segment = Segment(rollout.position, learner._encoder.encode(sample), target)
-        row = collate([segment], text_weights=learner._text_weights[Channel.B], rope_index=learner._loaded.model.model.get_rope_index)
-        losses.append(backward_row(learner._loaded.model, row, learner._objectives[Channel.B], learner._sampled_under).loss)
+        row = collate([segment], text_weights=learner._text_weights[Channel.B], rope_index=learner.loaded.model.model.get_rope_index)
+        losses.append(backward_row(learner.loaded.model, row, learner._objectives[Channel.B], learner._sampled_under).loss)
     assert report.metrics["loss/total"] == pytest.approx(sum(losses) / 8, rel=1e-5)
 
 
@@ -91,5 +91,5 @@ def test_carry_buffer_overflow_fails_fast_with_actionable_guidance(config):
 
 def test_the_same_configuration_gives_the_same_weights_twice(config):
     first, second = run_steps(config(), 2)[0], run_steps(config(), 2)[0]
-    pairs = zip(first._loaded.model.parameters(), second._loaded.model.parameters(), strict=True)
+    pairs = zip(first.loaded.model.parameters(), second.loaded.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -47,7 +47,7 @@ def two_steps(config):
     second = half_right(learner, schedule.plan(1))
     learner.accumulate(first[6:])
     reports = [finish_step(learner)]
-    learner.sync_done()
+    learner.publisher.done()
     learner.accumulate(of_version(second[:6], 0))
     learner.accumulate(fresh(second[6:], 1))
     reports.append(finish_step(learner))
@@ -83,8 +83,8 @@ def test_fresh_rollouts_are_compared_all_the_same(config):
 def test_a_rollout_two_versions_old_ends_the_run(config):
     learner = make_learner(config())
     rollouts = half_right(learner, RunSchedule(config()).plan(0))
-    learner.sync_done()
-    learner.sync_done()
+    learner.publisher.done()
+    learner.publisher.done()
     with pytest.raises(RolloutError, match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"):
         learner.accumulate(rollouts)
 
@@ -99,5 +99,5 @@ def test_at_most_two_steps_are_in_progress(config):
 
 def test_stale_or_not_the_same_run_gives_the_same_weights_twice(config):
     first, second = two_steps(config())[0], two_steps(config())[0]
-    pairs = zip(first._loaded.model.parameters(), second._loaded.model.parameters(), strict=True)
+    pairs = zip(first.loaded.model.parameters(), second.loaded.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

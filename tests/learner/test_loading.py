@@ -41,16 +41,16 @@ def losses(config, steps):
 def test_bfloat16_learns_as_float32_does(config):
     learner, bf16 = losses(config(model__dtype="bfloat16"), 8)
     _, fp32 = losses(config(), 8)
-    assert {parameter.dtype for parameter in learner._loaded.model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in learner.loaded.model.parameters()} == {torch.bfloat16}
     assert fp32[-1] < 0.8 * fp32[0]
     assert bf16 == pytest.approx(fp32, rel=0.03)
 
 
 def test_a_bfloat16_checkpoint_is_saved_in_bfloat16(config, tmp_path):
     learner, _ = losses(config(model__dtype="bfloat16"), 1)
-    learner.save(tmp_path / "checkpoint")
+    learner.publisher.save(tmp_path / "checkpoint")
     again = load_model(config(model__path=str(tmp_path / "checkpoint"), model__dtype="bfloat16"), torch.device("cpu")).model
-    for (name, mine), (_, loaded) in zip(learner._loaded.model.named_parameters(), again.named_parameters(), strict=True):
+    for (name, mine), (_, loaded) in zip(learner.loaded.model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(mine, loaded), name
     assert (tmp_path / "checkpoint" / "model.safetensors").stat().st_size < 2.2 * sum(parameter.numel() for parameter in again.parameters())
 
@@ -60,7 +60,7 @@ def test_recomputed_activations_change_no_bit_frozen_parts_or_not(config, frozen
     kept, kept_losses = losses(config(training__parts=frozen), 2)
     recomputed, recomputed_losses = losses(config(training__parts=frozen, model__gradient_checkpointing=True), 2)
     assert kept_losses == recomputed_losses
-    pairs = zip(kept._loaded.model.parameters(), recomputed._loaded.model.parameters(), strict=True)
+    pairs = zip(kept.loaded.model.parameters(), recomputed.loaded.model.parameters(), strict=True)
     assert all(torch.equal(mine, other) for mine, other in pairs)
 
 
@@ -68,7 +68,7 @@ def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
     frozen = {"vision_tower": {"frozen": True}}
     learner, _ = losses(config(training__parts=frozen, training__weight_decay=0.1), 2)
     start = dict(load_model(config(), torch.device("cpu")).model.named_parameters())
-    moved = {name for name, parameter in learner._loaded.model.named_parameters() if not torch.equal(parameter, start[name])}
+    moved = {name for name, parameter in learner.loaded.model.named_parameters() if not torch.equal(parameter, start[name])}
     assert {part_of(name) for name in moved} == {Part.ALIGNER, Part.LANGUAGE_MODEL}
     assert {name for name in start if part_of(name) is Part.LANGUAGE_MODEL} <= moved
 

@@ -22,6 +22,7 @@ def test_counts_are_summed_and_compared_over_ranks(collectives):
         assert (rank["sum"], rank["max"]) == (3, 10)
         assert rank["same"] is None
         assert rank["different"] == 1, "the first of the values that differ"
+        assert rank["met"] is True, "a flag of one rank is everybody's"
 
 
 def test_gradients_are_summed_in_float32_and_every_rank_holds_the_same_bits(collectives):
@@ -35,7 +36,7 @@ def test_waiting_and_summing_are_timed_apart(collectives):
     for rank in collectives:
         (wait, waited_from, waited_to), (reduce, reduced_from, reduced_to) = rank["times"]
         assert (wait, reduce) == ("wait for ranks", "reduce gradients")
-        assert waited_from <= waited_to == reduced_from < reduced_to
+        assert waited_from <= waited_to <= reduced_from < reduced_to
 
 
 def test_the_group_leaves_torchs_default_group_to_others(collectives):
@@ -44,7 +45,7 @@ def test_the_group_leaves_torchs_default_group_to_others(collectives):
 
 def test_the_rendezvous_is_bound_to_its_address_alone_before_it_is_published():
     rendezvous = Rendezvous("127.0.0.1")
-    host, port = rendezvous.address.split(":")
+    host, port = rendezvous.endpoint.split(":")
     assert host == "127.0.0.1"
     socket.create_connection((host, int(port)), timeout=5).close()
     with pytest.raises(OSError):
@@ -54,13 +55,13 @@ def test_the_rendezvous_is_bound_to_its_address_alone_before_it_is_published():
 def test_one_rank_asks_nobody():
     ranks = join_ranks(LearnerPlace("rollmatch_gloo", ()), None, timeout_s=1.0, sums_in_backward=False)
     assert isinstance(ranks, OneRank)
-    assert (ranks.sum(3), ranks.max(3), ranks.first_difference([1]), ranks.take_times()) == (3, 3, None, [])
+    assert (ranks.sum(3), ranks.max(3), ranks.first_difference([1]), ranks.meet(False), ranks.take_times()) == (3, 3, None, False, [])
 
 
 def test_a_rank_that_does_not_come_is_missed_with_the_address_and_the_key():
     rendezvous = Rendezvous("127.0.0.1")
-    place = LearnerPlace("rollmatch_gloo", (), rank=0, world_size=2, rendezvous=rendezvous.address)
-    with pytest.raises(CollectiveError, match=rf"rank 0 of 2 did not meet the other learner ranks at {rendezvous.address} in 1 s \(timeouts\.learn_s\)"):
+    place = LearnerPlace("rollmatch_gloo", (), rank=0, world_size=2, rendezvous=rendezvous.endpoint)
+    with pytest.raises(CollectiveError, match=rf"rank 0 of 2 did not meet the other learner ranks at {rendezvous.endpoint} in 1 s \(timeouts\.learn_s\)"):
         join_ranks(place, rendezvous, timeout_s=1.0, sums_in_backward=False)
 
 

@@ -1,13 +1,16 @@
 """The driver's end of the learner on Ray: every wait ends, and says what ended it (DESIGN 5, decision 14)."""
 
 import os
+import signal
+import threading
 import time
 
 import pytest
 import ray
 
-from learner.actor import RemoteLearner
+from learner.actor import STOPPING
 from learner.place import LearnerPlace, ReceiverGroup
+from learner.remote_learner import RemoteLearner
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
@@ -17,10 +20,11 @@ pytestmark = pytest.mark.ray
 
 
 class Shell:
-    """The methods of `LearnerShell` that misbehave here."""
+    """The methods of `LearnerActor` that misbehave here."""
 
     def __init__(self, rank=0):
         self.rank = rank
+        self.told_to_stop = threading.Event()
 
     def start(self, *arguments):
         raise ConfigError("model.path: no")
@@ -42,6 +46,18 @@ class Shell:
     def finish_step(self):
         os._exit(1)
 
+    def score(self, *shares):
+        """Until it is told to stop."""
+        self.told_to_stop.wait(60)
+        return []
+
+    @ray.method(concurrency_group=STOPPING)
+    def stop(self):
+        self.told_to_stop.set()
+
+    def num_updates(self):
+        return 5
+
     def send_weights(self, offer):
         raise WeightSyncError("nobody came", actor="learner", phase="rendezvous")
 
@@ -49,9 +65,12 @@ class Shell:
         return SyncReport(offer.version, 10, {"load": 1.0}, 0.0)
 
 
+RemoteShell = ray.remote(concurrency_groups={STOPPING: 1})(Shell)
+
+
 @pytest.fixture
 def learner(ray_cluster):
-    actor = ray.remote(Shell).options(num_cpus=0).remote()
+    actor = RemoteShell.options(num_cpus=0).remote()
     yield lambda **timeouts: RemoteLearner([actor], TimeoutsSection(**timeouts))
     ray.kill(actor)
 
@@ -88,7 +107,7 @@ def test_a_failed_send_arrives_through_its_future(learner):
 
 @pytest.fixture
 def two_ranks(ray_cluster):
-    actors = [ray.remote(Shell).options(num_cpus=0).remote(rank) for rank in (0, 1)]
+    actors = [RemoteShell.options(num_cpus=0).remote(rank) for rank in (0, 1)]
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     yield lambda **timeouts: RemoteLearner(actors, TimeoutsSection(**timeouts))
     for actor in actors:
@@ -110,3 +129,50 @@ def test_a_rank_that_does_not_answer_is_named(two_ranks):
 
 def test_answers_come_in_rank_order(two_ranks):
     assert two_ranks().held_out_requests(7) == [["0/7"], ["1/7"]]
+
+
+def test_ranks_that_are_told_to_stop_are_free_at_once_and_say_how_many_updates_they_hold(two_ranks):
+    remote = two_ranks(learn_s=0.5)
+    with pytest.raises(LearnerError, match=r"score on the learner: no answer from rank 0, 1 in 0\.5 s"):
+        remote.score([[], []])
+    started = time.monotonic()
+    assert remote.stop(timeout_s=20.0) == 5
+    assert time.monotonic() - started < 10
+
+
+def test_a_rank_that_does_not_become_free_is_named_with_the_key(two_ranks):
+    remote = two_ranks(learn_s=0.5)
+    with pytest.raises(LearnerError):
+        remote.next_requests(StepPlan(0, "A", 1, 1, False, False))
+    with pytest.raises(
+        LearnerError, match=r"stop on the learner: no answer from rank 0, 1 in 1 s \(timeouts\.interrupt_s\); .*, or raise timeouts\.interrupt_s"
+    ):
+        remote.stop(timeout_s=1.0)
+
+
+class Asked:
+    """A rank's handle whose calls are only written down; the first rank's are answered by Ctrl-C."""
+
+    def __init__(self, rank, asked):
+        self._rank, self._asked = rank, asked
+
+    def __getattr__(self, name):
+        self._name = name
+        return self
+
+    def remote(self, *arguments):
+        if self._rank == 0 and self._name == "finish_step":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        self._asked.append((self._name, self._rank))
+
+
+def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call(ray_cluster):
+    """Else one rank would be in the collectives of a step's end, and the other in those of the checkpoint that follows."""
+    asked = []
+    remote = RemoteLearner([Asked(rank, asked) for rank in (0, 1)], TimeoutsSection())
+    with pytest.raises(KeyboardInterrupt):
+        remote.finish_step()
+    with pytest.raises(TypeError):  # nobody answers here
+        remote.stop(timeout_s=1.0)
+    assert asked == [("finish_step", 0), ("finish_step", 1), ("stop", 0), ("stop", 1)]

@@ -27,7 +27,7 @@ from shared.weight_sync import SendReport
 
 
 class LocalLearner:
-    """What `learner.actor.RemoteLearner` of one rank is, without a process of its own. Remembers every rollout."""
+    """What `learner.remote_learner.RemoteLearner` of one rank is, without a process of its own. Remembers every rollout."""
 
     def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
         self.learner = Learner(config, LearnerPlace("rollmatch_gloo", (ReceiverGroup(receiver_ranks),)))
@@ -54,19 +54,19 @@ class LocalLearner:
         return self.learner.score(_get(done))
 
     def offer_weights(self) -> WeightOffer:
-        return self.learner.offer_weights()
+        return self.learner.publisher.offer()
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self._send, offer)
 
     def sync_done(self) -> None:
-        self.learner.sync_done()
+        self.learner.publisher.done()
 
     def fall_back_to_full(self) -> None:
-        self.learner.fall_back_to_full()
+        self.learner.publisher.fall_back_to_full()
 
     def _send(self, offer: WeightOffer) -> SendReport:
-        report = self.learner.send_weights(offer)
+        report = self.learner.publisher.send(offer)
         self.sent_s.append(time.time())
         return report
 

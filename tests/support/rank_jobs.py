@@ -38,7 +38,7 @@ def learn(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig,
     """The first steps of a run, in rounds of at most `chunk` rollouts of each rank; every response is half of the ground truth. None: no checkpoint."""
     learner = Learner(config, place, rendezvous)
     backwards: list[int] = []
-    learner._loaded.model.lm_head.register_full_backward_hook(lambda *_: backwards.append(1))
+    learner.loaded.model.lm_head.register_full_backward_hook(lambda *_: backwards.append(1))
     learned = Learned([], {}, [], [], 0)
     for plan in list(RunSchedule(config).plans())[:num_steps]:
         rollouts = half_right(learner, plan)
@@ -52,16 +52,16 @@ def learn(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig,
         learned.reports.append(learner.finish_step())
     learned.weights = whole_weights(learner)
     if checkpoint is not None:
-        learner.save(checkpoint)
+        learner.publisher.save(checkpoint)
     learned.num_rows = len(backwards)
     learner.close()
     return learned
 
 
 def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
-    learner._parallel.gather()
-    weights = {name: tensor.float().clone() for name, tensor in learner._parallel.weights.tensors()}
-    learner._parallel.drop()
+    learner.parallel.gather()
+    weights = {name: tensor.float().clone() for name, tensor in learner.parallel.weights.tensors()}
+    learner.parallel.release()
     return weights
 
 
@@ -77,8 +77,10 @@ def collectives(place: LearnerPlace, rendezvous: Rendezvous | None) -> dict[str,
     gradients = [torch.randn(shape, generator=generator) for shape in ((3, 5), (BUCKET_ELEMENTS + 7,), (2,), ())]
     gradients.append(torch.randn(4, generator=generator).to(torch.bfloat16))
     before = [gradient.clone() for gradient in gradients]
+    met = ranks.meet(place.rank == 1)
     ranks.sum_gradients(gradients)
     return {
+        "met": met,
         "sum": ranks.sum(place.rank + 1),
         "max": ranks.max(place.rank * 10),
         "same": ranks.first_difference([1, -5, 2**40]),
@@ -110,7 +112,7 @@ def not_finite(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunCo
     learner = Learner(config, place, rendezvous)
     learner.accumulate(half_right(learner, RunSchedule(config).plan(1)))
     if place.rank == 1:
-        parameter = next(learner._loaded.model.parameters())
+        parameter = next(learner.loaded.model.parameters())
         parameter.grad = torch.full_like(parameter, float("nan"))
     learner.finish_step()
 
@@ -140,13 +142,13 @@ class Synced:
 
 def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, folder: Path) -> Synced:
     learner = Learner(config, place, rendezvous)
-    versions = [learner._version]
-    offer = learner.offer_weights()
-    versions.append(learner._version)
-    weights = dict(learner._parallel.weights.tensors()) if place.rank == 0 else {}
-    learner.sync_done()
-    versions.append(learner._version)
-    learner.save(folder)
+    versions = [learner.publisher.version]
+    offer = learner.publisher.offer()
+    versions.append(learner.publisher.version)
+    weights = dict(learner.parallel.weights.tensors()) if place.rank == 0 else {}
+    learner.publisher.done()
+    versions.append(learner.publisher.version)
+    learner.publisher.save(folder)
     loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
     saved = dict(loaded.named_parameters())
     held_out = [request.position for request in learner.held_out_requests(0)]
@@ -158,6 +160,6 @@ def drifts(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig
     """One bit of one of rank 1's weights is another."""
     learner = Learner(config, place, rendezvous)
     if place.rank == 1:
-        weight = learner._loaded.model.get_parameter("model.language_model.layers.1.mlp.up_proj.weight")
+        weight = learner.loaded.model.get_parameter("model.language_model.layers.1.mlp.up_proj.weight")
         weight.data.view(torch.int32)[0, 0] ^= 1
-    learner.offer_weights()
+    learner.publisher.offer()

@@ -78,7 +78,7 @@ def _serve(pipe: Connection) -> None:
             return
         if message == "rendezvous":
             rendezvous = Rendezvous("127.0.0.1")
-            pipe.send(rendezvous.address)
+            pipe.send(rendezvous.endpoint)
             continue
         job, place, arguments = message
         try:

@@ -1,0 +1,201 @@
+"""The learner as the driver has it: all ranks as one, with a timeout on every wait."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from learner.place import LearnerPlace
+from shared.config import RunConfig
+from shared.config.timeouts import TimeoutsSection
+from shared.errors import CollectiveError, LearnerError
+from shared.evaluation import Scene
+from shared.protocols import MakeBackend
+from shared.reports import RankReport, StepReport, merge_reports
+from shared.rollouts import SyncReport, WeightOffer
+from shared.schedule import StepPlan
+from shared.weight_sync import MARGIN_S, SendReport, SyncPhase, all_phases_s
+
+T = TypeVar("T")
+
+GRACE_S = 3.0
+"""Given to the other ranks when one has failed: the one whose connection broke often speaks before the one that broke it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """What all ranks are asked at once, and how long that may take."""
+
+    phase: str
+    timeout_s: float
+    timeout_key: str
+
+
+class RemoteLearner:
+    """All ranks as the driver uses them (`launch.driver.DrivesLearner`). A list over ranks is in rank order."""
+
+    def __init__(self, actors: Sequence[Any], timeouts: TimeoutsSection) -> None:
+        """`actors` are handles of `LearnerActor`s, rank by rank."""
+        self._actors = tuple(actors)
+        self._timeouts = timeouts
+        self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask-learner")
+        self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner")
+        self.num_threads = 0
+        """Of torch in each rank's process, once they have started."""
+        self.received_version = 0
+        """Of the weights that the ranks' backends took last; 0 before the first sync."""
+
+    def start(self, config: RunConfig, places: Sequence[LearnerPlace], make_backend: MakeBackend | None = None) -> None:
+        """Returns when every rank has loaded model and data and, where there is one, its backend. Raises what a rank finds wrong with them."""
+        starting = _Wait("start", self._timeouts.start_s, "timeouts.start_s")
+        if len(places) > 1:
+            (endpoint,) = self._wait(starting, [self._actors[0].open_rendezvous.remote(config)])
+            places = [replace(place, rendezvous=endpoint) for place in places]
+        refs = [actor.start.remote(config, place, make_backend) for actor, place in zip(self._actors, places, strict=True)]
+        self.num_threads = self._wait(starting, refs)[0]
+
+    def next_requests(self, plan: StepPlan) -> list[list[ray.ObjectRef]]:
+        return self._learn("next_requests", lambda rank: self._actors[rank].next_requests.remote(plan))
+
+    def accumulate(self, done: Sequence[Sequence[ray.ObjectRef]]) -> None:
+        self._learn("accumulate", lambda rank: self._actors[rank].accumulate.remote(*done[rank]))
+
+    def finish_step(self) -> StepReport:
+        reports: list[RankReport] = self._learn("finish_step", lambda rank: self._actors[rank].finish_step.remote())
+        return merge_reports(reports)
+
+    def held_out_requests(self, step: int) -> list[list[ray.ObjectRef]]:
+        return self._learn("held_out_requests", lambda rank: self._actors[rank].held_out_requests.remote(step))
+
+    def score(self, done: Sequence[Sequence[ray.ObjectRef]]) -> list[Scene]:
+        return list(itertools.chain(*self._learn("score", lambda rank: self._actors[rank].score.remote(*done[rank]))))
+
+    def offer_weights(self) -> WeightOffer:
+        """Every rank takes part, since a sharded model is gathered by all; rank 0 makes the offer."""
+        offer: WeightOffer = self._sync("offer_weights", lambda rank: self._actors[rank].offer_weights.remote())[0]
+        return offer
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        """Rank 0 sends, and keeps the limits of a sync's phases itself: it takes part in two, and says first what was late."""
+        ref = self._actors[0].send_weights.remote(offer)
+        call = _Wait("send_weights", 2 * self._timeouts.sync_phase_s + 5 * MARGIN_S, "timeouts.sync_phase_s")
+        return self._threads.submit(lambda: self._wait(call, [ref])[0])
+
+    def sync_done(self) -> None:
+        """Every rank knows that the offered version is the one that is served."""
+        self._sync("sync_done", lambda rank: self._actors[rank].sync_done.remote())
+
+    def fall_back_to_full(self) -> None:
+        """Rank 0, which alone has an adapter to offer, offers full weights from now on."""
+        call = _Wait("fall_back_to_full", self._timeouts.sync_phase_s, "timeouts.sync_phase_s")
+        self._wait(call, [self._actors[0].fall_back_to_full.remote()])
+
+    def stop(self, *, timeout_s: float) -> int:
+        """The run is being ended: every rank leaves what it is learning after its present row. Returns when all are free.
+
+        The number is that of the finished updates, which the weights are of. `timeout_s` is the configuration's timeouts.interrupt_s.
+        """
+        call = _Wait("stop", timeout_s, "timeouts.interrupt_s")
+        self._all(call, lambda rank: self._actors[rank].stop.remote())
+        num_updates: int = self._all(call, lambda rank: self._actors[rank].num_updates.remote())[0]
+        return num_updates
+
+    def save(self, folder: Path, *, timeout_s: float | None = None) -> None:
+        """Every rank takes part; rank 0 writes. Raises StorageError. `timeout_s`: what is left of timeouts.interrupt_s when a run is being ended."""
+        limit_s, key = (self._timeouts.learn_s, "timeouts.learn_s") if timeout_s is None else (timeout_s, "timeouts.interrupt_s")
+        self._all(_Wait("save", limit_s, key), lambda rank: self._actors[rank].save.remote(folder))
+
+    # Where the ranks generate their own rollouts
+
+    def generate(self, round_: Sequence[Sequence[ray.ObjectRef]]) -> Future[list[list[ray.ObjectRef]]]:
+        """Each rank generates what it is going to learn. The future holds, for each rank, references to its rollouts."""
+        sent = self._together(
+            lambda: {rank: self._actors[rank].generate.options(num_returns=2).remote(*requests) for rank, requests in enumerate(round_) if requests}
+        )
+        call = _Wait("generate", self._timeouts.generate_s, "timeouts.generate_s")
+
+        def collect() -> list[list[ray.ObjectRef]]:
+            self._wait(call, [count for _, count in sent.values()])
+            return [[sent[rank][0]] if rank in sent else [] for rank in range(len(round_))]
+
+        return self._threads.submit(collect)
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        """Each rank's backend takes the weights of its own learner. The future holds the slowest one's report."""
+        shared_offer = ray.put(offer)
+        refs = self._together(lambda: [actor.receive_weights.remote(shared_offer) for actor in self._actors])
+        # A backend waits for nobody and keeps no limits of its own: this one bounds the whole sync.
+        call = _Wait("receive_weights", all_phases_s(self._timeouts.sync_phase_s), f"{len(SyncPhase)} x timeouts.sync_phase_s")
+
+        def collect() -> SyncReport:
+            report = SyncReport.of_slowest(self._wait(call, refs))
+            self.received_version = offer.version
+            return report
+
+        return self._threads.submit(collect)
+
+    def _whose(self, refs: list[Any], ref: Any) -> str:
+        return "its" if len(self._actors) == 1 else f"rank {refs.index(ref)}'s"
+
+    def _learn(self, phase: str, ask: Callable[[int], Any]) -> list[Any]:
+        return self._all(_Wait(phase, self._timeouts.learn_s, "timeouts.learn_s"), ask)
+
+    def _sync(self, phase: str, ask: Callable[[int], Any]) -> list[Any]:
+        return self._all(_Wait(phase, self._timeouts.sync_phase_s, "timeouts.sync_phase_s"), ask)
+
+    def _all(self, call: _Wait, ask: Callable[[int], Any]) -> list[Any]:
+        return self._wait(call, self._together(lambda: [ask(rank) for rank in range(len(self._actors))]))
+
+    def _together(self, ask: Callable[[], T]) -> T:
+        """`ask()`, which asks several ranks, in a thread, where no signal is handled: an interruption between two of them would leave the ranks in
+        different collectives. One thread, so that what is asked after an interruption comes behind it on every rank.
+        """
+        return self._asking.submit(ask).result()
+
+    def _wait(self, call: _Wait, refs: list[Any]) -> list[Any]:
+        """Every rank's answer, or the error that says most."""
+        deadline = time.monotonic() + call.timeout_s
+        waiting, errors = list(refs), []
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            error = _error_of(ready[0], call.phase, self._whose(refs, ready[0]))
+            if error is not None:
+                errors.append(error)
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if errors:
+            # A rank that waited for another in vain knows less than the other.
+            raise min(errors, key=lambda error: isinstance(error, CollectiveError))
+        if waiting:
+            late = "" if len(self._actors) == 1 else f" from rank {', '.join(str(refs.index(ref)) for ref in waiting)}"
+            told = f"no answer{late} in {call.timeout_s:.3g} s ({call.timeout_key})"
+            look = "look at the learner's stack in the Ray dashboard or with `py-spy dump`"
+            raise LearnerError(f"{told}; {look}, or raise {call.timeout_key}", phase=call.phase)
+        return ray.get(refs)
+
+
+def _error_of(ref: Any, phase: str, whose: str) -> Exception | None:
+    try:
+        # The driver reads no payload here: a rollout's reference is never among those that are waited for.
+        ray.get(ref)
+    except RayError as error:
+        explained = _explained(error, phase, whose)
+        explained.__cause__ = error
+        return explained
+    return None
+
+
+def _explained(error: RayError, phase: str, whose: str) -> Exception:
+    """What the learner raised in place of Ray's exception around it, or what became of its process; `whose` is "its" or names a rank's."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return LearnerError(f"{whose} process ended; look for a lack of memory (dmesg) and at Ray's worker logs: {error}", phase=phase)
