@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -20,7 +21,8 @@ from launch.machine import Needs, cluster_nodes, device_memory
 from launch.memory_estimate import ModelShape, engine_estimate, learner_estimate, sequences_in_cache, shared_device_estimate
 from launch.path_checks import path_problems
 from launch.placement import Placement, Resources, plan_placement
-from launch.port_checks import port_problems, server_problems
+from launch.run_engines import settings_of_run
+from launch.server_checks import ask_servers, port_problems
 from launch.version_checks import version_problems
 from rollout_actors.engine_settings import Device
 from shared.config import RunConfig, load_config
@@ -34,6 +36,8 @@ class Findings:
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    max_images: int = 1
+    """Of a sample of the data; 1 where they could not be read."""
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -58,9 +62,10 @@ def preflight(config: RunConfig) -> Findings:
     if engine_devices(config) is not None:
         findings.lines += batch_algebra(config).describe()
     findings.lines += (f"note      {remark}" for remark in remarks(config))
-    for find in (version_problems, path_problems, server_problems, port_problems, _data_problems):
+    for find in (version_problems, path_problems, port_problems, partial(_data_problems, findings)):
         findings.problems += _all_of(find, config)
-    _placement(config, findings)
+    placement = _placement(config, findings)
+    findings.problems += _all_of(lambda config: _servers(config, placement, findings), config)
     return findings
 
 
@@ -74,7 +79,7 @@ def _all_of(find: Callable[[RunConfig], Iterable[str]], config: RunConfig) -> li
         return [str(error)]
 
 
-def _data_problems(config: RunConfig) -> Iterable[str]:
+def _data_problems(findings: Findings, config: RunConfig) -> Iterable[str]:
     """As `launch.train` finds them, and what the learner would: coord tokens, and samples that are too long."""
     from launch.data_checks import check_data
     from learner.heldout import HeldOut
@@ -84,7 +89,7 @@ def _data_problems(config: RunConfig) -> Iterable[str]:
     from learner.segments import PromptEncoder
     from shared.config.derive import num_b_steps
 
-    check_data(config)
+    findings.max_images = check_data(config).max_images
     tokens = load_tokens(config)
     encoder = PromptEncoder(tokens.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
     longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
@@ -94,18 +99,34 @@ def _data_problems(config: RunConfig) -> Iterable[str]:
     return []
 
 
-def _placement(config: RunConfig, findings: Findings) -> None:
-    """What will be placed where, what it needs there, and whether that is there."""
+def _placement(config: RunConfig, findings: Findings) -> Placement | None:
+    """What will be placed where, what it needs there, and whether that is there. None: that cannot be said."""
     try:
         nodes = cluster_nodes(config)
         placement = plan_placement(config, nodes)
         shape = ModelShape.read(Path(config.model.path))
     except ConfigError as error:
         findings.problems += error.problems
-        return
+        return None
     findings.lines += _describe(config, placement, nodes)
     findings.problems += _all_of(lambda config: _offload(config, placement), config)
     findings.problems += _memory(config, placement, shape, findings)
+    return placement
+
+
+def _servers(config: RunConfig, placement: Placement | None, findings: Findings) -> Iterable[str]:
+    """What the servers say, and what that makes of the run's rounds."""
+    section = rollout_servers(config)
+    if section is None:
+        return
+    answers = ask_servers(section, None if placement is None else settings_of_run(config, placement, max_images=findings.max_images))
+    findings.lines += answers.lines
+    yield from answers.problems
+    if answers.devices is not None:
+        try:
+            findings.lines += batch_algebra(config, answers.devices).describe()
+        except ValueError as error:
+            yield f"rollout_matching.decode_batch_size: {error}"
 
 
 def _offload(config: RunConfig, placement: Placement) -> Iterable[str]:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,8 +22,6 @@ from shared.errors import ConfigError, RolloutError, UnreachableError
 T = TypeVar("T")
 
 SECTION = "rollout_matching.vllm.server"
-HEALTH_ROUTES = {"rollmatch": "/health/", "vllm": "/health"}
-"""By `server.kind`. A stock server would only redirect from the other form."""
 POLL_S = 0.5
 """Between two questions whether a starting server is up."""
 WATCH_S = 10.0
@@ -46,9 +44,13 @@ class ServerAddress:
     timeout_s: float
     infer_timeout_s: float | None
     """None: no limit, and the server is watched instead."""
-    health_route: str
-    """What a server of this kind answers as soon as it is up."""
+    kind: Literal["rollmatch", "vllm"]
     token: str | None = field(default=None, repr=False)
+
+    @property
+    def health_route(self) -> str:
+        """What the server answers as soon as it is up. A stock one would only redirect from the form with a slash."""
+        return "/health" if self.kind == "vllm" else "/health/"
 
 
 def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
@@ -67,7 +69,7 @@ def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
             entry.base_url,
             section.timeout_s,
             limit_s if limit_s is not None and limit_s > 0 else None,
-            HEALTH_ROUTES[section.kind],
+            section.kind,
             token,
         )
         for index, entry in enumerate(section.servers)
@@ -97,8 +99,7 @@ class HttpClient:
     def __init__(self, name: str, address: ServerAddress, *, command: str, watch_s: float = WATCH_S) -> None:
         """`name` is the server's among the rollout actors; `command` is how such a server is started, for messages."""
         self._health, self._watch_s = address.health_route, watch_s
-        self.name, self.address = name, address
-        self._command = command
+        self.name, self.address, self.command = name, address, command
         self._headers = {} if address.token is None else {"Authorization": f"Bearer {address.token}"}
         local = is_loopback(urlsplit(address.base_url).hostname or "")
         # A proxy of the environment is no way to this machine's own address.
@@ -205,7 +206,7 @@ class HttpClient:
 
     def _remedy(self) -> str:
         return (
-            f"check that it runs (`{self._command}`), that {self.address.key}.base_url is its address and no firewall is between, "
+            f"check that it runs (`{self.command}`), that {self.address.key}.base_url is its address and no firewall is between, "
             "or set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
         )
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError
+from rollout_actors.backends.remote_engine import RemoteEngine, ServerFacts
 from rollout_actors.backends.stock_command import stock_command
 from rollout_actors.backends.stock_messages import Generated, probe_body, read_answer, read_probe, rollout_body
-from rollout_actors.backends.stock_routes import UNVERIFIED, ServerInfo, StockRoutes, disagreements
+from rollout_actors.backends.stock_routes import UNVERIFIED, RouteError, StockRoutes, disagreements
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.weight_intake import WeightIntake
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
-from shared.canary import CanaryProbe
-from shared.errors import RolloutError
-from shared.protocols import RolloutEngine
+from shared.canary import CanaryProbe, Scores
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase, Terms
 
@@ -32,48 +32,27 @@ CHECKPOINT = ("default", "-0")
 """How the label ends that weights have which nobody sent: vLLM's own, or version 0 of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class StockServerEngine:
-    """Makes the client of one server: `EngineActor(StockServerEngine(...))`."""
-
-    name: str
-    address: ServerAddress
-    index: int
-    """The server's place among the servers of the run, and so its group's in a weight sync."""
-    expected: EngineSettings
-    """What the run would start an engine of its own with: the server must agree."""
-
-    def __call__(self) -> RolloutEngine:
-        return StockClient(self.name, self.address, index=self.index, expected=self.expected)
-
-
-class StockClient:
-    """A `RolloutEngine`. Holds no connection; the door is shut while the server's weights are not this run's, or not verified."""
+class StockClient(RemoteEngine):
+    """The door is shut while the server's weights are not this run's, or not verified."""
 
     def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
-        self._http = HttpClient(name, address, command=stock_command(expected, address.base_url), watch_s=watch_s)
-        self._index, self._expected = index, expected
-        self._engine = StockRoutes(self._http, run=uuid.uuid4().hex[:8])
+        http = HttpClient(name, address, command=stock_command(expected, address.base_url), watch_s=watch_s)
+        super().__init__(http, index=index, expected=expected)
+        self._engine = StockRoutes(http, run=uuid.uuid4().hex[:8])
         # A group of its own: its workers' ranks begin behind the sender's.
         self._intake = WeightIntake(name, self._engine, transport=expected.transport, rank_offset=1, score=self._score, adapter=NoAdapters())
         self._rule = engine_rule(expected)
-        self._version = 0
         self._shut = "it was not started"
 
-    async def start(self) -> int:
-        """Waits for the server and checks what it was started with. Returns its rollout devices.
-
-        Raises RolloutError(phase="start") naming every argument and variable of `vllm serve` that is missing or other than the run's.
-        """
-        await self._http.wait_until_up()
+    async def inspect(self) -> ServerFacts:
+        """Raises RolloutError also naming what opens a route that is closed, and for a repeat guard other than the run's."""
         await self._check_routes()
-        world_size = await self._engine.world_size()
-        problems = list(disagreements(await self._info(), self._expected, world_size=world_size))
-        if problems:
-            raise self._http.error("does not suit the run: " + "; ".join(problems), "start")
-        require_guard(await self._engine.collective_rpc("active_guard"), self._expected.repeat_guard, self._http.name)
-        await self._claim()
-        return world_size
+        with self._saying("start"):
+            world_size, info = await self._engine.world_size(), await self._engine.info()
+            problems = tuple(disagreements(info, self._expected, world_size=world_size))
+            if not problems:  # without the worker extension nobody could say what guards
+                require_guard(await self._engine.collective_rpc("active_guard"), self._expected.repeat_guard, self._http.name)
+        return ServerFacts(world_size, 0, "", problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """All requests at once; where one fails or takes too long, all of them once more with the same seeds. Raises RolloutError."""
@@ -105,19 +84,6 @@ class StockClient:
         self._shut = ""
         return self._intake.report(mine)
 
-    @property
-    def version(self) -> int:
-        """Of the weights that this client saw verified; 0 is the checkpoint's."""
-        return self._version
-
-    @property
-    def is_dead(self) -> bool:
-        """Never: a server that has ended may be started again. Its weights are then no longer this run's, and their label says so."""
-        return False
-
-    def close(self) -> None:
-        """Nothing is held, and the server was launched by somebody else."""
-
     async def _check_routes(self) -> None:
         """That every route is open to this client. Raises RolloutError naming what opens the one that is not."""
         limit_s = self._http.address.timeout_s
@@ -141,24 +107,27 @@ class StockClient:
             closed = f"does not open its weight-transfer routes ({error}); start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             raise self._http.error(closed, "start") from error
 
-    async def _info(self) -> ServerInfo:
-        try:
-            return await self._engine.info()
-        except ValueError as error:
-            raise self._http.error(f"/server_info has another form: {error}; is it vLLM 0.32?", "start") from error
-
-    async def _claim(self) -> None:
+    async def _claim(self, facts: ServerFacts) -> None:
         """Label the server's weights as this run's version 0 where they are the checkpoint's; else nothing is served until a sync."""
-        label = await self._engine.weight_label()
-        if label == UNVERIFIED:
-            # A run ended in the middle of an update, which may have left the model in pieces.
-            await self._engine.collective_rpc("abandon_update")
-        if not label.endswith(CHECKPOINT):
-            self._shut = f"it holds weights that another run has sent ({label}), until this run sends its own"
-            return
-        await self._engine.resume_generation()
-        await self._engine.update_weight_version(str(self._version))
+        with self._saying("start"):
+            label = await self._engine.weight_label()
+            if label == UNVERIFIED:
+                # A run ended in the middle of an update, which may have left the model in pieces.
+                await self._engine.collective_rpc("abandon_update")
+            if not label.endswith(CHECKPOINT):
+                self._shut = f"it holds weights that another run has sent ({label}), until this run sends its own"
+                return
+            await self._engine.resume_generation()
+            await self._engine.update_weight_version(str(self._version))
         self._shut = ""
+
+    @contextmanager
+    def _saying(self, phase: str) -> Iterator[None]:
+        """What the server's routes did not say, as an error of this phase."""
+        try:
+            yield
+        except RouteError as error:
+            raise self._http.error(str(error), phase) from error
 
     async def _share(self, requests: Sequence[RolloutRequest], bodies: Sequence[bytes]) -> list[tuple[Generated, float]]:
         """Every answer with the time of its end, or the first error; a connection that closes ends its request in the server."""
@@ -186,7 +155,8 @@ class StockClient:
             raise self._http.error(f"refused sample {sample_id}: {error}", "generate") from error
         return self._read(answer, "generate"), time.perf_counter()
 
-    async def _score(self, probe: CanaryProbe) -> tuple[list[int], list[float]]:
+    async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+        assert adapted, "it takes no adapters: there is nothing to leave out"
         try:
             answer = await self._http.post(GENERATE, probe_body(probe, self._http.name), timeout_s=None)
             return read_probe(self._read(answer, "canary"))
@@ -204,7 +174,7 @@ class NoAdapters:
     """In place of an adapter intake: vLLM's route for adapters reads a folder of the server's machine, and does not say whether it replaced the last one."""
 
     async def take(self, terms: AdapterTerms, llm: Any) -> None:
-        raise RolloutError("a stock vllm serve takes no adapter alone; set rollout_matching.vllm.sync.mode: full", actor="", phase="wire")
+        raise ValueError("a stock vllm serve takes no adapter alone; set rollout_matching.vllm.sync.mode: full")
 
     async def verify(self, llm: Any) -> None:
         raise AssertionError("take comes first, and refuses")

@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError
+from rollout_actors.backends.remote_engine import too_few_sequences
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.weight_intake import InitRequest, UpdateRequest
 
@@ -21,8 +22,12 @@ UNVERIFIED = "rollmatch-unverified"
 """Label of weights between the start of an update and its canary: of nobody's rollouts."""
 
 
+class RouteError(Exception):
+    """A route that did not answer, or said no. The message names the server."""
+
+
 class StockRoutes:
-    """`rollout_actors.weight_intake.UpdatedEngine` by HTTP. Its methods raise RolloutError with the server's URL."""
+    """`rollout_actors.weight_intake.UpdatedEngine` by HTTP. Its methods raise RouteError."""
 
     def __init__(self, http: HttpClient, run: str) -> None:
         """`run` is what this run's weights are labelled with, so that they are told from another run's."""
@@ -78,8 +83,12 @@ class StockRoutes:
     async def world_size(self) -> int:
         return int(json.loads(await self._get("/get_world_size"))["world_size"])
 
-    async def info(self) -> ServerInfo:
-        return TypeAdapter(ServerInfo).validate_json(await self._get("/server_info?config_format=json"))
+    async def info(self) -> StockInfo:
+        route = "/server_info"
+        try:
+            return StockInfo.model_validate_json(await self._get(f"{route}?config_format=json"))
+        except ValueError as error:
+            raise RouteError(self._http.named(f"{route} has another form: {error}; is it vLLM 0.32?")) from error
 
     async def num_tokens(self) -> int | None:
         """Sampled since the server's start; None where it keeps no such account. Raises UnansweredError."""
@@ -103,8 +112,8 @@ class StockRoutes:
         except (UnansweredError, HttpStatusError) as error:
             raise self._failed(route, error) from error
 
-    def _failed(self, route: str, error: UnansweredError | HttpStatusError) -> Exception:
-        return self._http.error(f"{route.partition('?')[0]}: {error}", "start")
+    def _failed(self, route: str, error: UnansweredError | HttpStatusError) -> RouteError:
+        return RouteError(self._http.named(f"{route.partition('?')[0]}: {error}"))
 
 
 class Part(BaseModel):
@@ -152,13 +161,13 @@ class EnginePart(Part):
     weight_transfer_config: TransferPart | None
 
 
-class ServerInfo(Part):
+class StockInfo(Part):
     """What `/server_info` says that a run depends on."""
 
     vllm_config: EnginePart
 
 
-def disagreements(info: ServerInfo, expected: EngineSettings, *, world_size: int) -> Iterator[str]:
+def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int) -> Iterator[str]:
     """What the server was started with that the run cannot use, each with the argument of `vllm serve` that mends it."""
     engine, model = info.vllm_config, info.vllm_config.model
     if model.dtype != f"torch.{expected.dtype}":
@@ -183,13 +192,7 @@ def disagreements(info: ServerInfo, expected: EngineSettings, *, world_size: int
         backend = json.dumps({"backend": expected.transport})
         told = "no weights can be sent to it" if engine.weight_transfer_config is None else f"its weights come over {engine.weight_transfer_config.backend}"
         yield f"{told}, the learner sends over {expected.transport}: --weight-transfer-config '{backend}'"
-    per_device = expected.max_num_seqs // expected.tensor_parallel_size
-    least, actual = per_device * world_size, engine.scheduler_config.max_num_seqs
-    if actual < least:
-        yield (
-            f"its max_num_seqs is {actual}, the run decodes {per_device} on each of its {world_size} devices "
-            f"(rollout_matching.decode_batch_size): --max-num-seqs {least}"
-        )
+    yield from too_few_sequences(engine.scheduler_config.max_num_seqs, expected, world_size=world_size, remedy="--max-num-seqs ")
 
 
 def _num_images(part: MultiModalPart | None) -> int | None:

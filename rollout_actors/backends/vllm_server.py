@@ -3,69 +3,44 @@
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError
+from rollout_actors.backends.remote_engine import RemoteEngine, ServerFacts, too_few_sequences
 from rollout_actors.backends.server_command import serve_command
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.engine_settings import EngineSettings, model_type
 from rollout_actors.server import messages
 from shared.errors import WeightSyncError
-from shared.protocols import RolloutEngine
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import MARGIN_S, SyncPhase, Terms
 
-LOG = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class ServerEngine:
-    """Makes the client of one server: `EngineActor(ServerEngine(...))`."""
-
-    name: str
-    address: ServerAddress
-    index: int
-    """The server's place among the servers of the run, and so its group's in a weight sync."""
-    expected: EngineSettings
-    """What the run would start an engine of its own with: the server must agree."""
-
-    def __call__(self) -> RolloutEngine:
-        return ServerClient(self.name, self.address, index=self.index, expected=self.expected)
-
-
-class ServerClient:
-    """A `RolloutEngine`. Holds no connection; the engine's state is the server's."""
+class ServerClient(RemoteEngine):
+    """The engine's state is the server's."""
 
     def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
         """`watch_s`: between two questions to `/health/` while a call without a limit is waited for."""
-        self._command = serve_command(expected, address.base_url)
-        self._http = HttpClient(name, address, command=self._command, watch_s=watch_s)
-        self._index, self._expected = index, expected
-        self._version = 0
+        http = HttpClient(name, address, command=serve_command(expected, address.base_url), watch_s=watch_s)
+        super().__init__(http, index=index, expected=expected)
         # By which the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex
 
-    async def start(self) -> int:
-        """Waits for the server. Returns its rollout devices. Raises RolloutError also where the server does not suit the run."""
-        await self._http.wait_until_up()
+    async def inspect(self) -> ServerFacts:
         info = await self._ask(messages.ServerInfo, "/info/")
-        problems = list(disagreements(info, self._expected))
-        if problems:
-            raise self._http.error(f"does not suit the run: {'; '.join(problems)}. All of it: `{self._command}`", "start")
         world_size = (await self._ask(messages.WorldSize, "/get_world_size/")).world_size
-        self._version = info.version
-        return world_size
+        return ServerFacts(world_size, info.version, info.process, tuple(disagreements(info, self._expected)))
+
+    async def _claim(self, facts: ServerFacts) -> None:
+        self._version = facts.version
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """One `/infer/`; where it fails or takes too long, one more with the same seeds."""
         if not requests:
             return []
         call = messages.InferCall(requests=tuple(requests), seed=requests[0].seed, run=self._run, version=self._version)
-        LOG.info("%s/infer/ step %d, %d requests, seed %d", self._http.address.base_url, requests[0].step, len(requests), call.seed)
         body = call.body()
         answer, attempt = await self._http.asked_twice(lambda: self._infer(body))
         rollouts = self._read(messages.InferAnswer, answer, "generate").rollouts
@@ -100,26 +75,13 @@ class ServerClient:
             self._version = report.version
         return report
 
-    @property
-    def version(self) -> int:
-        """The server's, as far as this client has seen."""
-        return self._version
-
-    @property
-    def is_dead(self) -> bool:
-        """Never: a server that has ended may be started again."""
-        return False
-
-    def close(self) -> None:
-        """Nothing is held, and the server was launched by somebody else."""
-
     async def _infer(self, body: bytes) -> bytes:
         limit_s = self._http.address.infer_timeout_s
         call = self._http.post("/infer/", body, timeout_s=limit_s)
         return await (call if limit_s is not None else self._http.watched(call, self._progress))
 
     async def _progress(self) -> int | None:
-        health = await self._http.get("/health/", timeout_s=self._http.address.timeout_s)
+        health = await self._http.get(self._http.address.health_route, timeout_s=self._http.address.timeout_s)
         told = self._read(messages.Health, health, "generate")
         return told.num_tokens if told.num_running else None
 
@@ -127,13 +89,13 @@ class ServerClient:
         try:
             return self._read(form, await self._http.get(route, timeout_s=self._http.address.timeout_s), "start")
         except (UnansweredError, HttpStatusError) as error:
-            raise self._http.error(f"does not tell {route}: {error}; is it `{self._command}`?", "start") from error
+            raise self._http.error(f"does not tell {route}: {error}; is it `{self._http.command}`?", "start") from error
 
     def _read(self, form: type[messages.M], body: bytes, phase: str) -> messages.M:
         try:
             return messages.read(form, body)
         except ValueError as error:
-            raise self._http.error(f"answered something else: {error}; is it `{self._command}`, and server.kind right?", phase) from error
+            raise self._http.error(f"answered something else: {error}; is it `{self._http.command}`, and server.kind right?", phase) from error
 
     def _refused(self, error: HttpStatusError, phase: SyncPhase) -> WeightSyncError:
         try:
@@ -150,20 +112,14 @@ class ServerClient:
 
 def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterator[str]:
     """What the server was started with that the run cannot use, each with the remedy."""
-    model_type = _model_type(expected.model_path)
-    if info.model_type != model_type:
-        yield f"model_type is {info.model_type} ({info.model}), the run's is {model_type}: start it with model={expected.model_path}"
+    family = model_type(expected.model_path)
+    if info.model_type != family:
+        yield f"model_type is {info.model_type} ({info.model}), the run's is {family}: start it with model={expected.model_path}"
     if info.dtype != expected.dtype:
         yield f"dtype is {info.dtype}, the run's model.dtype is {expected.dtype}: start it with dtype={expected.dtype}"
     if info.max_model_len < expected.max_model_len:
         yield f"max_model_len is {info.max_model_len}, the run needs {expected.max_model_len}: start it with max_model_len={expected.max_model_len}"
-    per_device = expected.max_num_seqs // expected.tensor_parallel_size
-    least = per_device * info.world_size
-    if info.max_num_seqs < least:
-        yield (
-            f"max_num_seqs is {info.max_num_seqs}, the run decodes {per_device} on each of its {info.world_size} devices "
-            f"(rollout_matching.decode_batch_size): start it with max_num_seqs={least}"
-        )
+    yield from too_few_sequences(info.max_num_seqs, expected, world_size=info.world_size, remedy="start it with max_num_seqs=")
     if info.max_images_per_prompt < expected.max_images_per_prompt:
         yield f"max_images_per_prompt is {info.max_images_per_prompt}: start it with max_images_per_prompt={expected.max_images_per_prompt}"
     if info.transport != expected.transport:
@@ -183,7 +139,3 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
 
 def _told(guard: Any) -> str:
     return "off (repeat_terminate was not given at its start)" if guard is None else str(guard)
-
-
-def _model_type(folder: str) -> str:
-    return str(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["model_type"])

@@ -138,6 +138,8 @@ class ServerInfo(Message):
     enable_lora: bool
     max_lora_rank: int
     version: int
+    process: str
+    """Of this start of the server: by it two addresses of one server are known."""
 
 
 class ErrorDetail(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import uuid
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +63,7 @@ class RolloutService:
         self._engine = engine
         self._name, self._model_type, self._settings = name, model_type, settings
         self._world_size: int | None = None
+        self._process = uuid.uuid4().hex
         self._num_running = 0
         self._shut = ""
         # Of the sync under way: its offer, and the phase it waits for.
@@ -114,6 +116,7 @@ class RolloutService:
             enable_lora=settings.enable_lora,
             max_lora_rank=settings.max_lora_rank,
             version=self.version,
+            process=self._process,
         )
 
     async def infer(self, call: messages.InferCall) -> list[Rollout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -9,15 +10,18 @@ from pathlib import Path
 
 import pytest
 from config_support import configuration
-from fake_server import serving
+from fake_server import ObedientEngine, service, serving, serving_engine, settings
+from fake_stock_server import StockServer
 from fastapi import FastAPI
 from ray.exceptions import AuthenticationError
 
 from launch.machine import DeviceMemory
 from launch.path_checks import path_problems
-from launch.port_checks import port_problems, server_problems
 from launch.preflight import preflight
+from launch.server_checks import ask_servers, port_problems
 from launch.version_checks import version_problems
+from rollout_actors.server.app import make_app
+from shared.config.derive import rollout_servers
 
 ROOT = Path(__file__).parents[2]
 FITTING = {"global_max_length": 512, "rollout_matching__max_new_tokens": 96}
@@ -33,8 +37,9 @@ def config(demo_checkpoint, demo_data, tmp_path):
     return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path / "run", **{**FITTING, **HALVES, **changes})
 
 
-def in_server_mode(base_url, group_port=0, **section):
-    return {"rollout_matching__vllm": {"mode": "server", "server": {"servers": [{"base_url": base_url, "group_port": group_port}], **section}}}
+def in_server_mode(*base_urls, group_port=0, **section):
+    servers = [{"base_url": base_url, "group_port": group_port} for base_url in base_urls]
+    return {"rollout_matching__vllm": {"mode": "server", "server": {"servers": servers, **section}}}
 
 
 def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config):
@@ -63,15 +68,19 @@ def test_every_problem_is_reported_at_once(config, tmp_path):
     assert [problem.split(": ")[0] for problem in findings.problems] == [
         "telemetry.run_dir",
         "cluster.temp_dir",
-        "rollout_matching.vllm.server.token_env",
         "global_max_length",
         "learner.cpus",
+        "rollout_matching.vllm.server.token_env",
     ]
     assert all("; " in problem for problem in findings.problems)
 
 
+def asked(config):
+    return ask_servers(rollout_servers(config), None)
+
+
 def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config):
-    (problem,) = server_problems(config(**in_server_mode("http://127.0.0.1:9")))
+    (problem,) = asked(config(**in_server_mode("http://127.0.0.1:9"))).problems
     assert problem.startswith("rollout_matching.vllm.server.servers[0].base_url: http://127.0.0.1:9 does not answer (")
     assert problem.endswith("launch it, check the address, or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf")
 
@@ -84,13 +93,78 @@ def test_a_server_of_either_kind_that_is_up_is_no_problem(config, kind, route):
     def health() -> None: ...
 
     with serving(app) as url:
-        assert list(server_problems(config(**in_server_mode(url, kind=kind)))) == []
+        assert asked(config(**in_server_mode(url, kind=kind))).problems == ()
+
+
+ROOMY = {"max_model_len": 512, "max_num_seqs": 64, "max_images_per_prompt": 4}
+
+
+def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_of_their_sizes(config, tmp_path):
+    roomy = settings(tmp_path / "model", **ROOMY)
+    with serving_engine(ObedientEngine(devices=1), roomy) as one, serving_engine(ObedientEngine(devices=2), roomy) as two:
+        findings = preflight(config(**in_server_mode(one, two)))
+    assert findings.problems == []
+    text = "\n".join(findings.lines)
+    assert f"serves    {one}: 1 rollout device\nserves    {two}: 2 rollout devices\n" in text
+    assert "over 2 servers of 1+2 devices" in text
+
+
+def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_path):
+    """Both sides are configured apart: dtype, length, images, adapters and guard of each server are its own."""
+    other = settings(tmp_path / "model", dtype="bfloat16", max_model_len=64, max_num_seqs=5)
+    guarded = {"enabled": True, "min_new_tokens": 64, "max_consecutive_token_repeats": 32, "ngram_size": 16, "ngram_repeats": 4}
+    with serving_engine(ObedientEngine(), settings(tmp_path / "model", **ROOMY)) as first, serving_engine(ObedientEngine(), other) as second:
+        findings = preflight(config(**in_server_mode(first, second), rollout_matching__repeat_terminate=guarded))
+    path = "rollout_matching.vllm.server.servers[{}].base_url: {} does not suit the run; {}"
+    assert [problem.partition(" (")[0].partition(", the run")[0] for problem in findings.problems] == [
+        path.format(0, first, "its repeat guard is off"),
+        path.format(1, second, "dtype is bfloat16"),
+        path.format(1, second, "max_model_len is 64"),
+        path.format(1, second, "its max_num_seqs is 5"),
+        path.format(1, second, "its repeat guard is off"),
+    ]
+    assert "start it with dtype=float32" in findings.problems[1]
+
+
+def test_servers_that_cannot_give_every_learner_rank_a_request_are_refused_before_the_start(config, tmp_path):
+    """Scenario: vLLM server mode fails fast when cap is infeasible."""
+    with serving_engine(ObedientEngine(), settings(tmp_path / "model", **ROOMY)) as url:
+        few = {"learner__world_size": 3, "rollout_matching__decode_batch_size": 2, "learner__parallel": "ddp"}
+        findings = preflight(config(**in_server_mode(url), **few))
+    (problem,) = findings.problems
+    too_few = "decode_batch_size 2 x 1 rollout devices is less than 3 learner ranks; raise decode_batch_size to at least 3"
+    assert problem.startswith(f"rollout_matching.decode_batch_size: {too_few}")
+
+
+def test_one_server_under_two_addresses_is_noticed(config, tmp_path):
+    one = service(ObedientEngine(), settings(tmp_path / "model", **ROOMY))
+    asyncio.run(one.start())
+    with serving(make_app(one)) as first, serving(make_app(one)) as second:
+        findings = preflight(config(**in_server_mode(first, second)))
+    assert findings.problems == [f"rollout_matching.vllm.server.servers[1].base_url: {second} is the server of servers[0]; list every server once"]
+
+
+def test_a_server_that_asks_for_a_token_names_the_key(config, tmp_path):
+    with serving_engine(ObedientEngine(), settings(tmp_path / "model", **ROOMY), token="secret") as url:
+        (problem,) = preflight(config(**in_server_mode(url))).problems
+    assert "HTTP 401" in problem and "rollout_matching.vllm.server.token_env" in problem
+
+
+def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(config):
+    server = StockServer(changes={"model_config.dtype": "torch.bfloat16", "model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64})
+    with serving(server.app()) as url:
+        findings = preflight(config(**in_server_mode(url, kind="vllm")))
+    (problem,) = findings.problems
+    does_not = "does not suit the run; its dtype is bfloat16, the run's model.dtype is float32: --dtype float32"
+    assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {does_not}"
+    assert f"serves    {url}: 1 rollout device" in findings.lines
+    assert (server.label, server.routes) == ("default", [])
 
 
 def test_a_group_port_that_is_taken_is_named(config):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        (problem,) = port_problems(config(**in_server_mode("http://127.0.0.1:9", port)))
+        (problem,) = port_problems(config(**in_server_mode("http://127.0.0.1:9", group_port=port)))
     assert problem == f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine; choose another, or 0 for any free one"
 
 

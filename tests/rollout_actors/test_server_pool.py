@@ -11,7 +11,7 @@ import pytest
 import ray
 from fake_server import ObedientEngine, address, offer, request, serving_engine, settings
 
-from rollout_actors.backends.vllm_server import ServerEngine
+from rollout_actors.backends.remote_engine import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.errors import RolloutError, WeightSyncError
@@ -32,7 +32,9 @@ def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
             expected = settings(tmp_path / "model", max_num_seqs=2)
             urls = [ends.enter_context(serving_engine(engine, settings(tmp_path / "model", max_num_seqs=8))) for engine in engines]
             names = [f"server-{index}" for index in range(len(urls))]
-            specs = [ServerEngine(name, address(url, infer_timeout_s=None), index, expected) for index, (name, url) in enumerate(zip(names, urls, strict=True))]
+            specs = [
+                ServerEngineSpec(name, address(url, infer_timeout_s=None), index, expected) for index, (name, url) in enumerate(zip(names, urls, strict=True))
+            ]
             actors = [ray.remote(EngineActor).options(num_cpus=0).remote(spec) for spec in specs]
             pool = ActorPool(
                 actors,

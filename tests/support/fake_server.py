@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
-from rollout_actors.backends.http_client import HEALTH_ROUTES, ServerAddress
+from rollout_actors.backends.http_client import ServerAddress
 from rollout_actors.engine_settings import Device, EngineSettings
 from rollout_actors.server.app import make_app
 from rollout_actors.server.service import Limits, RolloutService
@@ -151,8 +151,10 @@ def service(engine: Any, expected: EngineSettings, *, max_request_bytes: int = 1
     return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=expected, limits=limits)
 
 
-def address(url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None, kind: str = "rollmatch") -> ServerAddress:
-    return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, HEALTH_ROUTES[kind], token)
+def address(
+    url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None, kind: Literal["rollmatch", "vllm"] = "rollmatch"
+) -> ServerAddress:
+    return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, kind, token)
 
 
 @contextmanager

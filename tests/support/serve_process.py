@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from rollout_actors.backends.http_client import HEALTH_ROUTES, ServerAddress
-from rollout_actors.backends.vllm_server import ServerClient, ServerEngine
+from rollout_actors.backends.http_client import ServerAddress
+from rollout_actors.backends.remote_engine import RemoteEngine, ServerEngineSpec
 from rollout_actors.engine_settings import EngineSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
@@ -32,10 +32,10 @@ class ServeProcess:
     """What it wrote to its standard error."""
 
     def address(self, index: int = 0) -> ServerAddress:
-        return ServerAddress(f"rollout_matching.vllm.server.servers[{index}]", self.url, 120.0, None, HEALTH_ROUTES["rollmatch"])
+        return ServerAddress(f"rollout_matching.vllm.server.servers[{index}]", self.url, 120.0, None, "rollmatch")
 
-    def engine(self, name: str, expected: EngineSettings, index: int = 0) -> ServerEngine:
-        return ServerEngine(name, self.address(index), index, expected)
+    def engine(self, name: str, expected: EngineSettings, index: int = 0) -> ServerEngineSpec:
+        return ServerEngineSpec(name, self.address(index), index, expected)
 
     def family(self) -> list[psutil.Process]:
         """The server and the processes of its engine."""
@@ -79,7 +79,7 @@ def serve_process(arguments: Sequence[str], folder: Path) -> Iterator[ServeProce
 class ServerPool:
     """One client as `sync_weights` and a test need it: a loop in a thread."""
 
-    def __init__(self, client: ServerClient) -> None:
+    def __init__(self, client: RemoteEngine) -> None:
         self._client = client
         self._thread = ThreadPoolExecutor(1)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from engine_support import SUPPORT
 
-from rollout_actors.backends.http_client import HEALTH_ROUTES, ServerAddress
+from rollout_actors.backends.http_client import ServerAddress
 from rollout_actors.backends.stock_command import stock_command
 from rollout_actors.engine_settings import EngineSettings
 
@@ -30,7 +30,7 @@ class StockProcess:
     output: Path
 
     def address(self, *, token: str | None = TOKEN, infer_timeout_s: float | None = None) -> ServerAddress:
-        return ServerAddress("rollout_matching.vllm.server.servers[0]", self.url, 120.0, infer_timeout_s, HEALTH_ROUTES["vllm"], token)
+        return ServerAddress("rollout_matching.vllm.server.servers[0]", self.url, 120.0, infer_timeout_s, "vllm", token)
 
     def family(self) -> list[psutil.Process]:
         server = psutil.Process(self.process.pid)

@@ -21,7 +21,8 @@ import pytest
 from fake_server import ObedientEngine, address, eventually, offer, request, service, serving, serving_engine, settings
 
 from rollout_actors.backends import http_client
-from rollout_actors.backends.vllm_server import ServerClient, ServerEngine
+from rollout_actors.backends.remote_engine import ServerEngineSpec
+from rollout_actors.backends.vllm_server import ServerClient
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server.app import make_app
 from shared.config.server import ServerEntry, ServerSection
@@ -178,7 +179,7 @@ class TestStart:
         assert asyncio.run(client(url, expected).start()) == 1
 
     def test_what_makes_a_client_travels_to_its_process(self, url: str, expected: EngineSettings) -> None:
-        spec = ServerEngine("server-0", address(url), 0, expected)
+        spec = ServerEngineSpec("server-0", address(url), 0, expected)
         assert asyncio.run(pickle.loads(pickle.dumps(spec))().start()) == 1
 
 
