@@ -1,7 +1,7 @@
-"""What the in-step queue gains: a step of scripted rounds, pipelined and alternating, in the same run.
+"""What the queue between generation and learning gains: some steps of scripted rounds in three schedules, in the same run.
 
-`python -m benchmarks.overlap [--generate 0.2] [--learn 0.2] [--rounds 4]`. Generation is a `ScriptedBackend` of fixed latency, learning a sleep: what is
-measured is the queue alone. Both orders must give the same rollouts.
+`python -m benchmarks.overlap [--generate 0.2] [--learn 0.2] [--sync 0.1] [--rounds 4] [--steps 5]`. Generation is a `ScriptedBackend` of fixed latency, learning
+and syncing are sleeps: what is measured is the queue alone. All schedules must give the same rollouts in the same order.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from launch.driver import Queue
-from launch.pipeline import one_ahead, one_at_a_time
+from launch.pipeline import StepRounds, one_ahead, one_at_a_time
 from rollout_actors.backends.scripted import ScriptedBackend
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
@@ -21,19 +22,40 @@ GREEDY = DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 8, 1, (), (), retu
 PER_ROUND = 8
 
 
-def run_step(queue: Queue, rounds: Sequence[Sequence[RolloutRequest]], generate_s: float, learn_s: float) -> tuple[float, list[tuple[int, ...]]]:
-    """(seconds, the responses in the order they were learned)."""
-    backend = ScriptedBackend("scripted", lambda request: [request.position, request.seed % 1000], latency_s=generate_s)
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of one round's generation, one round's learning and one sync."""
+
+    generate: float
+    learn: float
+    sync: float
+
+
+def requests_of(step: int, num_rounds: int) -> list[list[RolloutRequest]]:
+    requests = [RolloutRequest(step, i, f"{step}-{i}", (1,), (), GREEDY, request_seed(17, step, i)) for i in range(num_rounds * PER_ROUND)]
+    return [requests[i : i + PER_ROUND] for i in range(0, len(requests), PER_ROUND)]
+
+
+def run_steps(queue: Queue, stretches: Sequence[Sequence[int]], num_rounds: int, takes: Seconds) -> tuple[float, list[tuple[int, ...]]]:
+    """(seconds of all steps, the responses in the order they were learned). The queue of rounds runs on over the steps of a stretch."""
+    backend = ScriptedBackend("scripted", lambda request: [request.step, request.position, request.seed % 1000], latency_s=takes.generate)
     learned: list[tuple[int, ...]] = []
     with ThreadPoolExecutor(max_workers=1) as threads:
+        running: list[Future[list[Rollout]]] = []
 
         def submit(round_: Sequence[RolloutRequest]) -> Future[list[Rollout]]:
-            return threads.submit(backend.generate, round_)
+            running[:] = [threads.submit(backend.generate, round_)]
+            return running[0]
 
         started = time.perf_counter()
-        for done in queue(submit, rounds):
-            time.sleep(learn_s)
-            learned += [rollout.response_token_ids for rollout in done]
+        for stretch in stretches:
+            rounds = StepRounds(queue, submit, lambda step: requests_of(step, num_rounds), stretch)
+            for _ in stretch:
+                for done in rounds.of_next_step():
+                    time.sleep(takes.learn)
+                    learned += [rollout.response_token_ids for rollout in done]
+                wait(running)  # as a sync does: engines take weights between rounds
+                time.sleep(takes.sync)
         return time.perf_counter() - started, learned
 
 
@@ -41,16 +63,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--generate", type=float, default=0.2, help="seconds of generation per round")
     parser.add_argument("--learn", type=float, default=0.2, help="seconds of learning per round")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sync", type=float, default=0.1, help="seconds of the sync after each step")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of a step")
+    parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    requests = [RolloutRequest(0, i, str(i), (1,), (), GREEDY, request_seed(17, 0, i)) for i in range(options.rounds * PER_ROUND)]
-    rounds = [requests[i : i + PER_ROUND] for i in range(0, len(requests), PER_ROUND)]
-    ahead_s, ahead = run_step(one_ahead, rounds, options.generate, options.learn)
-    alternating_s, alternating = run_step(one_at_a_time, rounds, options.generate, options.learn)
-    assert ahead == alternating
-    bound_s = options.rounds * max(options.generate, options.learn) + options.generate
-    print(f"pipelined {ahead_s:.3f} s, alternating {alternating_s:.3f} s, ratio {alternating_s / ahead_s:.2f}")
-    print(f"pipelined against max(generate, learn) + first round ({bound_s:.3f} s): {ahead_s / bound_s:.3f}")
+    takes = Seconds(options.generate, options.learn, options.sync)
+    steps = range(options.steps)
+    one_by_one = [[step] for step in steps]
+    schedules: dict[str, tuple[Queue, Sequence[Sequence[int]]]] = {
+        "alternating": (one_at_a_time, one_by_one),
+        "queue within a step": (one_ahead, one_by_one),
+        "queue across steps (max_staleness: 1)": (one_ahead, [list(steps)]),
+    }
+    results = {name: run_steps(queue, stretches, options.rounds, takes) for name, (queue, stretches) in schedules.items()}
+    alternating_s, expected = results["alternating"]
+    for name, (seconds, learned) in results.items():
+        assert learned == expected, f"{name}: other rollouts"
+        print(f"{name:<38} {seconds / options.steps:.3f} s a step, {alternating_s / seconds:.2f} times as fast as alternating")
+    bound_s = options.rounds * max(options.generate, options.learn) + min(options.generate, options.learn) + options.sync
+    within_s = results["queue within a step"][0] / options.steps
+    print(f"queue within a step against rounds x max(generate, learn) + the shorter of the two + sync ({bound_s:.3f} s): {within_s / bound_s:.3f}")
 
 
 if __name__ == "__main__":
