@@ -1,7 +1,7 @@
 """What the queue between generation and learning gains: some steps of scripted rounds in three schedules, in the same run.
 
-`python -m benchmarks.overlap [--generate 0.2] [--learn 0.2] [--sync 0.1] [--rounds 4] [--steps 5]`. Generation is a `ScriptedBackend` of fixed latency, learning
-and syncing are sleeps: what is measured is the queue alone. All schedules must give the same rollouts in the same order.
+`python -m benchmarks.overlap [--generate 0.2] [--learn 0.2] [--sync 0.1] [--rounds 4] [--steps 5]`. Generation is a `ScriptedBackend` of fixed latency,
+learning and syncing are sleeps: what is measured is the queue alone. All schedules must give the same rollouts in the same order.
 """
 
 from __future__ import annotations
