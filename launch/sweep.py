@@ -26,6 +26,7 @@ END_S = 120.0
 
 
 def is_sweep() -> bool:
+    """Whether Hydra runs this process's command once for each of several configurations (`--multirun`)."""
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 

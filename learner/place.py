@@ -16,6 +16,8 @@ class ReceiverGroup:
 
 @dataclass(frozen=True, slots=True)
 class LearnerPlace:
+    """Where one learner rank is, and who is around it."""
+
     transport: str
     """Of the weight sync (`WeightOffer.transport`)."""
     receivers: tuple[ReceiverGroup, ...]
@@ -23,6 +25,7 @@ class LearnerPlace:
     address: str = "127.0.0.1"
     """Of this node, which the engines, and the other ranks, reach."""
     device: str = "cpu"
+    """As torch names it."""
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""

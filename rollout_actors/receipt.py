@@ -11,6 +11,8 @@ from shared.weight_sync import SyncPhase
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
+    """A worker's account of the full weights of one sync."""
+
     checksums: list[int]
     """One per bucket, of what was handed to the model."""
     sent: list[int]
@@ -20,7 +22,9 @@ class Receipt:
     unexpected: list[str]
     """Loaded names that are none of the engine's parameters."""
     load_s: float
+    """Seconds in which the model took the weights."""
     verify_s: float
+    """Seconds in which checksums were computed."""
 
 
 def check_receipts(receipts: Sequence[Receipt], actor: str) -> None:

@@ -141,6 +141,8 @@ class InProcessInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class InProcessUpdateInfo(WeightTransferUpdateInfo):
+    """One sync's weights, from hand to hand."""
+
     weights: Iterable[Named]
     """The weights themselves, and their checksums behind them. One layer's must stay as they are until the next layer's have come."""
 

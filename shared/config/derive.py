@@ -172,6 +172,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
 
 
 def engines_in(run: RunConfig) -> EnginePlace:
+    """Where this run's rollouts are generated: what `rollout_backend` and `vllm.mode` come to."""
     if run.rollout_matching.rollout_backend == "hf":
         return EnginePlace.RANKS
     match run.rollout_matching.vllm.mode:
