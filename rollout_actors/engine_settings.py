@@ -18,6 +18,8 @@ GUARD_CONFIG = "repeat_terminate"
 
 
 class Device(StrEnum):
+    """The kind of device that an engine, or the learner, computes on."""
+
     CPU = "cpu"
     CUDA = "cuda"
 

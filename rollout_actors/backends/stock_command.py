@@ -17,6 +17,7 @@ def stock_command(settings: EngineSettings, base_url: str) -> str:
 
 
 def stock_environment(settings: EngineSettings) -> dict[str, str]:
+    """Variables of the server's process and its children; the key that callers must bring is not among them."""
     return {"VLLM_SERVER_DEV_MODE": "1"} | engine_environment(settings)
 
 
