@@ -102,7 +102,7 @@ class ServerClient(RemoteEngine):
             detail = messages.read(messages.ErrorAnswer, json.dumps(error.body).encode()).error
         except ValueError:
             return self._sync_error(str(error), phase)
-        if detail.kind != WeightSyncError.__name__:
+        if detail.kind is not messages.ErrorKind.WEIGHT_SYNC:
             return self._sync_error(detail.message, phase)
         return WeightSyncError(self._http.named(detail.message), actor=self._http.name, phase=detail.phase, quantity=detail.quantity, size=detail.size)
 

@@ -8,7 +8,7 @@
     POST /sync/{phase}/                   its other phases
 
 Errors are `messages.ErrorAnswer`: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404, 405, 409 not now, 413 too large,
-415 not JSON, 500 the engine failed, 503 it is not there yet or no longer.
+415 not JSON, 499 the caller has gone (nobody reads it), 500 the engine failed, 503 it is not there yet or no longer.
 """
 
 from __future__ import annotations
@@ -162,14 +162,14 @@ def _json(status: int, message: messages.Message) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusalError)
-    return _json(error.status, messages.ErrorAnswer(error=messages.ErrorDetail(kind="refused", message=error.message)))
+    return _json(error.status, messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.REFUSED, message=error.message)))
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: "no such route; POST /infer/, GET /health/, /get_world_size/, /info/, /version/", 405: "POST /infer/ and the phases of a sync, GET the rest"}
     message = said[error.status_code] if error.status_code in said else HTTPStatus(error.status_code).phrase
-    return _json(error.status_code, messages.ErrorAnswer(error=messages.ErrorDetail(kind="refused", message=message)))
+    return _json(error.status_code, messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.REFUSED, message=message)))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -179,4 +179,4 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _broken(request: Request, error: Exception) -> Response:
     """Whatever else: the caller learns what, the server's output has the traceback."""
-    return _json(500, messages.ErrorAnswer(error=messages.ErrorDetail(kind="failed", message=f"{type(error).__name__}: {error}")))
+    return _json(500, messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.FAILED, message=f"{type(error).__name__}: {error}")))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from typing import Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -142,9 +143,19 @@ class ServerInfo(Message):
     """Of this start of the server: by it two addresses of one server are known."""
 
 
+class ErrorKind(StrEnum):
+    ROLLOUT = "rollout"
+    """A RolloutError of the engine, with actor and phase."""
+    WEIGHT_SYNC = "weight_sync"
+    """A WeightSyncError of the engine, with all its fields."""
+    REFUSED = "refused"
+    """The caller's to mend."""
+    FAILED = "failed"
+    """Whatever else went wrong in the server."""
+
+
 class ErrorDetail(Message):
-    kind: str
-    """RolloutError or WeightSyncError where it is one, with their fields; else `refused`."""
+    kind: ErrorKind
     message: str
     actor: str = ""
     phase: str = ""
@@ -157,10 +168,11 @@ class ErrorAnswer(Message):
 
     @classmethod
     def of(cls, error: RolloutError | WeightSyncError) -> ErrorAnswer:
-        detail = ErrorDetail(kind=type(error).__name__, message=error.message, actor=error.actor, phase=error.phase)
-        if isinstance(error, WeightSyncError):
-            detail = detail.model_copy(update={"quantity": error.quantity, "size": error.size})
-        return cls(error=detail)
+        if isinstance(error, RolloutError):
+            return cls(error=ErrorDetail(kind=ErrorKind.ROLLOUT, message=error.message, actor=error.actor, phase=error.phase))
+        return cls(
+            error=ErrorDetail(kind=ErrorKind.WEIGHT_SYNC, message=error.message, actor=error.actor, phase=error.phase, quantity=error.quantity, size=error.size)
+        )
 
 
 def read(form: type[M], body: bytes) -> M:

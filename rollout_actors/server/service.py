@@ -35,6 +35,47 @@ class RefusalError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Door:
+    """Whom a server answers, and which phase of a sync is in turn. Every phase goes through `during` and, if it ends well, `after`::
+
+    phase           in turn                     while it runs, or after it failed    when it has ended
+    pause           always, with an offer       shut; due: pause                     shut; due: rendezvous
+    rendezvous ...  where it is due, for the    shut; due: pause                     shut; due: the following phase
+                    version of the offer
+    canary          likewise                    shut; due: pause                     open to its run; due: pause
+    """
+
+    shut: str = ""
+    """Why no rollouts are served; empty: they are."""
+    run: str | None = None
+    """Whose weights the server holds; None: nobody in particular's."""
+    offer: WeightOffer | None = None
+    """Of the sync under way, or of the last one; None: there was none."""
+    due: SyncPhase = SyncPhase.PAUSE
+    """What comes next. PAUSE may always come."""
+
+    def during(self, phase: SyncPhase, call: messages.SyncCall) -> Door:
+        """Raises RefusalError where it is not the phase's turn."""
+        brought = call.weight_offer()
+        if phase is SyncPhase.PAUSE:
+            if brought is None:
+                raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
+            return Door(f"a sync to version {call.version} is under way, or was not completed", self.run, brought)
+        if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
+            begins = self.offer is None or self.due is SyncPhase.PAUSE
+            raise RefusalError(
+                409,
+                f"phase {phase} of version {call.version} is out of turn, the server waits for "
+                f"{SyncPhase.PAUSE if begins or self.offer is None else f'{self.due} of version {self.offer.version}'}; begin with {SyncPhase.PAUSE} "
+                f"and keep the order {', '.join(PHASES)}",
+            )
+        return replace(self, offer=brought or self.offer, due=SyncPhase.PAUSE)
+
+    def after(self, phase: SyncPhase, run: str | None) -> Door:
+        return replace(self, due=FOLLOWING[phase]) if phase in FOLLOWING else Door("", run, self.offer)
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Of what one call may ask."""
 
@@ -65,11 +106,7 @@ class RolloutService:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
-        self._shut = ""
-        # Of the sync under way: its offer, and the phase it waits for.
-        self._offer: WeightOffer | None = None
-        self._due = SyncPhase.PAUSE
-        self._run: str | None = None
+        self._door = Door()
 
     async def start(self) -> None:
         """Raises what the engine raises."""
@@ -141,16 +178,13 @@ class RolloutService:
     async def run_sync_phase(self, phase: SyncPhase, call: messages.SyncCall) -> SyncReport | None:
         """Raises RefusalError for a phase out of turn, and what the engine raises: then the sync begins anew. `pause` is always in turn."""
         self._check_group(call)
-        offer = self._offer_of(phase, call)
-        # While a phase runs, and after one that failed, only the beginning is in turn.
-        self._offer, self._due = offer, SyncPhase.PAUSE
-        report = await self._engine.run_sync_phase(phase, offer)
-        if self._offer is not offer:
+        # A later sync may begin while this phase runs: then the door is another.
+        door = self._door = self._door.during(phase, call)
+        assert door.offer is not None
+        report = await self._engine.run_sync_phase(phase, door.offer)
+        if self._door is not door:
             raise RefusalError(409, f"the sync to version {call.version} was given up: another one has begun")
-        if phase in FOLLOWING:
-            self._due = FOLLOWING[phase]
-        else:
-            self._shut, self._run = "", call.run
+        self._door = door.after(phase, call.run)
         return report
 
     def _check_group(self, call: messages.SyncCall) -> None:
@@ -164,31 +198,19 @@ class RolloutService:
                 f"offer.terms.groups: have {sizes} ranks; this server's group is the sender and {num_workers} of its workers, and no other server's",
             )
 
-    def _offer_of(self, phase: SyncPhase, call: messages.SyncCall) -> WeightOffer:
-        """What the phase is about; shuts the door where it is the first. Raises RefusalError where it is not its turn."""
-        brought, kept = call.weight_offer(), self._offer
-        if phase is SyncPhase.PAUSE:
-            if brought is None:
-                raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
-            self._shut = f"a sync to version {call.version} is under way, or was not completed"
-            return brought
-        if kept is None or (phase, call.version) != (self._due, kept.version):
-            waits = SyncPhase.PAUSE if kept is None else f"{self._due} of version {kept.version}" if self._due is not SyncPhase.PAUSE else self._due
-            raise RefusalError(
-                409,
-                f"phase {phase} of version {call.version} is out of turn, the server waits for {waits}; begin with {SyncPhase.PAUSE} "
-                f"and keep the order {', '.join(PHASES)}",
-            )
-        return kept if brought is None else brought
-
     def _check_open(self, call: messages.InferCall) -> None:
         assert self.world_size
-        if self._shut:
-            raise RefusalError(409, f"{self._name} serves no rollouts: {self._shut}; complete a sync")
-        if None not in (self._run, call.run) and self._run != call.run:
+        door = self._door
+        if door.shut:
+            raise RefusalError(409, f"{self._name} serves no rollouts: {door.shut}; complete a sync")
+        if None not in (door.run, call.run) and door.run != call.run:
             raise RefusalError(409, f"{self._name} holds version {self.version} of another run's weights; sync first, and give every run servers of its own")
         if call.version is not None and call.version != self.version:
-            raise RefusalError(409, f"{self._name} holds version {self.version} of the weights, not {call.version}: if it was started again, resume the run")
+            raise RefusalError(
+                409,
+                f"{self._name} holds version {self.version} of the weights, not {call.version}: if it was started again, start the run again, too, from its "
+                "last checkpoint",
+            )
 
     def _with_image_data(self, requests: tuple[RolloutRequest, ...]) -> list[RolloutRequest]:
         return [

@@ -43,13 +43,22 @@ class ServerEntry(Section):
         return is_loopback(host)
 
 
+def _addresses(url: str) -> set[tuple[str, int, str]]:
+    """Host, port and path that a URL leads to, without asking for names; two for `localhost`."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None, "checked when it was read"
+    hosts = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname,)
+    return {(host, parts.port or (443 if parts.scheme == "https" else 80), parts.path) for host in hosts}
+
+
 def _each_once(servers: tuple[ServerEntry, ...]) -> tuple[ServerEntry, ...]:
     if not servers:
         raise refusal("must list at least one server, got an empty list", "write [{base_url: http://127.0.0.1:8000, group_port: 0}]")
     for index, server in enumerate(servers):
         for earlier in servers[:index]:
-            if server.base_url == earlier.base_url:
-                raise refusal(f"{server.base_url} is listed twice", "list every server once")
+            if _addresses(server.base_url) & _addresses(earlier.base_url):
+                also = "" if server.base_url == earlier.base_url else f", as {earlier.base_url} too"
+                raise refusal(f"{server.base_url} is listed twice{also}", "list every server once")
             if server.group_port and server.group_port == earlier.group_port:
                 raise refusal(f"group_port {server.group_port} is listed twice", "give every server its own, or 0 for any free one")
     return servers

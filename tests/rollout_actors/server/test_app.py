@@ -317,7 +317,7 @@ class TestSync:
         answer = caller.phase(SyncPhase.RENDEZVOUS)
         assert answer.status_code == 500
         error = messages.read(messages.ErrorAnswer, answer.content).error
-        assert (error.kind, error.message, error.phase, error.quantity, error.size) == ("WeightSyncError", "no group", "rendezvous", "ranks", 2.0)
+        assert (error.kind, error.message, error.phase, error.quantity, error.size) == (messages.ErrorKind.WEIGHT_SYNC, "no group", "rendezvous", "ranks", 2.0)
         assert caller.infer(request(0)).status_code == 409
         assert caller.phase(SyncPhase.RENDEZVOUS).status_code == 409
         caller.sync()
@@ -345,7 +345,7 @@ class TestSync:
 def test_a_failing_engine_is_a_500_with_its_message(caller: Caller) -> None:
     caller.engine.trouble = [RolloutError("no memory", actor="the engine", phase="generate"), ZeroDivisionError("by zero")]
     error = messages.read(messages.ErrorAnswer, caller.infer(request(0)).content).error
-    assert (error.kind, error.message, error.phase) == ("RolloutError", "no memory", "generate")
+    assert (error.kind, error.message, error.phase) == (messages.ErrorKind.ROLLOUT, "no memory", "generate")
     answer = caller.infer(request(0))
     assert (answer.status_code, said(answer)) == (500, "ZeroDivisionError: by zero")
     assert caller.infer(request(0)).status_code == 200

@@ -147,7 +147,8 @@ def test_the_offer_travels_at_the_beginning_and_its_group_at_the_rendezvous_and_
 @pytest.mark.parametrize("error", [RolloutError("bad", actor="a", phase="generate"), WeightSyncError("bad", actor="a", phase="verify", quantity="q", size=2.0)])
 def test_errors_keep_their_fields(error: RolloutError | WeightSyncError) -> None:
     detail = there_and_back(messages.ErrorAnswer.of(error)).error
-    assert (detail.kind, detail.message, detail.actor, detail.phase) == (type(error).__name__, "bad", "a", error.phase)
+    kind = messages.ErrorKind.WEIGHT_SYNC if isinstance(error, WeightSyncError) else messages.ErrorKind.ROLLOUT
+    assert (detail.kind, detail.message, detail.actor, detail.phase) == (kind, "bad", "a", error.phase)
     if isinstance(error, WeightSyncError):
         assert (detail.quantity, detail.size) == ("q", 2.0)
 

@@ -94,6 +94,14 @@ REFUSED = [
     ({f"{VLLM}.server": {"servers": []}}, f"{VLLM}.server.servers: must list at least one server, got an empty list; write "),
     ({f"{VLLM}.server": {"servers": [SERVER, SERVER]}}, f"{VLLM}.server.servers: http://127.0.0.1:8000 is listed twice; list every server once"),
     (
+        {f"{VLLM}.server": {"servers": [SERVER, SERVER | {"base_url": "http://localhost:8000"}]}},
+        f"{VLLM}.server.servers: http://localhost:8000 is listed twice, as http://127.0.0.1:8000 too; list every server once",
+    ),
+    (
+        {f"{VLLM}.server": {"servers": [SERVER | {"base_url": "http://A"}, SERVER | {"base_url": "http://a:80"}]}},
+        f"{VLLM}.server.servers: http://a:80 is listed twice, as http://A too; list every server once",
+    ),
+    (
         {f"{VLLM}.server": {"servers": [SERVER | {"group_port": 51216}, SERVER | {"base_url": "http://b:8000", "group_port": 51216}]}},
         f"{VLLM}.server.servers: group_port 51216 is listed twice; give every server its own, or 0 for any free one",
     ),

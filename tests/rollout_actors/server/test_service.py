@@ -1,0 +1,56 @@
+"""The door of a rollout server: whom it answers, and which phase of a sync is in turn."""
+
+from __future__ import annotations
+
+import pytest
+from fake_server import offer
+
+from rollout_actors.server.messages import SyncCall
+from rollout_actors.server.service import Door, RefusalError
+from shared.weight_sync import SyncPhase
+
+PHASES = list(SyncPhase)
+
+
+def call(phase: SyncPhase, version: int = 1) -> SyncCall:
+    return SyncCall.of(phase, offer(version), "mine")
+
+
+def through(door: Door, phases: list[SyncPhase], version: int = 1) -> Door:
+    for phase in phases:
+        door = door.during(phase, call(phase, version)).after(phase, "mine")
+    return door
+
+
+def test_it_is_open_at_the_start_and_to_the_run_whose_sync_was_completed() -> None:
+    assert Door() == Door(shut="", run=None, due=SyncPhase.PAUSE)
+    done = through(Door(), PHASES)
+    assert (done.shut, done.run, done.due) == ("", "mine", SyncPhase.PAUSE)
+
+
+@pytest.mark.parametrize("num_done", range(1, len(PHASES)))
+def test_between_the_first_phase_and_the_last_it_is_shut_and_the_next_one_is_due(num_done: int) -> None:
+    door = through(Door(run="another"), PHASES[:num_done])
+    assert (door.shut, door.run, door.due) == ("a sync to version 1 is under way, or was not completed", "another", PHASES[num_done])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_while_a_phase_runs_and_after_it_failed_only_the_beginning_is_in_turn(phase: SyncPhase) -> None:
+    running = through(Door(), PHASES[: PHASES.index(phase)]).during(phase, call(phase))
+    assert running.shut
+    for next_ in PHASES[1:]:
+        with pytest.raises(RefusalError, match="out of turn, the server waits for pause; begin with pause"):
+            running.during(next_, call(next_))
+    assert through(running, PHASES, version=2).shut == ""
+
+
+def test_a_phase_of_another_version_is_out_of_turn() -> None:
+    with pytest.raises(RefusalError, match="phase rendezvous of version 2 is out of turn, the server waits for rendezvous of version 1"):
+        through(Door(), PHASES[:1]).during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS, 2))
+
+
+def test_what_the_rendezvous_brings_takes_the_place_of_the_offer() -> None:
+    door = through(Door(), PHASES[:1])
+    assert door.during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS)).offer == offer(1)
+    later = through(Door(), PHASES[:2])
+    assert later.during(SyncPhase.WIRE, call(SyncPhase.WIRE)).offer is later.offer
