@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from learner.remote_learner import RemoteLearner
-from shared.chunking import rank_rounds
+from shared.chunking import cut_rounds
 from shared.config.derive import rank_name
+from shared.protocols import Round
 from shared.rollouts import SyncReport, WeightOffer
 
 
@@ -26,12 +27,11 @@ class RankRollouts:
         """The version that every rank's engine serves; 0 before the first sync."""
         return self._learner.received_version
 
-    def split(self, requests: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+    def split(self, requests: Sequence[Sequence[Any]]) -> list[Round]:
         """The rounds of a step, as few as the decode batches allow: `requests` are those of each learner rank."""
-        rounds = rank_rounds([len(share) for share in requests], self._chunk)
-        return [[list(share[part.start : part.stop]) for share, part in zip(requests, round_, strict=True)] for round_ in rounds]
+        return cut_rounds(requests, self._chunk)
 
-    def generate(self, round_: list[list[Any]]) -> Future[list[list[Any]]]:
+    def generate(self, round_: Round) -> Future[Round]:
         return self._learner.generate(round_)
 
     def settle(self) -> None:

@@ -14,16 +14,14 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rollout_actors.backends.http_client import TRIES
 from rollout_actors.round_queue import Piece, RoundQueue
-from shared.chunking import chunk_size, rank_rounds
+from shared.chunking import chunk_size, cut_rounds
 from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError
+from shared.protocols import Round
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync import MARGIN_S, SyncPhase
 
 _LOGGER = logging.getLogger(__name__)
 Error = RolloutError | WeightSyncError
-
-Round = list[list[Any]]
-"""References to the requests of one round: those of each learner rank, in position order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +142,7 @@ class ActorPool:
 
     def split(self, requests: Sequence[Sequence[Any]]) -> list[Round]:
         """The rounds of a step, as few as the decode batches allow: `requests` are those of each learner rank."""
-        rounds = rank_rounds([len(share) for share in requests], self._chunk())
-        return [[list(share[part.start : part.stop]) for share, part in zip(requests, round_, strict=True)] for round_ in rounds]
+        return cut_rounds(requests, self._chunk())
 
     def generate(self, round_: Round) -> Future[Round]:
         """Begin one round.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def split_contiguous(n: int, num_servers: int) -> list[range]:
@@ -94,3 +97,9 @@ def rank_rounds(shares: Sequence[int], chunk: int) -> list[list[range]]:
         raise ValueError(f"cannot split shares of {list(shares)} requests into rounds of at most {chunk} of each rank; chunk must be at least 1")
     num_rounds = max((-(-share // chunk) for share in shares), default=0)
     return [list(round_) for round_ in zip(*(split_contiguous(share, num_rounds) for share in shares), strict=True)] if num_rounds else []
+
+
+def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]]]:
+    """The rounds of a step whose requests are those of each learner rank, `[round][rank]`, as `rank_rounds` says."""
+    rounds = rank_rounds([len(share) for share in requests], chunk)
+    return [[list(share[part.start : part.stop]) for share, part in zip(requests, round_, strict=True)] for round_ in rounds]

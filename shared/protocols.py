@@ -9,6 +9,9 @@ from typing import Any, Protocol
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
+Round = list[list[Any]]
+"""References to the requests, or then to the rollouts, of one round: those of each learner rank, in position order."""
+
 
 class RolloutBackend(Protocol):
     """Something that turns requests into rollouts and takes weights."""

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from shared.chunking import RoundPart, chunk_size, rank_rounds, rank_share, round_parts, split_contiguous, split_over, split_weighted
+from shared.chunking import RoundPart, chunk_size, cut_rounds, rank_rounds, rank_share, round_parts, split_contiguous, split_over, split_weighted
 
 
 def test_vllm_server_mode_fails_fast_when_cap_is_infeasible():
@@ -82,6 +82,11 @@ def test_rounds_are_the_fewest_in_which_no_rank_has_more_than_its_chunk():
             assert [i for round_ in rounds for i in round_[rank]] == list(range(share))
         assert all(len(part) <= chunk for round_ in rounds for part in round_)
         assert len(rounds) == -(-max(first, second) // chunk)
+
+
+def test_a_step_is_cut_into_rounds_of_each_ranks_own_requests_in_order():
+    assert cut_rounds(["abcde", "vwxy"], 2) == [[["a", "b"], ["v", "w"]], [["c", "d"], ["x", "y"]], [["e"], []]]
+    assert cut_rounds([[], []], 3) == []
 
 
 @pytest.mark.parametrize(
