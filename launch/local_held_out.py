@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -17,8 +18,9 @@ from shared.evaluation import Scene
 class LocalHeldOut:
     """Part of what `learner.remote_learner.RemoteLearner` is (`launch.driver.HasHeldOut`)."""
 
-    def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
-        self._held_out, self._timeouts = held_out, timeouts
+    def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection, *, fetch: Callable[..., Any] = ray.get) -> None:
+        """`fetch(references, timeout=seconds)` waits for rollouts."""
+        self._held_out, self._timeouts, self._fetch = held_out, timeouts, fetch
 
     def held_out_requests(self, step: int) -> list[list[ray.ObjectRef]]:
         """Of one rank."""
@@ -29,7 +31,7 @@ class LocalHeldOut:
         (rollouts,) = done
         try:
             # The pool hands out references when the shares are complete, so this waits for a copy at most.
-            shares = ray.get(list(rollouts), timeout=self._timeouts.generate_s)
+            shares = self._fetch(list(rollouts), timeout=self._timeouts.generate_s)
         except GetTimeoutError as error:
             told = f"finished rollouts did not arrive in {self._timeouts.generate_s:g} s (timeouts.generate_s); {_CHECK}, or raise timeouts.generate_s"
             raise RolloutError(told, actor=_ACTORS, phase="collect") from error

@@ -82,13 +82,15 @@ class SweepSummary(Callback):
             sys.exit(2)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        trials = [json.loads(line) for line in (Path(config.hydra.sweep.dir) / TRIALS).read_text().splitlines()]
+        ended = Path(config.hydra.sweep.dir) / TRIALS
+        # None where the sweep was interrupted in its first trial.
+        trials = [json.loads(line) for line in ended.read_text().splitlines()] if ended.exists() else []
         console = Console(soft_wrap=True)
         for trial in trials:
             f1 = next((f"{name.removeprefix('val/')} {value:.3f}" for name, value in trial.items() if name.startswith("val/f1")), "no held-out report")
             end = f1 if trial["exit_code"] == 0 else f"failed with exit status {trial['exit_code']}"
             console.print(f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}", markup=False, highlight=False)
         failed = sum(trial["exit_code"] != 0 for trial in trials)
-        console.print(f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {config.hydra.sweep.dir}/{TRIALS}", highlight=False)
+        console.print(f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {ended}", highlight=False)
         if failed:
             sys.exit(1)

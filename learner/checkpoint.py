@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def save_checkpoint(
             state_dict = state_dict or dict(MergedWeights(model).tensors())
             adapter.save(partial / ADAPTER_FOLDER)
         model.save_pretrained(partial, state_dict=state_dict)
+        if state_dict is not None:
+            _write_config(model.config, next(iter(state_dict.values())).dtype, partial)
         processor.save_pretrained(partial)
         if folder.exists():
             shutil.rmtree(folder)
@@ -43,3 +46,11 @@ def save_checkpoint(
         # On a full disk a half checkpoint is in the way of everything else.
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(str(folder), str(error)) from error
+
+
+def _write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Over transformers' own, which names the number type of the model in memory: shards are float32, whatever is saved of them."""
+    config = copy.deepcopy(config)
+    for part in (config, config.text_config, config.vision_config):
+        part.dtype = dtype
+    config.save_pretrained(folder)

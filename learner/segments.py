@@ -60,11 +60,11 @@ class PromptEncoder:
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
         """The unexpanded prompt; reads no image."""
-        return tuple(self._processor.tokenizer(self._text(sample), add_special_tokens=False)["input_ids"])
+        return tuple(self._processor.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"])
 
     def encode(self, sample: Sample) -> EncodedPrompt:
         """Both forms of the prompt, and the image features' inputs. RecordError when an image file is gone or changed."""
-        encoded = self._processor(text=[self._text(sample)], images=[decode_image(image) for image in sample.images], return_tensors="pt")
+        encoded = self._processor(text=[self.text(sample)], images=[decode_image(image) for image in sample.images], return_tensors="pt")
         return EncodedPrompt(
             request_token_ids=self.request_ids(sample),
             token_ids=tuple(encoded["input_ids"][0].tolist()),
@@ -73,7 +73,8 @@ class PromptEncoder:
             image_grid_I3=encoded["image_grid_thw"],
         )
 
-    def _text(self, sample: Sample) -> str:
+    def text(self, sample: Sample) -> str:
+        """The prompt as the chat template writes it, one placeholder per image."""
         messages = detection_messages(len(sample.images), system_prompt=self._system_prompt, user_prompt=self._user_prompt)
         return str(self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore
 
+from learner.gloo_wire import NUM_BUFFERS, GlooWire
 from shared.transports import Transport
-from shared.weight_sync import Group, Terms, buckets, offsets
-
-NUM_BUFFERS = 2
-"""One bucket is packed while the one before is on its way."""
+from shared.weight_sync import Terms
 
 
 class Wire(Protocol):
@@ -30,64 +26,6 @@ class Wire(Protocol):
     def close(self) -> None:
         """Leave the groups: whoever waits for this rank sees a closed connection."""
         ...
-
-
-class GlooWire:
-    """Between processes with the weights in host memory. The groups' own timeout ends a broadcast that nobody receives."""
-
-    def __init__(self, terms: Terms, listening: list[socket.socket]) -> None:
-        # Kept from sync to sync: memory that the system hands out anew, page by page, takes several times as long as filling it.
-        self._buffers: list[torch.Tensor] = []
-        timeout = timedelta(seconds=terms.timeout_s)
-        self._groups: list[Any] = [_open_gloo(group, bound, timeout) for group, bound in zip(terms.groups, listening, strict=True)]
-
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
-        cut = [(bucket, offsets(bucket)) for bucket in buckets(terms.sent, terms.bucket_bytes)]
-        buffers = self._room_for(max(starts[-1] for _, starts in cut), min(NUM_BUFFERS, len(cut)))
-        sending: list[list[Any]] = [[] for _ in buffers]
-        stream = iter(tensors)
-        for turn, (bucket, (*starts, size)) in enumerate(cut):
-            slot = turn % len(buffers)
-            _wait(sending[slot])
-            packed = buffers[slot][:size]
-            for spec, start in zip(bucket, starts, strict=True):
-                _, tensor = next(stream)
-                packed[start : start + spec.num_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
-            sending[slot] = [group.broadcast([packed], _from_rank_0()) for group in self._groups]
-        for works in sending:
-            _wait(works)
-
-    def _room_for(self, num_bytes: int, num_buffers: int) -> list[torch.Tensor]:
-        if len(self._buffers) < num_buffers or len(self._buffers[0]) < num_bytes:
-            self._buffers = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
-        return self._buffers[:num_buffers]
-
-    def close(self) -> None:
-        for group in self._groups:
-            group.shutdown()
-        # Gloo closes its connections when the last reference goes, and the traceback of a failed send holds one to this wire.
-        self._groups = []
-
-
-def _open_gloo(group: Group, bound: socket.socket, timeout: timedelta) -> ProcessGroupGloo:
-    """`bound` has held the group's port since it was published. Returns when every receiver has come."""
-    store = TCPStore(group.host, group.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach())
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    # Without it gloo asks the host's name for an address, which may be one that nobody else reaches.
-    options._devices = [ProcessGroupGloo.create_device(hostname=group.host)]
-    return ProcessGroupGloo(store, 0, group.world_size, options)
-
-
-def _from_rank_0() -> Any:
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = 0
-    return options
-
-
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 class NcclWire:

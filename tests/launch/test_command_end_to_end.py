@@ -82,7 +82,10 @@ print("loaded elsewhere")
 def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_process(command, number):
     run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
     run.wait_for("step    2/500")
-    run.process.send_signal(number)
+    if number == signal.SIGINT:
+        os.killpg(run.process.pid, number)  # Ctrl-C: a terminal sends it to all of the group
+    else:
+        run.process.send_signal(number)
     assert run.process.wait(timeout=60) == 130, run.output
     run.assert_nothing_left()
     assert "interrupted" in run.output

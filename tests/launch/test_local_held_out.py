@@ -1,7 +1,6 @@
 """Finished rollouts that do not arrive end an evaluation with what to check (DESIGN 3: every wait has a timeout)."""
 
 import pytest
-import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from launch.local_held_out import LocalHeldOut
@@ -16,27 +15,21 @@ class Scores:
         return [f"scene of {rollout}" for rollout in rollouts]
 
 
-@pytest.fixture
-def got(monkeypatch):
-    """`got(answer)`: what Ray answers from then on; the timeouts that it was asked with."""
+def local(answer, asked):
+    """With this from Ray: rollouts, or an error. `asked` takes the timeouts."""
+
+    def fetch(refs, *, timeout):
+        asked.append(timeout)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0), fetch=fetch)
+
+
+def test_the_shares_are_scored_in_order_within_the_timeout():
     asked = []
-
-    def answer_with(answer):
-        def get(refs, *, timeout=None):
-            asked.append(timeout)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        monkeypatch.setattr(ray, "get", get)
-        return asked
-
-    return answer_with
-
-
-def test_the_shares_are_scored_in_order_within_the_timeout(got):
-    asked = got([["a", "b"], ["c"]])
-    assert LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([[None, None]]) == ["scene of a", "scene of b", "scene of c"]
+    assert local([["a", "b"], ["c"]], asked).score([[None, None]]) == ["scene of a", "scene of b", "scene of c"]
     assert asked == [7.0]
 
 
@@ -47,7 +40,6 @@ def test_the_shares_are_scored_in_order_within_the_timeout(got):
         (ObjectLostError("ab" * 28, None, ""), r"collect on the rollout actors: finished rollouts were lost \(.*\); check"),
     ],
 )
-def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(got, error, message):
-    got(error)
+def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(error, message):
     with pytest.raises(RolloutError, match=f"(?s){message}"):
-        LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([[None]])
+        local(error, []).score([[None]])

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 from command_support import Command, adopt_orphans
+from omegaconf import OmegaConf
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+from launch.sweep import SweepSummary
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,8 @@ def orphans_come_to_this_process():
     adopt_orphans(False)
 
 
+@pytest.mark.engine
+@pytest.mark.engines_extra
 def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
     small = ["training.max_steps=1", "stage2_ab.schedule.warmup_steps=1", "data.max_val_samples=4", "rollout_matching.vllm.actors.num_actors=1"]
     # The middle trial's value is refused.
@@ -41,3 +44,8 @@ def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_
     assert "trial     1: failed with exit status 2" in sweep.output
     assert "sweep     2 of 4 trials finished" in sweep.output
     assert "trial     0: f1 " in sweep.output
+
+
+def test_a_sweep_that_is_interrupted_in_its_first_trial_ends_without_an_error_of_its_own(tmp_path, capsys):
+    SweepSummary().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    assert "sweep     0 of 0 trials finished" in capsys.readouterr().out

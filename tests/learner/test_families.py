@@ -46,7 +46,7 @@ def parts(request, demo_data, tmp_path_factory):
 
 def prompt_of(processor, encoder, sample, width, height, seed) -> EncodedPrompt:
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    encoded = processor(text=[encoder._text(sample)], images=[Image.fromarray(pixels)], return_tensors="pt")
+    encoded = processor(text=[encoder.text(sample)], images=[Image.fromarray(pixels)], return_tensors="pt")
     assert encoded["image_grid_thw"].tolist() == [[1, height // 8, width // 8]]
     ids = tuple(encoded["input_ids"][0].tolist())
     return EncodedPrompt(encoder.request_ids(sample), ids, encoded["mm_token_type_ids"][0], encoded["pixel_values"], encoded["image_grid_thw"])

@@ -9,7 +9,7 @@ from learner_support import finish_step, half_right, make_learner
 
 from learner.rollout_log import read_step, step_path
 from shared.config.pipeline import Channel
-from shared.errors import ConfigError, RolloutError
+from shared.errors import ConfigError, LearnerError, RolloutError
 from shared.schedule import RunSchedule
 from shared.seeds import request_seed
 
@@ -107,6 +107,23 @@ def test_a_sample_that_is_too_long_is_refused_before_the_start_with_the_numbers(
         make_learner(config(global_max_length=200))
     needed = int(str(caught.value).rsplit("raise global_max_length to ", 1)[1].split(",")[0])
     make_learner(config(global_max_length=needed))
+
+
+def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of_the_last_update(config):
+    learner = make_learner(config(training__packing=False))
+    rollouts, rows = half_right(learner, RunSchedule(config()).plan(1)), []
+    before = {name: parameter.detach().clone() for name, parameter in learner.loaded.model.named_parameters()}
+
+    def told_in_the_third_row(*_):
+        rows.append(1)
+        if len(rows) == 3:
+            learner.stop()
+
+    learner.loaded.model.lm_head.register_full_backward_hook(told_in_the_third_row)
+    with pytest.raises(LearnerError, match="told to stop, because the run is being ended"):
+        learner.accumulate(rollouts)
+    assert (len(rows), learner.num_updates) == (3, 0)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in learner.loaded.model.named_parameters())
 
 
 def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):

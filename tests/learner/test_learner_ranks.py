@@ -4,11 +4,14 @@ The tolerance: weights of one rank and of two differ by at most 1e-6 after three
 sums over other rows are all that differs.
 """
 
+import json
+import shutil
 from collections import Counter
 
 import pytest
 import rank_jobs
 import torch
+from safetensors.torch import load_file, save_file
 
 from learner.place import LearnerPlace, ReceiverGroup
 from learner.rollout_log import read_step, step_path
@@ -158,6 +161,7 @@ def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(two_ra
     first, _ = two_ranks.run(rank_jobs.sync_and_save, rank_config(**config, **FSDP), tmp_path / "checkpoint")
     assert {tensor.dtype for tensor in first.weights.values()} == {torch.bfloat16}
     assert all(torch.equal(first.saved[name], tensor) for name, tensor in first.weights.items())
+    assert first.dtypes == {"bfloat16"}, "config.json says what the tensors are"
 
 
 # Weights of several ranks
@@ -212,15 +216,51 @@ def test_an_error_on_one_rank_ends_all_of_them_within_the_timeout_with_that_rank
     assert "rank 0 of 2 waited in vain for the other learner ranks, at most 3 s (timeouts.learn_s); look for the rank that failed first" in str(waiting)
 
 
-def test_ranks_that_read_other_data_or_another_model_do_not_start(two_ranks, rank_config, ddp_config, demo_data, warm_checkpoint):
+def test_ranks_that_read_other_data_or_another_model_do_not_start(two_ranks, rank_config, ddp_config, demo_data, warm_checkpoint, tmp_path):
     other_data = rank_config(**DDP, data__train=str(demo_data / "val.jsonl"))
-    for error in two_ranks.outcomes(rank_jobs.own_config, [ddp_config, other_data]):
-        assert type(error) is ConfigError
-        assert "data.train: the learner ranks read different samples" in str(error)
+    boxes = rank_config(**DDP, data__train=str(with_another_box(demo_data, tmp_path / "train.jsonl")))
+    for other in (other_data, boxes):
+        for error in two_ranks.outcomes(rank_jobs.own_config, [ddp_config, other]):
+            assert type(error) is ConfigError
+            assert "data.train: the learner ranks read different samples" in str(error)
     other_model = rank_config(**DDP, model__path=str(warm_checkpoint))
     for error in two_ranks.outcomes(rank_jobs.own_config, [ddp_config, other_model]):
         assert type(error) is LearnerError
         assert "Check that model.path is the same checkpoint on every node" in str(error)
+
+
+def with_another_box(demo_data, path):
+    """The same samples under the same ids, but for one coordinate of one object."""
+    rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["images"] = [str(demo_data / image) for image in row["images"]]
+    rows[-1]["objects"][0]["bbox_2d"][2] += 1
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_at_the_start_the_ranks_weights_are_compared_to_their_last_element(two_ranks, rank_config, demo_checkpoint, tmp_path, parallel):
+    other = tmp_path / "other"
+    shutil.copytree(demo_checkpoint, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.language_model.embed_tokens.weight"][-1, -1] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    for error in two_ranks.outcomes(rank_jobs.own_config, [rank_config(**parallel), rank_config(**parallel, model__path=str(other))]):
+        assert type(error) is LearnerError
+        assert "the first parameter that differs is model.language_model.embed_tokens.weight" in str(error)
+
+
+@pytest.mark.parametrize(("parallel", "rows"), [(DDP, [6, 1]), (FSDP, [1, 1])], ids=["ddp", "fsdp"])
+def test_ranks_that_are_told_to_stop_leave_the_step_together_and_save_the_last_update(two_ranks, rank_config, parallel, rows, tmp_path):
+    """One is told before the other. Under fsdp a row is one of all ranks, and so is the stop; else each leaves its own rows, and none takes the update."""
+    config = rank_config(**parallel, training__packing=False, stage2_ab__schedule__warmup_steps=2)
+    first, last = two_ranks.run(rank_jobs.is_stopped, config, tmp_path / "checkpoint")
+    assert [first.num_rows, last.num_rows] == rows
+    for rank in (first, last):
+        assert "told to stop, because the run is being ended" in str(rank.error)
+        assert rank.num_updates == 1
+    assert first.saved_last_update
 
 
 # What is written down

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch import nn
 
+from learner.gloo_wire import GlooWire
 from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
-from learner.wires import GlooWire
-from rollout_actors.gloo_group import address_towards, join_group
+from rollout_actors.gloo_group import WeightGroup, address_towards
 from shared.canary import CanaryProbe
 from shared.errors import ConfigError, WeightSyncError
-from shared.weight_sync import Group, Sealed, Terms, buckets, offsets
+from shared.weight_sync import Group, Sealed, TensorSpec, Terms, offsets
 
 CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
 
@@ -114,32 +116,48 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
     sender.close()
 
 
-def receive(group: Group, rank: int, terms: Terms, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
-    """What an engine's transport does, without an engine: one buffer per bucket, cut into tensors."""
-    joined = join_group(group.host, group.port, rank=rank, world_size=group.world_size, timeout_s=terms.timeout_s)
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = 0
+def elsewhere(path: str) -> None:
+    """What a receiver on another machine finds under the name of shared memory."""
+
+
+def join(group: Group, rank: int, timeout_s: float, *, is_elsewhere: bool = False) -> WeightGroup:
+    opened = {"open_shared": elsewhere} if is_elsewhere else {}
+    return WeightGroup(group.host, group.port, rank=rank, world_size=group.world_size, timeout_s=timeout_s, **opened)
+
+
+def receive(joined: WeightGroup, terms: Terms, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
+    """What an engine's transport does, without an engine."""
     tensors = {}
-    for bucket in list(buckets(terms.sent, terms.bucket_bytes))[:num_buckets]:
-        *starts, size = offsets(bucket)
-        packed = torch.empty(size, dtype=torch.uint8)
-        joined.broadcast([packed], options).wait()
+    for bucket, packed in itertools.islice(joined.receive(terms.sent, terms.bucket_bytes), num_buckets):
+        *starts, _ = offsets(bucket)
         for spec, start in zip(bucket, starts, strict=True):
-            tensors[spec.name] = packed[start : start + spec.num_bytes].view(torch.__dict__[spec.dtype]).view(spec.shape)
+            tensors[spec.name] = packed[start : start + spec.num_bytes].view(torch.__dict__[spec.dtype]).view(spec.shape).clone()
     return tensors
 
 
-def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again() -> None:
+@pytest.mark.parametrize("remote", [set(), {2}, {1, 3}], ids=["all on this machine", "one elsewhere", "one of each group elsewhere"])
+def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again(remote: set[int]) -> None:
     model = TiedModel()
     sender = WeightSender(FullWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(2), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10)
-    places = [(0, 1), (0, 2), (1, 1)]
+    places = {1: (0, 1), 2: (0, 2), 3: (1, 1)}
+    joined: dict[int, WeightGroup] = {}
+
+    def take(who: int, terms: Terms) -> dict[str, torch.Tensor]:
+        group, rank = places[who]
+        if who not in joined:
+            joined[who] = join(terms.groups[group], rank, 20.0, is_elsewhere=who in remote)
+        return receive(joined[who], terms)
+
     with ThreadPoolExecutor(len(places)) as threads:
-        for version in (1, 2):  # the second over new groups, as after a change of receivers
+        for version in (1, 2, 3):
+            if version == 3:  # over new groups, as after a change of receivers
+                sender.close()
+                joined.clear()
             with torch.no_grad():
                 model.norm.bias += 1
             offer = sender.offer(version, CANARY)
             terms = Terms.of(offer)
-            arriving = [threads.submit(receive, terms.groups[group], rank, terms) for group, rank in places]
+            arriving = [threads.submit(take, who, terms) for who in places]
             report = sender.send(offer)
             # By the prefix a report's total leaves them out: they run beside the receivers' phases.
             assert set(report.phase_s) == {"send_gather", "send_rendezvous", "send_wire", "send_verify"}
@@ -148,7 +166,8 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
                 tensors = arrived.result(timeout=20)
                 assert list(tensors) == list(expected)
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-            sender.close()
+            assert not list(Path("/dev/shm").glob("rollmatch-weights-*")), "what a killed process cannot leave behind"
+    sender.close()
 
 
 def listening() -> set[tuple[str, int]]:
@@ -161,13 +180,13 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
     before = listening()
     group = Group("127.0.0.2", bound.getsockname()[1], world_size=2, key="a")
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(join_group, group.host, group.port, rank=1, world_size=2, timeout_s=20.0)
-        wire = GlooWire(Terms((group,), timeout_s=20.0, bucket_bytes=10, tensors=()), [bound])
+        joining = threads.submit(join, group, 1, 20.0)
+        wire = GlooWire(Terms((group,), timeout_s=20.0, bucket_bytes=10, tensors=(TensorSpec("t", "uint8", (4,), 4),)), [bound])
         joined = joining.result(timeout=20)
     opened = listening() - before
     assert {address for address, _ in opened} == {"127.0.0.2", address_towards("127.0.0.2", group.port)}
     wire.close()
-    joined.shutdown()
+    joined.close()
 
 
 def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from() -> None:
@@ -175,13 +194,14 @@ def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from
         assert address_towards(*server.getsockname()) == connection.getsockname()[0]
 
 
-def test_a_receiver_that_leaves_ends_the_send_for_every_group() -> None:
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool) -> None:
     sender = WeightSender(FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=3.0, bucket_bytes=10)
     offer = sender.offer(1, CANARY)
     terms = Terms.of(offer)
     with ThreadPoolExecutor(2) as threads:
-        threads.submit(receive, terms.groups[0], 1, terms, 1)
-        threads.submit(receive, terms.groups[1], 1, terms)
+        threads.submit(lambda: receive(join(terms.groups[0], 1, 3.0, is_elsewhere=is_elsewhere), terms, 1))
+        threads.submit(lambda: receive(join(terms.groups[1], 1, 3.0, is_elsewhere=is_elsewhere), terms))
         with pytest.raises(WeightSyncError, match="wire on learner"):
             sender.send(offer)
     sender.close()

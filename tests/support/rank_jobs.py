@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from learner.ranks import BUCKET_ELEMENTS, Rendezvous, join_ranks
 from shared.chunking import rank_rounds, rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
+from shared.errors import LearnerError
 from shared.reports import RankReport
 from shared.rollouts import WeightOffer
 from shared.schedule import RunSchedule
@@ -127,6 +129,43 @@ def ends_itself_on_rank_1(place: LearnerPlace, rendezvous: Rendezvous | None) ->
 
 
 @dataclass
+class Stopped:
+    error: LearnerError | None
+    num_rows: int
+    """Forwards of the step that was left."""
+    num_updates: int
+    saved_last_update: bool
+
+
+def is_stopped(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, folder: Path) -> Stopped:
+    """The last rank alone is told to stop, in the first row of the second step, which is one of channel A; then the ranks save."""
+    learner = Learner(config, place, rendezvous)
+    plans = list(RunSchedule(config).plans())
+    learner.next_requests(plans[0])
+    learner.finish_step()
+    updated = whole_weights(learner)
+    learner.next_requests(plans[1])
+    rows: list[int] = []
+    error: LearnerError | None = None
+
+    def count(*_: Any) -> None:
+        rows.append(1)
+        if place.rank == place.world_size - 1:
+            learner.stop()
+
+    learner.loaded.model.lm_head.register_full_backward_hook(count)
+    try:
+        learner.finish_step()
+    except LearnerError as stopped:
+        error = stopped
+    learner.publisher.save(folder)
+    saved = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").named_parameters())
+    same = all(torch.equal(saved[name], weight) for name, weight in updated.items())
+    learner.close()
+    return Stopped(error, len(rows), learner.num_updates, same)
+
+
+@dataclass
 class Synced:
     offer: WeightOffer | None
     weights: dict[str, torch.Tensor]
@@ -138,6 +177,8 @@ class Synced:
     saved: dict[str, torch.Tensor]
     """The checkpoint, loaded by transformers."""
     tied: bool
+    dtypes: set[str]
+    """That the checkpoint's config.json names."""
 
 
 def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, folder: Path) -> Synced:
@@ -153,7 +194,10 @@ def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: Ru
     saved = dict(loaded.named_parameters())
     held_out = [request.position for request in learner.held_out_requests(0)]
     learner.close()
-    return Synced(offer, weights, versions, held_out, saved, loaded.lm_head.weight is loaded.model.language_model.embed_tokens.weight)
+    tied = loaded.lm_head.weight is loaded.model.language_model.embed_tokens.weight
+    described = json.loads((folder / "config.json").read_text())
+    dtypes = {part["dtype"] for part in (described, described["text_config"], described["vision_config"])}
+    return Synced(offer, weights, versions, held_out, saved, tied, dtypes)
 
 
 def drifts(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig) -> None:
