@@ -20,6 +20,7 @@ from launch.path_checks import run_folder_problem
 from launch.ray_metrics import RayMetrics
 from launch.report import make_report
 from launch.report_folder import write_report
+from launch.server_calls import server_calls
 from shared.config import RunConfig
 from shared.config.derive import BatchAlgebra, resolved_sync_mode, rollout_servers, warmup_steps
 from shared.config.pipeline import Channel
@@ -130,11 +131,13 @@ class Telemetry:
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
         """Write the plan before the step and its metrics after it; nothing of a step that failed but its plan."""
         assert self._algebra is not None, "placed comes before the first step"
+        rounds = _positions(self._algebra) if plan.channel is Channel.B else []
         _write(
             self._plans,
             {
                 **asdict(plan),
-                "rounds": _positions(self._algebra) if plan.channel is Channel.B else [],
+                "rounds": rounds,
+                "calls": self._calls(rounds, plan.step),
                 "engines": self._engines,
                 "servers": self._servers,
                 "sync_mode": self._sync_mode,
@@ -212,6 +215,13 @@ class Telemetry:
         sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
         self._trace_spans([span, *report.spans, *sync_span])
         self._console.print(_progress_line(report, metrics, self._config.training.max_steps), highlight=False)
+
+    def _calls(self, rounds: list[list[list[int]]], step: int) -> list[list[dict[str, Any]]]:
+        """Of the servers, by round."""
+        if not self._servers:
+            return []
+        assert self._algebra is not None
+        return server_calls(rounds, self._algebra.engine_devices, self._engines, run_seed=self._config.training.seed, step=step)
 
     def _note_mode(self, sync: SyncReport) -> None:
         """Every later plan says what is sent, and why it is not the adapter any more."""

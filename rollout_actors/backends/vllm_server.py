@@ -40,8 +40,7 @@ class ServerClient(RemoteEngine):
         """One `/infer/`; where it fails or takes too long, one more with the same seeds."""
         if not requests:
             return []
-        call = messages.InferCall(requests=tuple(requests), seed=requests[0].seed, run=self._run, version=self._version)
-        body = call.body()
+        body = messages.InferCall.of(requests, run=self._run, version=self._version).body()
         answer, attempt = await self._http.asked_twice(lambda: self._infer(body))
         rollouts = self._read(messages.InferAnswer, answer, "generate").rollouts
         if [(rollout.step, rollout.position) for rollout in rollouts] != [(request.step, request.position) for request in requests]:

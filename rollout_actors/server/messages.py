@@ -37,11 +37,15 @@ M = TypeVar("M", bound=Message)
 class InferCall(Message):
     requests: tuple[RolloutRequest, ...]
     seed: int
-    """Of the call: its first request's. Every request brings its own; this one is for the logs (spec: determinism in server mode)."""
+    """Of the call: its first request's. Every request brings its own; this one is in the run's plan (spec: determinism in server mode)."""
     run: str | None = None
     """Who asks; null: nobody in particular. See `SyncCall.run`."""
     version: int | None = None
     """Of the weights that are to answer; null: any."""
+
+    @classmethod
+    def of(cls, requests: Sequence[RolloutRequest], *, run: str | None = None, version: int | None = None) -> InferCall:
+        return cls(requests=tuple(requests), seed=requests[0].seed, run=run, version=version)
 
 
 class InferAnswer(Message):

@@ -89,6 +89,14 @@ def test_server_mode_logs_reproducibility_metadata(tmp_path):
     assert (first["rollout_seed_base"], first["sync_mode"]) == (request_seed(17, 25, 0), "adapter")
     assert (second["rollout_seed_base"], second["sync_mode"]) == (request_seed(17, 26, 0), "full")
     assert (first["sync_fallback"], second["sync_fallback"]) == (None, "wire on b: [KeyError]")
+    # Every call has the seed of its first request, and the step's calls are known before it.
+    assert [[(call["server"], call["first_position"], call["count"]) for call in round_] for round_ in first["calls"]] == [
+        [("a", 0, 6), ("b", 6, 5)],
+        [("a", 11, 6), ("b", 17, 5)],
+        [("a", 22, 5), ("b", 27, 5)],
+    ]
+    for step, plan in ((25, first), (26, second)):
+        assert all(call["seed"] == request_seed(17, step, call["first_position"]) for round_ in plan["calls"] for call in round_)
 
 
 def test_of_several_learner_ranks_the_plan_says_which_positions_each_learns_in_each_round(tmp_path):
