@@ -36,7 +36,7 @@ from rollout_actors.vllm_requests import (
     request_prompt,
     sampling_params,
 )
-from shared.canary import CanaryProbe
+from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Transport
@@ -161,6 +161,7 @@ class ColocatedLLM:
         logprobs = [entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)]
         return Answer.up_to_stop(prompt, response, logprobs, request.decode)
 
-    def _score(self, probe: CanaryProbe) -> tuple[list[int], list[float]]:
-        (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False, lora_request=self._adapter.request)
+    def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+        lora_request = self._adapter.request if adapted else None
+        (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False, lora_request=lora_request)
         return probe_scores(output)

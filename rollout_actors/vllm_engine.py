@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -21,7 +22,7 @@ from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.vllm_requests import engine_arguments, probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
 from rollout_actors.weight_intake import WeightIntake
-from shared.canary import CanaryProbe
+from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
@@ -141,7 +142,7 @@ class VllmEngine:
     async def _rollout(self, request: RolloutRequest, started_s: float, started: float) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)
         try:
-            output = await self._complete(prompt, params, f"{request.step}/{request.position}")
+            output = await self._complete(prompt, params, f"{request.step}/{request.position}", self._adapter.request)
         except VLLMClientError as error:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         generate_s = time.perf_counter() - started
@@ -149,13 +150,14 @@ class VllmEngine:
         answer = read_answer(output, request, actor=self.name, version=self._version)
         return answer.rollout(request, actor=self.name, version=self._version, rule=self._rule, started_s=started_s, generate_s=generate_s)
 
-    async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str) -> RequestOutput:
+    async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str, adapter: LoRARequest | None) -> RequestOutput:
         assert self._llm is not None
         # FINAL_ONLY: exactly one output.
-        async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter.request):
+        async for output in self._llm.generate(prompt, params, request_id, lora_request=adapter):
             return output
         raise AssertionError("vLLM ends a request with an output")
 
-    async def _score(self, probe: CanaryProbe) -> tuple[list[int], list[float]]:
+    async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         self._num_probes += 1
-        return probe_scores(await self._complete(probe_prompt(probe, self.name), probe_params(), f"canary/{self._num_probes}"))
+        adapter = self._adapter.request if adapted else None
+        return probe_scores(await self._complete(probe_prompt(probe, self.name), probe_params(), f"canary/{self._num_probes}", adapter))
