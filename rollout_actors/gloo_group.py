@@ -1,23 +1,89 @@
-"""A process group for weights in host memory, as a worker of an engine joins it."""
+"""A process group for weights in host memory, as a worker of an engine takes part in it; rank 0 is `learner.wires.GlooWire`."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
+from shared.shared_memory import NAME_BYTES, SharedMemory
+from shared.weight_sync import TensorSpec, buckets, offsets
 
-def join_group(host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> Any:
-    """The `ProcessGroupGloo` of which rank 0 (`learner.wires.GlooWire`) hosts the store at `host:port`; returns when all have come."""
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    # Without it gloo asks the host's name for an address, which may be one that nobody else reaches (127.0.1.1 on a Debian machine).
-    options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
-    return ProcessGroupGloo(store, rank, world_size, options)
+
+class WeightGroup:
+    """Joined. Where every worker of the group can open rank 0's shared memory, buckets are read there and the group only says when."""
+
+    def __init__(
+        self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float, open_shared: Callable[[str], SharedMemory | None] = SharedMemory.open
+    ) -> None:
+        """Returns when all have come to the store that rank 0 hosts at `host:port`. Raises RuntimeError after `timeout_s`."""
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        # Without it gloo asks the host's name for an address, which may be one that nobody else reaches (127.0.1.1 on a Debian machine).
+        options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
+        self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
+        self._shared = self._open(open_shared)
+
+    def receive(self, tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[tuple[TensorSpec, ...], torch.Tensor]]:
+        """Every bucket and its bytes, as `offsets` places the tensors, each while the next one is on its way. They stay as they are until the next sync.
+
+        Rank 0 waits until all are through with the last bucket.
+        """
+        coming: tuple[Any, tuple[TensorSpec, ...], torch.Tensor] | None = None
+        begin = 0
+        for bucket in buckets(tensors, bucket_bytes):
+            size = offsets(bucket)[-1]
+            if self._shared is not None:
+                packed = self._shared[begin : begin + size]
+                begin += size
+                following = (self._broadcast(torch.empty(1, dtype=torch.uint8)), bucket, packed)
+            else:
+                # A new buffer per bucket: the reload keeps views of it until the last parameter of a layer has come, maybe in the next bucket.
+                packed = torch.empty(size, dtype=torch.uint8)
+                following = (self._broadcast(packed), bucket, packed)
+            if coming is not None:
+                yield _arrived(*coming)
+            coming = following
+        if coming is not None:
+            yield _arrived(*coming)
+        self._agree(True)
+
+    def close(self) -> None:
+        self._group.shutdown()
+        self._shared = None
+
+    def _open(self, open_shared: Callable[[str], SharedMemory | None]) -> torch.Tensor | None:
+        """Rank 0's memory; None where it has none, or where a worker of the group cannot open it."""
+        name = torch.zeros(NAME_BYTES, dtype=torch.uint8)
+        self._broadcast(name).wait()
+        path = bytes(name.tolist()).rstrip(b"\0").decode()
+        opened = open_shared(path) if path else None
+        all_have = self._agree(opened is not None)
+        return torch.frombuffer(opened.memory, dtype=torch.uint8) if opened is not None and all_have else None
+
+    def _agree(self, yes: bool) -> bool:
+        """Whether every rank says so, once every rank has come to say it."""
+        vote = torch.tensor([yes], dtype=torch.int32)
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp.MIN
+        self._group.allreduce([vote], options).wait()
+        return bool(vote.item())
+
+    def _broadcast(self, tensor: torch.Tensor) -> Any:
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        return self._group.broadcast([tensor], options)
+
+
+def _arrived(work: Any, bucket: tuple[TensorSpec, ...], packed: torch.Tensor) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
+    work.wait()
+    return bucket, packed
 
 
 def address_towards(host: str, port: int) -> str:

@@ -18,10 +18,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout_actors.gloo_group import join_group
+from rollout_actors.gloo_group import WeightGroup
 from rollout_actors.repeat_guard_vllm import GuardedWorker
 from shared.checksum import BucketChecksum
-from shared.weight_sync import CHECKSUMS, TensorSpec, buckets, offsets
+from shared.weight_sync import CHECKSUMS, TensorSpec, offsets
 
 Named = tuple[str, torch.Tensor]
 InitInfo = TypeVar("InitInfo", bound=WeightTransferInitInfo)
@@ -90,7 +90,7 @@ class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
-    _group: Any = None
+    _group: WeightGroup | None = None
     _bucket_bytes = 0
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -98,40 +98,22 @@ class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.packed_buffer_size_bytes
-        self._group = join_group(init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size, timeout_s=init_info.timeout_s)
+        self._group = WeightGroup(init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size, timeout_s=init_info.timeout_s)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._group is None:
             raise RuntimeError("the weight transfer group was not joined")
-        coming: tuple[Any, tuple[TensorSpec, ...], torch.Tensor] | None = None
-        for bucket in buckets(update_info.tensors(), self._bucket_bytes):
-            # A new buffer per bucket: the reload keeps views of it until the last parameter of a layer has come, maybe in the next bucket.
-            packed = torch.empty(offsets(bucket)[-1], dtype=torch.uint8)
-            following = (self._group.broadcast([packed], _from_rank_0()), bucket, packed)
-            if coming is not None:
-                self._load(*coming)
-            coming = following
-        if coming is not None:
-            self._load(*coming)
-
-    def _load(self, work: Any, bucket: tuple[TensorSpec, ...], packed: torch.Tensor) -> None:
-        work.wait()
-        *starts, _ = offsets(bucket)
-        self.model.load_weights(
-            (spec.name, packed[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape))
-            for spec, start in zip(bucket, starts, strict=True)
-        )
+        for bucket, packed in self._group.receive(update_info.tensors(), self._bucket_bytes):
+            *starts, _ = offsets(bucket)
+            self.model.load_weights(
+                (spec.name, packed[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape))
+                for spec, start in zip(bucket, starts, strict=True)
+            )
 
     def shutdown(self) -> None:
         if self._group is not None:
-            self._group.shutdown()
+            self._group.close()
             self._group = None
-
-
-def _from_rank_0() -> Any:
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = 0
-    return options
 
 
 @dataclass
