@@ -18,7 +18,7 @@ def server_calls(
         rounds: `[round][rank] = [first, end]`, the positions of a step that each learner rank learns.
         devices: of each server.
     """
-    calls = []
+    calls: list[list[dict[str, Any]]] = []
     for ranks in rounds:
         calls.append([])
         for part in round_parts([end - first for first, end in ranks], devices):
