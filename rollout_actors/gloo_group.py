@@ -70,7 +70,7 @@ class WeightGroup:
     def _agree(self, yes: bool) -> bool:
         """Whether every rank says so, once every rank has come to say it."""
         vote = torch.tensor([yes], dtype=torch.int32)
-        options = torch.distributed.AllreduceOptions()
+        options: Any = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MIN
         self._group.allreduce([vote], options).wait()
         return bool(vote.item())
