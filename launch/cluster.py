@@ -20,8 +20,8 @@ from learner.place import LearnerPlace, ReceiverGroup
 from learner.remote_learner import RemoteLearner
 from rollout_actors.backends.http_client import server_addresses
 from rollout_actors.backends.remote_engine import ServerEngineSpec
-from rollout_actors.engine_actor import EngineActor, MakeEngine, VllmEngineSpec
-from rollout_actors.engine_settings import EngineSettings, engine_environment
+from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
+from rollout_actors.engine_settings import engine_environment
 from rollout_actors.pool import ActorPool, Limit, PoolTimeouts
 from shared.config import RunConfig
 from shared.config.derive import EnginePlace, engines_in, rank_name, rollout_servers
@@ -150,14 +150,13 @@ class Cluster:
         """An actor for each server that was launched elsewhere: it needs a process to wait in, and no resources.
 
         They stay on this node, from which preflight asks: a server's address may mean another machine elsewhere, and 127.0.0.1 always does.
+        Raises ConfigError where the token is not there.
         """
         names = [f"server-{index}" for index in range(len(section.servers))]
         settings = settings_of_run(self._config, placement, max_images=self._max_images)
-        engines = _server_engines(section, names, settings)
-        actors = [
-            self._create(ray.remote(EngineActor), (engine,), name=name, resources=Resources(cpus=0.0, gpus=0.0), where=here(), environment={})
-            for name, engine in zip(names, engines, strict=True)
-        ]
+        specs = [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
+        nothing = Resources(cpus=0.0, gpus=0.0)
+        actors = [self._create(ray.remote(EngineActor), (spec,), name=spec.name, resources=nothing, where=here(), environment={}) for spec in specs]
         return self._pool(actors, names, server_timeouts(section, self._config.timeouts), asks_next_on_failure=True)
 
     def _pool(self, actors: list[Any], names: list[str], timeouts: PoolTimeouts, *, asks_next_on_failure: bool) -> ActorPool:
@@ -215,11 +214,6 @@ def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[
         LearnerPlace(placement.transport, receivers if rank == 0 else (), device=placement.learner_device, rank=rank, world_size=len(placement.ranks))
         for rank in range(len(placement.ranks))
     ]
-
-
-def _server_engines(section: ServerSection, names: list[str], settings: EngineSettings) -> list[MakeEngine]:
-    """What reaches each server. Raises ConfigError where the token is not there."""
-    return [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
 
 
 def _make_backend(config: RunConfig, placement: Placement, *, max_images: int) -> MakeBackend:

@@ -8,6 +8,8 @@ import ray
 from command_support import Command, adopt_orphans
 from ray.cluster_utils import Cluster
 
+from launch.cluster import here
+
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 
@@ -46,3 +48,14 @@ def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(nodes, warm_c
     command = Command(tmp_path, warm_checkpoint, demo_data, "training.max_steps=2", "learner.cpus=2", f"cluster.address={nodes.address}")
     assert command.process.wait(timeout=120) == 2, command.output
     assert "3 actors of 0.5 CPU and a learner of 2 ask for 3.5 CPU, the cluster has 2" in command.output
+
+
+def test_what_reaches_servers_stays_on_the_driver_s_node(nodes):
+    """On another node 127.0.0.1 would be another server, or none."""
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
+    try:
+        where = ray.remote(num_cpus=0)(lambda: ray.get_runtime_context().get_node_id())
+        places = ray.get([where.options(scheduling_strategy=here()).remote() for _ in range(6)])
+        assert set(places) == {ray.get_runtime_context().get_node_id()}
+    finally:
+        ray.shutdown()
