@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from backend_support import what_was_said
@@ -17,6 +19,7 @@ from serve_process import ServeProcess, ServerPool, serve_process
 
 from rollout_actors.backends.server_command import serve_arguments
 from rollout_actors.backends.vllm_server import ServerClient
+from rollout_actors.server import messages
 from shared.errors import RolloutError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.weight_sync import sync_weights
@@ -82,6 +85,21 @@ def test_the_same_requests_get_the_same_rollouts_from_a_server_and_from_actors(
     by_server = what_was_said(pool.generate(requests))
     assert by_server == what_was_said(engine_pool.generate(requests))
     assert by_server == what_was_said(pool.generate(requests[:4]) + pool.generate(requests[4:]))
+
+
+def test_health_counts_tokens_while_they_are_sampled(server: ServeProcess, pool: ServerPool, learner: SmallLearner) -> None:
+    def told() -> messages.Health:
+        return messages.read(messages.Health, httpx.get(f"{server.url}/health/", trust_env=False).content)
+
+    before, seen = told().num_tokens, set()
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(pool.generate, [learner.request(0, temperature=1.0, max_new_tokens=96)])
+        while not working.done():
+            seen.add(told().num_tokens - before)
+    (rollout,) = working.result()
+    num_tokens = len(rollout.response_token_ids) + (rollout.stop_token_id is not None)
+    assert told() == messages.Health(world_size=1, num_running=0, num_tokens=before + num_tokens)
+    assert len(seen - {0, num_tokens}) > 1
 
 
 def test_a_server_refuses_what_its_engine_would(pool: ServerPool, learner: SmallLearner) -> None:
