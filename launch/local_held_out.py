@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from learner.heldout import HeldOut
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import RolloutError
+from shared.errors import ENGINES, RolloutError, late
 from shared.evaluation import Scene
 
 
@@ -33,12 +33,11 @@ class LocalHeldOut:
             # The pool hands out references when the shares are complete, so this waits for a copy at most.
             shares = self._fetch(list(rollouts), timeout=self._timeouts.generate_s)
         except GetTimeoutError as error:
-            told = f"finished rollouts did not arrive in {self._timeouts.generate_s:g} s (timeouts.generate_s); {_CHECK}, or raise timeouts.generate_s"
-            raise RolloutError(told, actor=_ACTORS, phase="collect") from error
+            told = late(f"the {ENGINES}", "timeouts.generate_s", self._timeouts.generate_s, _CHECK)
+            raise RolloutError(f"{told}, or raise timeouts.generate_s", actor=ENGINES, phase="collect") from error
         except RayError as error:
-            raise RolloutError(f"finished rollouts were lost ({error}); {_CHECK}", actor=_ACTORS, phase="collect") from error
+            raise RolloutError(f"finished rollouts were lost ({error}); check {_CHECK}", actor=ENGINES, phase="collect") from error
         return self._held_out.score(list(itertools.chain(*shares)))
 
 
-_ACTORS = "the rollout actors"
-_CHECK = "check that every actor's process is alive (their logs), the network between the machines, and the memory of Ray's object store (`ray memory`)"
+_CHECK = "that every actor's process is alive (their logs), the network between the machines, and the memory of Ray's object store (`ray memory`)"

@@ -23,7 +23,7 @@ from launch.command import explained
 from launch.serve_options import ServeOptions, settings_of
 from rollout_actors.engine_settings import EngineSettings, engine_environment, model_type
 from shared.config.server import is_loopback
-from shared.errors import ConfigError, RolloutError
+from shared.errors import ConfigError, RolloutError, ended
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -110,7 +110,7 @@ async def _run(service: RolloutService, app: FastAPI, listening: socket.socket, 
             if starting.done():
                 starting.result()
             if service.is_dead:
-                raise RolloutError("the engine's process has ended; see above for its last words, and check the machine's memory", actor=url, phase="serve")
+                raise RolloutError(ended("the engine's"), actor=url, phase="serve")
             with suppress(TimeoutError):
                 await asyncio.wait_for(interrupted.wait(), WATCH_S)
     finally:

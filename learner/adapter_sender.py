@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from learner.adapters import adapter_files
-from learner.weight_sender import LEARNER, WeightSender
+from learner.weight_sender import WeightSender
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
-from shared.errors import WeightSyncError
+from shared.errors import LEARNER, WeightSyncError
 from shared.rollouts import WeightOffer
 from shared.weight_sync import SendReport
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import AllreduceOptions, DistError, PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, TCPStore
 
 from learner.place import LearnerPlace
-from shared.errors import CollectiveError, LearnerError
+from shared.errors import CollectiveError, LearnerError, late
 
 GROUP_NAME = "rollmatch.learner"
 BUCKET_ELEMENTS = 2**24
@@ -129,8 +129,9 @@ def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s:
         store = rendezvous.store if rendezvous is not None else TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         group = _open_group(place, store, timeout)
     except (DistError, RuntimeError) as error:
-        missing = f"rank {place.rank} of {place.world_size} did not meet the other learner ranks at {place.rendezvous} in {timeout_s:g} s (timeouts.learn_s)"
-        raise CollectiveError(f"{missing}; look for the rank that failed first, and whether nodes reach each other: {error}", phase="start") from error
+        others = f"the other learner ranks at {place.rendezvous}"
+        told = late(others, "timeouts.learn_s", timeout_s, "the rank that failed first, and whether nodes reach each other")
+        raise CollectiveError(f"rank {place.rank} of {place.world_size}: {told} ({error})", phase="start") from error
     return DistributedRanks(place.rank, place.world_size, group, timeout_s=timeout_s, sums_in_backward=sums_in_backward)
 
 
@@ -214,8 +215,9 @@ class DistributedRanks:
         except RuntimeError as error:
             if not _is_lost_peer(error):
                 raise
-            waited = f"rank {self.rank} of {self.world_size} waited in vain for the other learner ranks, at most {self._timeout_s:g} s (timeouts.learn_s)"
-            raise CollectiveError(f"{waited}; look for the rank that failed first: {error}", phase=phase) from error
+            # It may have been told at once, because the other's process is not there.
+            told = late("the other learner ranks, or of one no more,", "at most timeouts.learn_s", self._timeout_s, "the rank that failed first")
+            raise CollectiveError(f"rank {self.rank} of {self.world_size}: {told} ({error})", phase=phase) from error
 
     def take_times(self) -> list[Waited]:
         times, self._times = self._times, []

@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from learner.place import LearnerPlace
 from shared.config import RunConfig
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import CollectiveError, LearnerError
+from shared.errors import CollectiveError, LearnerError, ended, late
 from shared.evaluation import Scene
 from shared.protocols import MakeBackend
 from shared.reports import RankReport, StepReport, merge_reports
@@ -47,6 +47,8 @@ class RemoteLearner:
         self._actors = tuple(actors)
         self._timeouts = timeouts
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask-learner")
+        # Its thread starts here: an interruption of a start would make the pool forget the thread, and start another beside it.
+        self._asking.submit(int).result()
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner")
         self.num_threads = 0
         """Of torch in each rank's process, once they have started."""
@@ -176,10 +178,9 @@ class RemoteLearner:
             # A rank that waited for another in vain knows less than the other.
             raise min(errors, key=lambda error: isinstance(error, CollectiveError))
         if waiting:
-            late = "" if len(self._actors) == 1 else f" from rank {', '.join(str(refs.index(ref)) for ref in waiting)}"
-            told = f"no answer{late} in {call.timeout_s:.3g} s ({call.timeout_key})"
-            look = "look at the learner's stack in the Ray dashboard or with `py-spy dump`"
-            raise LearnerError(f"{told}; {look}, or raise {call.timeout_key}", phase=call.phase)
+            who = "it" if len(self._actors) == 1 else f"rank {', '.join(str(refs.index(ref)) for ref in waiting)}"
+            told = late(who, call.timeout_key, call.timeout_s, "its stack in the Ray dashboard or with `py-spy dump`")
+            raise LearnerError(f"{told}, or raise {call.timeout_key}", phase=call.phase)
         return ray.get(refs)
 
 
@@ -198,4 +199,4 @@ def _explained(error: RayError, phase: str, whose: str) -> Exception:
     """What the learner raised in place of Ray's exception around it, or what became of its process; `whose` is "its" or names a rank's."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         return error.cause
-    return LearnerError(f"{whose} process ended; look for a lack of memory (dmesg) and at Ray's worker logs: {error}", phase=phase)
+    return LearnerError(ended(whose, error), phase=phase)

@@ -19,12 +19,11 @@ from learner.place import ReceiverGroup
 from learner.weight_source import WeightSource
 from learner.wires import WIRES, Wire
 from shared.canary import CanaryProbe
-from shared.errors import ConfigError, WeightSyncError
+from shared.errors import LEARNER, ConfigError, WeightSyncError, late
 from shared.rollouts import WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import MARGIN_S, Group, Sealed, SendReport, TensorSpec, Terms
 
-LEARNER = "learner"
 GROUP_PORT = "rollout_matching.vllm.server.servers[{index}].group_port"
 
 T = TypeVar("T")
@@ -131,10 +130,12 @@ class WeightSender:
             return result.result(timeout=self._timeout_s + MARGIN_S)
         except Exception as error:
             num_receivers = sum(group.num_workers for group in self._receivers)
-            late = f"not done with {num_receivers} receivers after timeouts.sync_phase_s = {self._timeout_s:g} s"
-            what = late if isinstance(error, TimeoutError) else str(error)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)
-            raise WeightSyncError(f"{what}; check that every rollout engine is alive and reaches {addresses}", actor=LEARNER, phase=phase) from error
+            check = f"that every rollout engine is alive and reaches {addresses}"
+            told = f"{error}; check {check}"
+            if isinstance(error, TimeoutError):
+                told = late(f"{num_receivers} receivers", "timeouts.sync_phase_s", self._timeout_s, check)
+            raise WeightSyncError(told, actor=LEARNER, phase=phase) from error
 
 
 def _run(work: Callable[[], T], result: Future[T]) -> None:

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rollout_actors.backends.http_client import TRIES
 from rollout_actors.round_queue import Piece, RoundQueue
 from shared.chunking import chunk_size, cut_rounds
-from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError
+from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError, ended, late
 from shared.protocols import Round
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync import MARGIN_S, SyncPhase
@@ -245,9 +245,9 @@ def _next_answer(call: _Call, waiting: Mapping[Any, _Asked]) -> Any:
     ready, _ = ray.wait(list(waiting), timeout=max(0.0, min(deadlines) - time.monotonic()) if deadlines else None)
     if ready:
         return ready[0]
-    late = [asked.name for asked in waiting.values() if asked.deadline == min(deadlines)]
-    told = f"no answer from {', '.join(dict.fromkeys(late))} after {call.limit.key} = {call.limit.seconds:g} s; check {call.check}"
-    raise call.error(told, actor=late[0], phase=call.phase)
+    silent = list(dict.fromkeys(asked.name for asked in waiting.values() if asked.deadline == min(deadlines)))
+    assert call.limit.seconds is not None, "there is a deadline"
+    raise call.error(late(", ".join(silent), call.limit.key, call.limit.seconds, call.check), actor=silent[0], phase=call.phase)
 
 
 def _value(call: _Call, name: str, answer: Any) -> Any:
@@ -259,4 +259,4 @@ def _value(call: _Call, name: str, answer: Any) -> Any:
             raise error.cause from error
         raise call.error(f"{type(error.cause).__name__}: {error.cause}", actor=name, phase=call.phase) from error
     except RayActorError as error:
-        raise call.error(f"its process has ended ({error}); check the actor's log and the machine's memory", actor=name, phase=call.phase) from error
+        raise call.error(ended("its", error), actor=name, phase=call.phase) from error

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from rollout_actors.receipt import Receipt, check_receipts
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe, Scores
-from shared.errors import RolloutError, WeightSyncError
+from shared.errors import RolloutError, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import MARGIN_S, SyncPhase, Terms
@@ -211,8 +211,8 @@ class WeightIntake:
         except self._passed_on:
             raise
         except TimeoutError as error:
-            late = f"not done after timeouts.sync_phase_s = {timeout_s:g} s; check that the learner and every other actor are alive"
-            raise self._error(late, phase) from error
+            told = late("the engine", "timeouts.sync_phase_s", timeout_s, "that the learner and every other engine are alive")
+            raise self._error(told, phase) from error
         except RolloutError as error:
             raise self._error(error.message, phase) from error
         except Exception as error:  # vLLM reports whatever failed in its worker as a plain Exception

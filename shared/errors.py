@@ -9,6 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+LEARNER, ENGINES = "learner", "rollout engines"
+"""Whose an error is where it is the learner's, or that of all engines together."""
+
+
+def late(who: str, key: str, seconds: float, check: str) -> str:
+    """What is said of a wait that came to its limit, which the configuration calls `key`."""
+    return f"no answer from {who} after {key} = {round(seconds, 1):g} s; check {check}"
+
+
+def ended(whose: str, reason: object = None) -> str:
+    """What is said of a process that is not there any more."""
+    why = "" if reason is None else f" ({reason})"
+    return f"{whose} process has ended{why}; check its log and the machine's memory"
+
 
 class ConfigError(ValueError):
     """The configuration is wrong. One problem per line: `a.b[0].c: what is wrong; what to do`."""

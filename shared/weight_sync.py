@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.checksum import BucketChecksum, Torch
-from shared.errors import WeightSyncError
+from shared.errors import ENGINES, LEARNER, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 
 _LOGGER = logging.getLogger(__name__)
@@ -254,10 +254,10 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights, offer: WeightOffer) -> 
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
     if errors:
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
-    for side, who in zip(sides, ("rollout actors", "learner"), strict=True):
+    for side, who in zip(sides, (ENGINES, LEARNER), strict=True):
         if not side.done():
-            late = f"no answer in {limit_s:.0f} s (timeouts.sync_phase_s is {timeout_s:g}); check that its process is alive"
-            raise WeightSyncError(late, actor=who, phase="wire")
+            told = late(f"the {who}", f"{limit_s / timeout_s:.1f} x timeouts.sync_phase_s", limit_s, "that its process is alive")
+            raise WeightSyncError(told, actor=who, phase=SyncPhase.WIRE)
     sent, report = sending.result(), receiving.result()
     learner.sync_done()
     return replace(report, phase_s={**report.phase_s, **sent.phase_s})

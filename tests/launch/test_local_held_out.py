@@ -36,8 +36,8 @@ def test_the_shares_are_scored_in_order_within_the_timeout():
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (GetTimeoutError("late"), r"collect on the rollout actors: .*did not arrive in 7 s \(timeouts\.generate_s\); check .*, or raise timeouts\.generate_s"),
-        (ObjectLostError("ab" * 28, None, ""), r"collect on the rollout actors: finished rollouts were lost \(.*\); check"),
+        (GetTimeoutError("late"), r"collect on rollout engines: no answer from .* after timeouts\.generate_s = 7 s; check .*, or raise timeouts\.generate_s"),
+        (ObjectLostError("ab" * 28, None, ""), r"collect on rollout engines: finished rollouts were lost \(.*\); check"),
     ],
 )
 def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(error, message):

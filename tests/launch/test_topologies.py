@@ -66,10 +66,24 @@ def test_backend_implementation_swap_preserves_rollout_contract(job, actors_job)
     assert {line["rollout"]["actor"] for line in colocated.lines("rollouts/step_000000.jsonl")} == {"learner"}
 
 
-def test_transformers_gives_the_same_greedy_rollouts_of_the_first_step(job, actors_job):
-    hf = job("stage2_hf")
-    assert rollouts(hf, 0) == rollouts(actors_job, 0)
-    assert losses(hf)[0] == pytest.approx(losses(actors_job)[0], rel=1e-5)
+@pytest.fixture(scope="module")
+def hf_job(job):
+    return job("stage2_hf")
+
+
+def test_transformers_gives_the_same_greedy_rollouts_of_the_first_step(hf_job, actors_job):
+    assert rollouts(hf_job, 0) == rollouts(actors_job, 0)
+    assert losses(hf_job)[0] == pytest.approx(losses(actors_job)[0], rel=1e-5)
+
+
+def test_the_checkpoint_of_a_run_without_actors_is_evaluated_by_actors(hf_job):
+    command = [sys.executable, "-m", "launch.evaluate", f"run={hf_job.run_dir}", "name=mine"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    mine = json.loads((hf_job.run_dir / "evaluations" / "mine" / "report.json").read_text())
+    (*_, last) = hf_job.lines("evaluations.jsonl")
+    assert mine["num_samples"] == last["num_samples"] == 4
+    hf_job.assert_nothing_left()
 
 
 def test_two_learner_ranks_learn_what_one_does(job, actors_job):
@@ -145,4 +159,4 @@ def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_proc
     finally:
         for pid in run.processes():
             os.kill(pid, signal.SIGKILL)
-    assert re.search(r"on the learner: rank \d's process ended; look for a lack of memory", run.output)
+    assert re.search(r"on the learner: rank \d's process has ended \(", run.output)
