@@ -82,7 +82,7 @@ class Checkpoints:
         try:
             # Asked, not counted here: the learner may have finished an update that nobody has heard of yet.
             num_updates = self._learner.stop(timeout_s=limit_s)
-            if num_updates:
+            if num_updates and all(entry["step"] != num_updates for entry in self._others):
                 left_s = max(0.0, limit_s - (time.monotonic() - started_s))
                 self._save_for_good(self._run_dir / f"checkpoint_interrupted_{num_updates:06d}", num_updates, reason, timeout_s=left_s)
         except Exception as error:  # of any kind: it is told, and the run ends with what it was ended by

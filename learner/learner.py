@@ -45,7 +45,7 @@ from shared.config import RunConfig
 from shared.config.derive import rank_name, resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
-from shared.errors import ConfigError, LearnerError
+from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
 from shared.evaluation import Scene
 from shared.records import Sample
 from shared.reports import RankReport
@@ -136,17 +136,21 @@ class Learner:
             step.add_generation(rollouts)
             check_weight_versions(rollouts, self.publisher.version, max_staleness=self._config.rollout_matching.max_staleness)
             if not self._learn_rows(self._rows_of_round(rollouts)):
-                raise _stopped("accumulate")
+                raise self._left("accumulate")
             step.mark("learn round", started_s, rollouts=len(rollouts))
 
     def finish_step(self) -> RankReport:
         """Learn what is left and take exactly one optimizer update."""
         with self._ranks.of_phase("finish_step"):
             step, started_s = self._current, time.time()
-            learned = self._learn_rows(self._last_rows())
-            # All ranks take the update or none does: one that was told to stop in its rows comes here before it ends.
+            # All ranks take the update or none does: one that leaves its rows comes to the others before it ends.
+            try:
+                learned = self._learn_rows(self._last_rows())
+            except RolloutError:
+                self._ranks.meet(True)
+                raise
             if self._ranks.meet(not learned):
-                raise _stopped("finish_step")
+                raise self._left("finish_step")
             # Step mode learns every sample it drew; carrying, what was learned is known only now (DESIGN 5, decisions 6 and 7).
             denominator = self._ranks.sum(step.tally.num_segments) if self._rows.carries else step.plan.num_samples
             update = self.updater.update(step.plan.step, denominator)
@@ -252,16 +256,27 @@ class Learner:
         return self._rows.add(Segment(position, prompt, target, step.plan.step, actor, version))
 
     def _learn_rows(self, rows: Iterator[Row]) -> bool:
-        """Whether all of them were learned: False where a rank of a row was told to stop."""
+        """False where a rank of a row left behind it: it was told to stop, or the row's rollouts contradict the learner."""
         for row in self.parallel.rows_of_all_ranks(rows):
+            try:
+                if row is None:
+                    # Beside a row of another rank, with whose weights it is computed.
+                    self._backward(self._collate([self._fixed]), weight=0.0)
+                else:
+                    self._learn(row)
+            except RolloutError:
+                # Found behind the row's backward, where the others are too.
+                self.parallel.any_of_row(True)
+                raise
             if self.parallel.any_of_row(self._told_to_stop.is_set()):
                 return False
-            if row is None:
-                # Beside a row of another rank, with whose weights it is computed.
-                self._backward(self._collate([self._fixed]), weight=0.0)
-            else:
-                self._learn(row)
         return True
+
+    def _left(self, phase: str) -> LearnerError:
+        """Why a step was left before its update."""
+        if self._told_to_stop.is_set():
+            return LearnerError("told to stop, because the run is being ended", phase=phase)
+        return CollectiveError("another learner rank left the step; check the rank that failed first", phase=phase)
 
     def _learn(self, segments: Row) -> None:
         """Forward and backward of one row, and the comparison of its sampled tokens with the engine's."""
@@ -286,10 +301,6 @@ class Learner:
     def _backward(self, row: PackedRow, *, weight: float = 1.0) -> RowResult:
         objectives = self._objectives[self._current.plan.channel]
         return backward_row(self.loaded.model, row.to(self.loaded.device), objectives, self._sampled_under, run=self.parallel.forward, weight=weight)
-
-
-def _stopped(phase: str) -> LearnerError:
-    return LearnerError("told to stop, because the run is being ended", phase=phase)
 
 
 def _digest(samples: Sequence[Sample]) -> int:

@@ -26,12 +26,14 @@ from learner.weight_source import WeightSource, weight_source
 from shared.checksum import BucketChecksum
 from shared.config import RunConfig
 from shared.config.derive import EnginePlace, engines_in, is_sharded
-from shared.errors import LearnerError
+from shared.errors import CollectiveError, LearnerError
 
 T = TypeVar("T")
 
 CHECKED_ELEMENTS = 4096
 """Of each parameter, at the most, when ranks are compared."""
+FAILED = 2**62
+"""In the place of a rank's number of rows: it has an error to raise, and the others must not wait for it."""
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -173,10 +175,16 @@ class ShardedModel:
 
     def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
         # Counted before the first is computed: a rank that asked afterwards would wait for one that is in a row, which waits for it.
-        having = list(rows)
-        missing = self._ranks.max(len(having)) - len(having)
+        try:
+            having = list(rows)
+        except Exception:
+            self._ranks.max(FAILED)
+            raise
+        num_rows = self._ranks.max(len(having))
+        if num_rows == FAILED:
+            raise CollectiveError("another learner rank came to no rows; check the rank that failed first", phase="rows")
         yield from having
-        yield from [None] * missing
+        yield from [None] * (num_rows - len(having))
 
     def any_of_row(self, flag: bool) -> bool:
         return bool(self._ranks.max(int(flag)))

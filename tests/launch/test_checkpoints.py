@@ -140,6 +140,14 @@ def test_a_run_that_a_rollout_or_a_sync_ends_saves_its_last_finished_update(worl
     assert world.told.checkpoints == [world.run_dir / "checkpoint_interrupted_000003"]
 
 
+def test_weights_that_are_saved_for_good_are_not_saved_again_when_the_last_report_fails(world):
+    checkpoints = world()
+    world.writer.finished = 3
+    checkpoints.at_end(3)
+    end(checkpoints, RolloutError("gone", actor="server-0", phase="generate"))
+    assert there(world.run_dir) == ["checkpoint/weights"]
+
+
 def test_what_a_failed_learner_holds_is_not_saved(world):
     world.writer.finished = 3
     end(world(), LearnerError("the gradient norm is nan", phase="update"))

@@ -120,9 +120,10 @@ def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of
             learner.stop()
 
     learner.loaded.model.lm_head.register_full_backward_hook(told_in_the_third_row)
-    with pytest.raises(LearnerError, match="told to stop, because the run is being ended"):
+    with pytest.raises(LearnerError, match="told to stop, because the run is being ended") as caught:
         learner.accumulate(rollouts)
     assert (len(rows), learner.num_updates) == (3, 0)
+    assert type(caught.value) is LearnerError
     assert all(torch.equal(parameter, before[name]) for name, parameter in learner.loaded.model.named_parameters())
 
 

@@ -18,7 +18,7 @@ from learner.ranks import BUCKET_ELEMENTS, Rendezvous, join_ranks
 from shared.chunking import rank_rounds, rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
-from shared.errors import LearnerError
+from shared.errors import LearnerError, RolloutError
 from shared.reports import RankReport
 from shared.rollouts import WeightOffer
 from shared.schedule import RunSchedule
@@ -107,6 +107,23 @@ def fails_on_rank_1(place: LearnerPlace, rendezvous: Rendezvous | None, config: 
         rollouts = [replace(rollout, prompt_token_ids=rollout.prompt_token_ids[1:]) for rollout in rollouts]
     learner.accumulate(rollouts)
     learner.finish_step()
+
+
+def fails_and_saves(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, damage: str, at_end: bool, folder: Path) -> Any:
+    """Rank 1 finds this field of its rollouts wrong, in the round or at the step's end; then the ranks save. The rank's error."""
+    learner, error = Learner(config, place, rendezvous), None
+    rollouts = half_right(learner, RunSchedule(config).plan(1))
+    if place.rank == 1:
+        rollouts = [replace(rollout, **{damage: (-99,) * len(rollout.response_token_ids)}) for rollout in rollouts]
+    try:
+        learner.accumulate(rollouts)
+        if at_end:
+            learner.finish_step()
+    except (RolloutError, LearnerError) as raised:
+        error = raised
+    learner.publisher.save(folder)
+    learner.close()
+    return error
 
 
 def not_finite(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig) -> None:
