@@ -38,20 +38,20 @@ class AdaptedLearner(SmallLearner):
 
     def __init__(self, checkpoint: Path, kind: str = "lora", *, mode: str = "adapter", falls_back: bool = True) -> None:
         super().__init__(checkpoint, num_receivers=1)
-        apply_adapter(self._model, AdapterSection(kind=kind, rank=4, alpha=8.0), base_path=str(checkpoint), seed=3)
-        self._trained = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
-        self._start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
+        apply_adapter(self.model, AdapterSection(kind=kind, rank=4, alpha=8.0), base_path=str(checkpoint), seed=3)
+        self._trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
         full = WeightSender(
-            weight_source(self._model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=TIMEOUTS.sync_phase.seconds, bucket_bytes=1 << 20
+            weight_source(self.model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=TIMEOUTS.sync_phase.seconds, bucket_bytes=1 << 20
         )
-        self.sender: Any = full if mode == "full" else AdapterSender(self._model, full, timeout_s=TIMEOUTS.sync_phase.seconds, falls_back=falls_back)
+        self.sender: Any = full if mode == "full" else AdapterSender(self.model, full, timeout_s=TIMEOUTS.sync_phase.seconds, falls_back=falls_back)
         self.spoil: Spoil | None = None
 
     def learn(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self._trained.items():
-                parameter.copy_(self._start[name] + 0.2 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(self.start[name] + 0.2 * torch.randn(parameter.shape, generator=generator))
 
     def offer_weights(self) -> WeightOffer:
         offer, spoil, self.spoil = super().offer_weights(), self.spoil, None

@@ -38,11 +38,11 @@ class ModelHost:
 
     @property
     def model(self) -> Any:
-        return self._learner._model
+        return self._learner.model
 
     @property
     def processor(self) -> Any:
-        return self._learner._processor
+        return self._learner.processor
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -91,8 +91,8 @@ class UnderTest:
     def forget(self) -> None:
         """The learner has the checkpoint's weights again."""
         with torch.no_grad():
-            for name, parameter in self.learner._model.named_parameters():
-                parameter.copy_(self.learner._start[name])
+            for name, parameter in self.learner.model.named_parameters():
+                parameter.copy_(self.learner.start[name])
 
     def sync(self) -> SyncReport:
         return self.backend.receive_weights(self.learner.offer_weights())

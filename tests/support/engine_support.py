@@ -118,16 +118,16 @@ class SmallLearner:
     """transformers' model and processor, a sender, and nothing that is tested elsewhere."""
 
     def __init__(self, checkpoint: Path, num_receivers: int) -> None:
-        self._processor = AutoProcessor.from_pretrained(checkpoint)
-        self._tokenizer = self._processor.tokenizer
-        self._model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        self._start = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
-        self._image_pad = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.processor = AutoProcessor.from_pretrained(checkpoint)
+        self.tokenizer = self.processor.tokenizer
+        self.model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self.start = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        self._image_pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self.canary_tolerance = 1e-4
-        self.stop = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self.banned = tuple(self._tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]))
+        self.stop = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.banned = tuple(self.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]))
         self.sender = WeightSender(
-            FullWeights(self._model),
+            FullWeights(self.model),
             transport="rollmatch_gloo",
             receivers=(ReceiverGroup(num_receivers),),
             timeout_s=TIMEOUTS.sync_phase.seconds,
@@ -140,16 +140,16 @@ class SmallLearner:
         """New weights, a function of the seed: the checkpoint's plus noise that is large enough to change every greedy token."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(self._start[name] + 0.05 * torch.randn(parameter.shape, generator=generator))
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.start[name] + 0.05 * torch.randn(parameter.shape, generator=generator))
 
     def scale_embeddings(self, factor: float) -> None:
         with torch.no_grad():
-            self._model.get_input_embeddings().weight.mul_(factor)
+            self.model.get_input_embeddings().weight.mul_(factor)
 
     def prompt_ids(self) -> tuple[int, ...]:
         messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Detect every object in the image."}]}]
-        return tuple(self._tokenizer(self._processor.apply_chat_template(messages, add_generation_prompt=True), add_special_tokens=False).input_ids)
+        return tuple(self.tokenizer(self.processor.apply_chat_template(messages, add_generation_prompt=True), add_special_tokens=False).input_ids)
 
     def request(self, position: int, *, temperature: float = 0.0, max_new_tokens: int = 16) -> RolloutRequest:
         decode = DecodeSettings(
@@ -169,12 +169,12 @@ class SmallLearner:
     def logits(self, token_ids: Sequence[int], image: ImageRef) -> tuple[tuple[int, ...], torch.Tensor]:
         """The expanded tokens and their logits [T, V]."""
         assert image.data is not None
-        pixels = self._processor.image_processor(images=[Image.open(io.BytesIO(image.data)).convert("RGB")], return_tensors="pt")
-        num_pads = int(pixels["image_grid_thw"].prod()) // self._processor.image_processor.merge_size**2
+        pixels = self.processor.image_processor(images=[Image.open(io.BytesIO(image.data)).convert("RGB")], return_tensors="pt")
+        num_pads = int(pixels["image_grid_thw"].prod()) // self.processor.image_processor.merge_size**2
         expanded = tuple(token for token_id in token_ids for token in ([token_id] * num_pads if token_id == self._image_pad else [token_id]))
         ids_1T = torch.tensor([expanded])
         with torch.no_grad():
-            output = self._model(input_ids=ids_1T, mm_token_type_ids=(ids_1T == self._image_pad).int(), use_cache=False, **pixels)
+            output = self.model(input_ids=ids_1T, mm_token_type_ids=(ids_1T == self._image_pad).int(), use_cache=False, **pixels)
         return expanded, output.logits[0]
 
     def greedy(self, request: RolloutRequest) -> tuple[tuple[int, ...], list[float]]:
@@ -192,11 +192,11 @@ class SmallLearner:
 
     def canary(self) -> CanaryProbe:
         image = noise_image(999)
-        token_ids = (*self.prompt_ids(), *self._tokenizer('{"object_1": {', add_special_tokens=False).input_ids)
+        token_ids = (*self.prompt_ids(), *self.tokenizer('{"object_1": {', add_special_tokens=False).input_ids)
         expanded, logprobs = self._scores(token_ids, image)
         base_logprobs = None
-        if adapted_layers(self._model):
-            with without_adapter(self._model):
+        if adapted_layers(self.model):
+            with without_adapter(self.model):
                 base_logprobs = self._scores(token_ids, image)[1]
         return CanaryProbe(token_ids, (image,), expanded, logprobs, self.canary_tolerance, base_logprobs)
 

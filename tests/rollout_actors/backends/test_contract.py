@@ -61,7 +61,7 @@ def scripted(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
 @contextmanager
 def hf(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
     rows: list[int] = []
-    hook = learner._model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    hook = learner.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
     backend = HFBackendSpec(BATCH, GUARD)(ModelHost(learner, "hf"))
     yield UnderTest("hf", backend, learner, take_rows=partial(taken, rows), guard=GUARD)
     hook.remove()
@@ -74,7 +74,7 @@ def taken(rows: list[int]) -> list[int]:
 
 @contextmanager
 def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner.sender = WeightSender(FullWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
     backend = ColocatedSpec(colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(ModelHost(learner))
     assert isinstance(backend, ColocatedBackend)
     llm = backend._llm._llm

@@ -91,7 +91,7 @@ def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(le
 
 
 def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner: SmallLearner, backend: HFBackend) -> None:
-    model = learner._model
+    model = learner.model
     model.train()
     model.model.visual.eval()
     model.gradient_checkpointing_enable()
@@ -120,13 +120,13 @@ def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(learne
     before = learner.logits(request.prompt_token_ids, request.images[0])[1]
     backend.generate(of_different_lengths(learner))
     assert torch.equal(learner.logits(request.prompt_token_ids, request.images[0])[1], before)
-    assert all(parameter.grad is None for parameter in learner._model.parameters())
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
 
 
 def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner: SmallLearner, backend: HFBackend) -> None:
     request = learner.request(0)
     expected = what_was_said(backend.generate([request]))
-    model = learner._model
+    model = learner.model
     third = backend.generate([request])[0].response_token_ids[2]
     recommended = {"repetition_penalty": 3.0, "do_sample": True, "temperature": 2.0, "top_k": 3, "num_beams": 2, "eos_token_id": third}
     kept = model.generation_config.to_dict()
@@ -154,7 +154,7 @@ def test_an_image_without_a_place_is_refused_by_sample(learner: SmallLearner, ba
 
 def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(learner: SmallLearner, backend: HFBackend) -> None:
     widths: list[int] = []
-    hook = learner._model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)
+    hook = learner.model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)
     requests = [learner.request(position, max_new_tokens=3) for position in range(6)]
     try:
         backend.generate(requests)

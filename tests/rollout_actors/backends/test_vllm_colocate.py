@@ -40,7 +40,7 @@ def test_devices_as_given_and_a_refusal_of_more_than_there_are() -> None:
 @pytest.fixture(scope="module")
 def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
     learner = SmallLearner(demo_checkpoint, num_receivers=1)
-    learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner.sender = WeightSender(FullWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
     learner.learn(seed=1)
     yield learner
     learner.close()
@@ -200,7 +200,7 @@ def summed():
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 summed()
 learner = SmallLearner(checkpoint, num_receivers=1)
-learner.sender = WeightSender(FullWeights(learner._model), transport="inproc", receivers=(), timeout_s=30.0)
+learner.sender = WeightSender(FullWeights(learner.model), transport="inproc", receivers=(), timeout_s=30.0)
 learner.learn(seed=1)
 if rank == 1:
     dist.new_group([0, 1])  # ranks do not have to load their engines at the same point

@@ -31,9 +31,9 @@ class AdaptedHost(ModelHost):
 @pytest.fixture(scope="module")
 def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
     learner = SmallLearner(demo_checkpoint, num_receivers=1)
-    apply_adapter(learner._model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path=str(demo_checkpoint), seed=3)
-    full = WeightSender(weight_source(learner._model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
-    learner.sender = AdapterSender(learner._model, full, timeout_s=TIMEOUTS.sync_phase.seconds, falls_back=True)
+    apply_adapter(learner.model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path=str(demo_checkpoint), seed=3)
+    full = WeightSender(weight_source(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner.sender = AdapterSender(learner.model, full, timeout_s=TIMEOUTS.sync_phase.seconds, falls_back=True)
     yield learner
     learner.close()
 
@@ -53,7 +53,7 @@ def backend(host: AdaptedHost, demo_checkpoint: Path) -> Iterator[ColocatedBacke
 def learn(learner: SmallLearner, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in learner._model.parameters():
+        for parameter in learner.model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
