@@ -48,20 +48,6 @@ def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
     learner.close()
 
 
-def test_after_a_sync_the_server_generates_what_the_learner_would(pool: ServerPool, learner: SmallLearner) -> None:
-    for seed in (51, 52):  # the second goes over the group that the first has opened
-        learner.learn(seed)
-        report = sync_weights(learner, pool)
-        assert (report.version, pool.version) == (learner.version, learner.version)
-        assert report.canary_max_abs <= 1e-4
-        assert report.phase_s["wire"] > 0
-        requests = [learner.request(position) for position in range(3)]
-        for request, rollout in zip(requests, pool.generate(requests), strict=True):
-            tokens, logprobs = learner.greedy(request)
-            assert (rollout.response_token_ids, rollout.weight_version, rollout.actor) == (tokens, learner.version, "server-0")
-            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
-
-
 def test_server_mode_produces_token_ids_suitable_for_strict_alignment(pool: ServerPool, learner: SmallLearner) -> None:
     requests = [learner.request(position) for position in range(2)]
     for request, rollout in zip(requests, pool.generate(requests), strict=True):

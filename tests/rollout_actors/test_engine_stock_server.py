@@ -19,7 +19,9 @@ from PIL import Image
 from serve_process import ServerPool
 from stock_process import StockProcess, stock_process
 
+from rollout_actors.backends.http_client import HttpClient
 from rollout_actors.backends.stock_client import StockClient
+from rollout_actors.backends.stock_routes import StockRoutes
 from rollout_actors.engine_settings import EngineSettings
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
@@ -83,26 +85,20 @@ def test_a_server_that_nobody_sent_weights_serves_its_checkpoint(pool: ServerPoo
     assert (rollout.response_token_ids, rollout.weight_version) == (learner.greedy(request)[0], 0)
 
 
-def test_after_a_sync_the_server_generates_what_the_learner_would(pool: ServerPool, learner: SmallLearner) -> None:
-    for seed in (51, 52):  # the second goes over the group that the first has opened
-        learner.learn(seed)
-        report = sync_weights(learner, pool)
-        assert (report.version, pool.version) == (learner.version, learner.version)
-        assert report.canary_max_abs <= 1e-4
-        assert report.phase_s["wire"] > 0
-        requests = [learner.request(position) for position in range(3)]
-        for request, rollout in zip(requests, pool.generate(requests), strict=True):
-            tokens, logprobs = learner.greedy(request)
-            assert (rollout.response_token_ids, rollout.weight_version, rollout.actor) == (tokens, learner.version, "server-0")
-            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
-            assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
-
-
 def test_the_same_requests_get_the_same_rollouts_from_a_stock_server_and_from_actors(pool: ServerPool, engine_pool: EnginePool, both: SmallLearner) -> None:
     requests = [both.request(position, temperature=1.0, max_new_tokens=32) for position in range(9)]
     by_server = what_was_said(pool.generate(requests))
     assert by_server == what_was_said(engine_pool.generate(requests))
     assert by_server == what_was_said(pool.generate(requests[:4]) + pool.generate(requests[4:]))
+
+
+def test_the_server_counts_the_tokens_that_it_samples(server: StockProcess, pool: ServerPool, learner: SmallLearner) -> None:
+    routes = StockRoutes(HttpClient("server-0", server.address(), command=""), run="none")
+    before = asyncio.run(routes.num_tokens())
+    assert before is not None
+    (rollout,) = pool.generate([learner.request(0, max_new_tokens=32)])
+    num_tokens = len(rollout.response_token_ids) + (rollout.stop_token_id is not None)
+    assert eventually(lambda: asyncio.run(routes.num_tokens()) == before + num_tokens)
 
 
 @pytest.mark.parametrize("kind", ["transparent", "turned", "grey"])
@@ -129,7 +125,7 @@ def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: ServerPool, e
 def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sync_succeeds(
     pool: ServerPool, client: StockClient, learner: SmallLearner
 ) -> None:
-    asyncio.run(client._engine.collective_rpc("arm", args=("", VISION_TENSOR, "")))
+    asyncio.run(client._engine.collective_rpc("arm", args=("spoil", VISION_TENSOR)))
     learner.learn(81)
     with pytest.raises(WeightSyncError, match="canary on server-0"):
         sync_weights(learner, pool)
@@ -143,7 +139,7 @@ def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_thi
     pool: ServerPool, client: StockClient, server: StockProcess, settings: EngineSettings, learner: SmallLearner
 ) -> None:
     request = learner.request(0)
-    asyncio.run(client._engine.collective_rpc("arm", args=("", "", VISION_TENSOR)))
+    asyncio.run(client._engine.collective_rpc("arm", args=("fail", VISION_TENSOR)))
     with pytest.raises(WeightSyncError, match=r"wire on server-0.*told to fail"):
         sync_weights(learner, pool)
     another = ServerPool(StockClient("server-0", server.address(), index=0, expected=settings))

@@ -16,7 +16,6 @@ from serve_process import ServerPool
 
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.pool import ActorPool
-from shared.errors import RolloutError
 from shared.protocols import RolloutBackend
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -81,12 +80,16 @@ class UnderTest:
     learner: SmallLearner
     """Its weights are what a sync brings; it knows what the right answer is."""
     take_rows: Callable[[], list[int]] | None = None
-    """How many sequences were decoded together in each step since the last time; None where it cannot be seen."""
+    """How many sequences were decoded together in each step since the last time; None where nothing is decoded."""
     is_model: bool = True
     """Whether it runs the learner's model; a script does not."""
     guard: RepeatGuardSettings | None = None
     processes: list[psutil.Process] = field(default_factory=list)
-    owns_processes: bool = True
+    """Its own that are no children of this process."""
+    children_before: set[psutil.Process] = field(default_factory=set)
+    """Of this process, from before it was made."""
+    servers: list[psutil.Process] = field(default_factory=list)
+    """Those of a server that it calls and has not started."""
 
     def forget(self) -> None:
         """The learner has the checkpoint's weights again."""
@@ -98,14 +101,16 @@ class UnderTest:
         return self.backend.receive_weights(self.learner.offer_weights())
 
 
-class OfPool:
-    """A pool of engines behind Ray actors, as a backend: the driver's part of a round and of a sync is played here."""
+class OfEngines:
+    """Engines in processes of their own, as a backend: the driver's part of a round and of a sync is played here."""
 
-    def __init__(self, pool: ActorPool, learner: SmallLearner) -> None:
+    def __init__(self, pool: ActorPool | ServerPool, learner: SmallLearner) -> None:
         self._pool = pool
         self._learner = learner
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        if isinstance(self._pool, ServerPool):
+            return self._pool.generate(requests)
         rollouts: list[Rollout] = []
         for round_ in self._pool.split([[ray.put(request) for request in requests]]):
             (shares,) = self._pool.generate(round_).result()
@@ -122,33 +127,6 @@ class OfPool:
         return self._pool.version
 
     def close(self) -> None:
-        self._pool.close()
-
-
-class OfServer:
-    """The client of one server, as a backend."""
-
-    def __init__(self, pool: ServerPool, learner: SmallLearner) -> None:
-        self._pool = pool
-        self._learner = learner
-        self._closed = False
-
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        if self._closed:
-            raise RolloutError("the client was closed", actor="server", phase="generate")
-        return self._pool.generate(requests)
-
-    def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        receiving = self._pool.receive_weights(offer)
-        self._learner.send_weights(offer).result()
-        return receiving.result()
-
-    @property
-    def version(self) -> int:
-        return self._pool.version
-
-    def close(self) -> None:
-        self._closed = True
         self._pool.close()
 
 

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+from counting_rows import ROWS_FILE
 from spoiling_worker import SpoilingWorker
+from torch import nn
+
+from rollout_actors.weight_receiver import LoadWatch
 
 
 class CountingWorker(SpoilingWorker):
     model_runner: Any
-    _rows: list[int]
+    _rows: list[int] | None = None
 
     def count_rows(self) -> None:
         """From now on: one number per step."""
         self._rows = []
         (head,) = [module for name, module in self.model_runner.model.named_modules() if name.endswith("logits_processor")]
-        head.register_forward_pre_hook(lambda module, args: self._rows.append(len(args[1])))
+        head.register_forward_pre_hook(lambda module, args: self._note_rows(len(args[1])))
 
     def take_rows(self) -> list[int]:
         """Since the last time."""
+        assert self._rows is not None, "nothing was counted"
         rows, self._rows[:] = list(self._rows), []
         return rows
+
+    def make_watch(self, model: nn.Module, bucket_bytes: int) -> LoadWatch:
+        if ROWS_FILE in os.environ and self._rows is None:
+            self.count_rows()
+        return super().make_watch(model, bucket_bytes)
+
+    def _note_rows(self, rows: int) -> None:
+        assert self._rows is not None
+        self._rows.append(rows)
+        if ROWS_FILE in os.environ:
+            with Path(os.environ[ROWS_FILE]).open("a") as file:
+                file.write(f"{rows}\n")

@@ -54,8 +54,9 @@ def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
 class SpoilableActor(EngineActor):
     """An ordinary actor whose worker can be told to spoil its next sync, and which tells its processes."""
 
-    async def arm(self, corrupt: str = "", spoil: str = "", fail: str = "") -> None:
-        await self._engine._llm.collective_rpc("arm", args=(corrupt, spoil, fail))
+    async def arm(self, fault: str, tensor: str) -> None:
+        """What `spoiling_worker.Fault` names happens to this tensor in the next sync."""
+        await self._engine._llm.collective_rpc("arm", args=(fault, tensor))
 
     async def check_guard(self, settings: RepeatGuardSettings) -> None:
         """What the engine's start does when these settings are asked for."""
@@ -99,7 +100,7 @@ class EnginePool:
 
     def spoil(self, name: str, tensor: str) -> None:
         """Permute this tensor in this actor's engine in its next sync, after the checksum."""
-        ray.get(self.actors[name].arm.remote(spoil=tensor))
+        ray.get(self.actors[name].arm.remote("spoil", tensor))
 
     def generate(self, requests: Sequence[RolloutRequest], *names: str) -> list[Rollout]:
         pool = self.over(*names) if names else self.pool

@@ -6,13 +6,14 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from process_family import ended_with_its_family, family_of
 
 from rollout_actors.backends.http_client import ServerAddress
 from rollout_actors.backends.remote_engine import RemoteEngine, ServerEngineSpec
@@ -39,45 +40,35 @@ class ServeProcess:
 
     def family(self) -> list[psutil.Process]:
         """The server and the processes of its engine."""
-        server = psutil.Process(self.process.pid)
-        return [server, *server.children(recursive=True)]
+        return family_of(self.process)
 
 
 @contextmanager
-def serve_process(arguments: Sequence[str], folder: Path) -> Iterator[ServeProcess]:
-    """Started, and killed at the end if it is still there. Its engine may still be loading."""
+def serve_process(
+    arguments: Sequence[str], folder: Path, *, program: Sequence[str] = ("-m", "launch.serve"), variables: Mapping[str, str] | None = None
+) -> Iterator[ServeProcess]:
+    """Started, and ended at the end if it is still there. Its engine may still be loading."""
     errors = folder / "serve.err"
     with (
         errors.open("w") as err,
         subprocess.Popen(
-            [sys.executable, "-m", "launch.serve", *arguments],
+            [sys.executable, *program, *arguments],
             cwd=ROOT,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"HF_HUB_OFFLINE": "1"} | dict(variables or {}),
             stdout=subprocess.PIPE,
             stderr=err,
             text=True,
         ) as process,
+        ended_with_its_family(process),
     ):
         assert process.stdout is not None
         first = process.stdout.readline()
         assert first.startswith("loading"), errors.read_text()
-        one = ServeProcess(process, first.split()[-1], errors)
-        family: list[psutil.Process] = []
-        try:
-            yield one
-            family = one.family() if process.poll() is None else []
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            finally:
-                for member in family:
-                    if member.is_running():
-                        member.kill()
+        yield ServeProcess(process, first.split()[-1], errors)
 
 
 class ServerPool:
-    """One client as `sync_weights` and a test need it: a loop in a thread."""
+    """One client as `sync_weights` and a test need it: a loop in a thread. Closed, it refuses with a RuntimeError."""
 
     def __init__(self, client: RemoteEngine) -> None:
         self._client = client
@@ -87,7 +78,7 @@ class ServerPool:
         return asyncio.run(self._client.start())
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        return asyncio.run(self._client.generate(requests))
+        return self._thread.submit(lambda: asyncio.run(self._client.generate(requests))).result()
 
     def settle(self) -> None:
         """Nothing is generated beside a sync here."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
 
 import torch
 from torch import nn
@@ -10,33 +11,57 @@ from torch import nn
 from rollout_actors.weight_receiver import LoadWatch, ReceiptWorker
 
 
-class SpoilingWatch(LoadWatch):
-    """Turns one tensor upside down before its checksum is taken, or after it and before it is loaded; or fails there."""
+class Fault(StrEnum):
+    """What happens to one tensor of a sync."""
 
-    def __init__(self, model: nn.Module, bucket_bytes: int, corrupt: str, spoil: str, fail: str) -> None:
+    CORRUPT = "corrupt"
+    """It is turned upside down before its checksum is taken."""
+    EXCHANGE = "exchange"
+    """Two neighbouring elements change places there."""
+    SPOIL = "spoil"
+    """It is turned upside down after its checksum, before it is loaded."""
+    FAIL = "fail"
+    """Loading it fails."""
+
+
+class SpoilingWatch(LoadWatch):
+    def __init__(self, model: nn.Module, bucket_bytes: int, fault: Fault | None, name: str) -> None:
         super().__init__(model, bucket_bytes)
-        self._corrupt = corrupt
-        self._spoil = spoil
-        self._fail = fail
+        self._fault = fault
+        self._name = name
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return super().load_weights((name, tensor.flip(0) if name == self._corrupt else tensor) for name, tensor in weights)
+        return super().load_weights((name, self._damaged(tensor) if name == self._name else tensor) for name, tensor in weights)
 
-    def hand_over(self, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
-        names = [name for name, _ in tensors]
-        if self._fail in names:
-            raise RuntimeError(f"told to fail at {self._fail}")
-        return super().hand_over([(name, tensor.flip(0) if name == self._spoil else tensor) for name, tensor in tensors])
+    def hand_over(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        return super().hand_over((name, self._spoiled(tensor) if name == self._name else tensor) for name, tensor in tensors)
+
+    def _spoiled(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._fault is Fault.FAIL:
+            raise RuntimeError(f"told to fail at {self._name}")
+        return tensor.flip(0) if self._fault is Fault.SPOIL else tensor
+
+    def _damaged(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._fault is Fault.CORRUPT:
+            return tensor.flip(0)
+        return _exchanged(tensor) if self._fault is Fault.EXCHANGE else tensor
 
 
 class SpoilingWorker(ReceiptWorker):
-    _corrupt = _spoil = _fail = ""
+    _fault: Fault | None = None
+    _spoiled = ""
 
-    def arm(self, corrupt: str, spoil: str, fail: str) -> None:
-        """For the next sync alone: the parameter to corrupt on its way, to spoil after its checksum, or to fail at; empty for none."""
-        self._corrupt, self._spoil, self._fail = corrupt, spoil, fail
+    def arm(self, fault: str, name: str) -> None:
+        """For the next sync alone: what happens to the parameter of this name."""
+        self._fault, self._spoiled = Fault(fault), name
 
     def make_watch(self, model: nn.Module, bucket_bytes: int) -> LoadWatch:
-        watch = SpoilingWatch(model, bucket_bytes, self._corrupt, self._spoil, self._fail)
-        self.arm("", "", "")
+        watch = SpoilingWatch(model, bucket_bytes, self._fault, self._spoiled)
+        self._fault = None
         return watch
+
+
+def _exchanged(tensor: torch.Tensor) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[[100, 101]] = tensor.view(-1)[[101, 100]]
+    return changed

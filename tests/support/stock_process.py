@@ -8,13 +8,14 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from engine_support import SUPPORT
+from process_family import ended_with_its_family, family_of
 
 from rollout_actors.backends.http_client import ServerAddress
 from rollout_actors.backends.stock_command import stock_command
@@ -33,32 +34,25 @@ class StockProcess:
         return ServerAddress("rollout_matching.vllm.server.servers[0]", self.url, 120.0, infer_timeout_s, "vllm", token)
 
     def family(self) -> list[psutil.Process]:
-        server = psutil.Process(self.process.pid)
-        return [server, *server.children(recursive=True)]
+        return family_of(self.process)
 
 
 @contextmanager
-def stock_process(settings: EngineSettings, folder: Path) -> Iterator[StockProcess]:
-    """By the command line that the client's messages name. It may still be loading; killed at the end if it is still there."""
+def stock_process(settings: EngineSettings, folder: Path, *, variables: Mapping[str, str] | None = None) -> Iterator[StockProcess]:
+    """By the command line that the client's messages name. It may still be loading; ended at the end if it is still there."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     command = shlex.split(stock_command(settings, url))
     start = command.index("vllm")
-    variables = dict(pair.split("=", 1) for pair in command[:start]) | {"PYTHONPATH": str(SUPPORT), "VLLM_API_KEY": TOKEN}
+    written = dict(pair.split("=", 1) for pair in command[:start]) | {"PYTHONPATH": str(SUPPORT), "VLLM_API_KEY": TOKEN}
+    environment = os.environ | written | dict(variables or {})
     output = folder / "serve.out"
-    with output.open("wb") as out, subprocess.Popen(_runnable(command[start:]), env=os.environ | variables, stdout=out, stderr=out) as process:
-        one = StockProcess(process, url, output)
-        try:
-            yield one
-        finally:
-            family = one.family() if process.poll() is None else []
-            process.terminate()
-            try:
-                process.wait(20)
-            finally:
-                for member in family:
-                    if member.is_running():
-                        member.kill()
+    with (
+        output.open("wb") as out,
+        subprocess.Popen(_runnable(command[start:]), env=environment, stdout=out, stderr=out) as process,
+        ended_with_its_family(process),
+    ):
+        yield StockProcess(process, url, output)
 
 
 def _runnable(command: list[str]) -> list[str]:

@@ -18,10 +18,12 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from backend_support import ModelHost, OfPool, OfServer, UnderTest, child_processes, colocated_settings, what_was_said
+from backend_support import ModelHost, OfEngines, UnderTest, child_processes, colocated_settings, what_was_said
+from counting_rows import RowsFile
 from engine_support import SUPPORT, TIMEOUTS, SmallLearner, SpoilableActor, small_settings
-from serve_process import ServerPool, serve_process
-from stock_process import stock_process
+from process_family import is_alive
+from serve_process import ServeProcess, ServerPool, serve_process
+from stock_process import StockProcess, stock_process
 
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
@@ -93,7 +95,7 @@ def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     pool.start()
     ray.get(actor.rows.remote("count_rows"))
     processes = [psutil.Process(pid) for pid in ray.get(actor.process_ids.remote())]
-    backend = OfPool(pool, learner)
+    backend = OfEngines(pool, learner)
     yield UnderTest("actors", backend, learner, take_rows=lambda: ray.get(actor.rows.remote("take_rows")), guard=GUARD, processes=processes)
     backend.close()
 
@@ -101,22 +103,28 @@ def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 @contextmanager
 def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
-    with tempfile.TemporaryDirectory() as folder, serve_process(serve_arguments(settings, port=0), Path(folder)) as process:
-        pool = ServerPool(ServerClient("server", process.address(), index=0, expected=settings))
-        pool.start()
-        # The server is not the client's to end: closing it leaves the process to whoever started it.
-        yield UnderTest("server", OfServer(pool, learner), learner, guard=GUARD, owns_processes=False)
-        pool.close()
+    with tempfile.TemporaryDirectory() as name:
+        folder, rows = Path(name), RowsFile(Path(name) / "rows")
+        program = [str(SUPPORT / "counting_serve.py")]
+        with serve_process(serve_arguments(settings, port=0), folder, program=program, variables=rows.variables) as process:
+            yield from served("server", ServerClient("server", process.address(), index=0, expected=settings), process, rows, learner)
 
 
 @contextmanager
 def stock(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
-    with tempfile.TemporaryDirectory() as folder, stock_process(settings, Path(folder)) as process:
-        pool = ServerPool(StockClient("stock", process.address(), index=0, expected=settings))
-        pool.start()
-        yield UnderTest("stock", OfServer(pool, learner), learner, guard=GUARD, owns_processes=False)
-        pool.close()
+    settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension="counting_worker.CountingWorker")
+    with tempfile.TemporaryDirectory() as name:
+        folder, rows = Path(name), RowsFile(Path(name) / "rows")
+        with stock_process(settings, folder, variables=rows.variables) as process:
+            yield from served("stock", StockClient("stock", process.address(), index=0, expected=settings), process, rows, learner)
+
+
+def served(name: str, client: ServerClient | StockClient, process: ServeProcess | StockProcess, rows: RowsFile, learner: SmallLearner) -> Iterator[UnderTest]:
+    pool = ServerPool(client)
+    pool.start()
+    # The server is not the client's to end: closing it leaves the process to whoever started it.
+    yield UnderTest(name, OfEngines(pool, learner), learner, take_rows=rows.take, guard=GUARD, servers=process.family())
+    pool.close()
 
 
 BACKENDS: dict[str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[UnderTest]], list[Any]]] = {
@@ -137,8 +145,7 @@ def under(request: pytest.FixtureRequest, demo_checkpoint: Path) -> Iterator[Und
     before = child_processes()
     make, _ = BACKENDS[request.param]
     with make(learner, demo_checkpoint) as under:
-        if under.owns_processes:
-            under.processes += child_processes() - before
+        under.children_before = before
         under.sync()
         yield under
     learner.close()
@@ -215,25 +222,30 @@ def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under: UnderTest
 
 
 def test_no_requests_make_no_call(under: UnderTest) -> None:
-    if under.take_rows is not None:
-        under.take_rows()
+    if under.take_rows is None:
+        assert under.backend.generate([]) == []
+        return
+    under.take_rows()
     assert under.backend.generate([]) == []
-    assert under.take_rows is None or under.take_rows() == []
+    assert under.take_rows() == []
+    under.backend.generate(requests_of(under, [0]))
+    assert under.take_rows() != [], "what is decoded is counted"
 
 
 def test_a_rollout_says_which_weights_it_is_of(under: UnderTest) -> None:
     requests = requests_of(under, range(2))
-    before = under.backend.version
-    old = under.backend.generate(requests)
-    under.learner.learn(seed=4)
-    report = under.sync()
-    assert report.version == under.backend.version == under.learner.version == before + 1
-    assert report.canary_max_abs <= 1e-4
-    new = under.backend.generate(requests)
-    assert ({r.weight_version for r in old}, {r.weight_version for r in new}) == ({before}, {before + 1})
-    if under.is_model:
-        assert [r.response_token_ids for r in new] == [under.learner.greedy(request)[0] for request in requests]
-        assert [r.response_token_ids for r in new] != [r.response_token_ids for r in old]
+    for seed in (4, 5):  # where weights travel in a group, the second ones go over the one that the first have opened
+        before = under.backend.version
+        old = under.backend.generate(requests)
+        under.learner.learn(seed)
+        report = under.sync()
+        assert report.version == under.backend.version == under.learner.version == before + 1
+        assert report.canary_max_abs <= 1e-4
+        new = under.backend.generate(requests)
+        assert ({r.weight_version for r in old}, {r.weight_version for r in new}) == ({before}, {before + 1})
+        if under.is_model:
+            assert [r.response_token_ids for r in new] == [under.learner.greedy(request)[0] for request in requests]
+            assert [r.response_token_ids for r in new] != [r.response_token_ids for r in old]
 
 
 def test_the_guard_ends_one_sequence_and_not_its_neighbours(under: UnderTest) -> None:
@@ -259,9 +271,11 @@ def test_close_leaves_no_process_and_nothing_that_answers(under: UnderTest) -> N
     """The last one: the backend is gone behind it."""
     under.backend.close()
     under.backend.close()
+    kept = under.children_before.union(under.servers)
     deadline = time.monotonic() + 30
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in under.processes):
-        assert time.monotonic() < deadline, f"left behind: {under.processes}"
+    while left := [process for process in {*under.processes, *child_processes()} - kept if is_alive(process)]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
+    assert all(is_alive(process) for process in under.servers), "it ends nobody else's"
     with pytest.raises((RolloutError, RuntimeError)):
         under.backend.generate(requests_of(under, [0]))

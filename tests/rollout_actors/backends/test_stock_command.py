@@ -23,4 +23,5 @@ def test_the_page_shows_the_command_of_a_gpu_and_that_of_a_cpu_with_the_repeat_g
     on_gpu = settings(dtype="bfloat16", transport="nccl", device=Device.CUDA, enforce_eager=False)
     on_cpu = settings(dtype="float32", transport="rollmatch_gloo", device=Device.CPU, enforce_eager=True, kv_cache_memory_bytes=64 << 20, repeat_guard=guard)
     shown = [block for block in re.findall(r"```\n(.*?)```", DOC.read_text(), re.DOTALL) if "vllm serve" in block]
-    assert [shlex.split(block.replace("\\\n", "")) for block in shown] == [shlex.split(stock_command(each, "http://127.0.0.1:8000")) for each in (on_gpu, on_cpu)]
+    made = [stock_command(each, "http://127.0.0.1:8000") for each in (on_gpu, on_cpu)]
+    assert [shlex.split(block.replace("\\\n", "")) for block in shown] == [shlex.split(command) for command in made]
