@@ -8,7 +8,7 @@ the model and writes a receipt.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -103,12 +103,12 @@ class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._group is None:
             raise RuntimeError("the weight transfer group was not joined")
-        for bucket, packed in self._group.receive(update_info.tensors(), self._bucket_bytes):
-            *starts, _ = offsets(bucket)
-            self.model.load_weights(
-                (spec.name, packed[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape))
-                for spec, start in zip(bucket, starts, strict=True)
-            )
+        # One call for all of them: at the beginning of each vLLM's loader walks the whole model several times.
+        self.model.load_weights(
+            (spec.name, packed[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape))
+            for bucket, packed in self._group.receive(update_info.tensors(), self._bucket_bytes)
+            for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True)
+        )
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -147,7 +147,7 @@ class InProcessWeightReceiver(HostWeightReceiver[InProcessInitInfo, InProcessUpd
 
 
 class LoadWatch(nn.Module):
-    """Stands in for the model while an update runs: passes the tensors on bucket by bucket, and keeps account of them."""
+    """Stands in for the model while an update runs: passes the tensors on one by one, and keeps account of them."""
 
     def __init__(self, model: Any, bucket_bytes: int) -> None:
         super().__init__()
@@ -161,43 +161,44 @@ class LoadWatch(nn.Module):
         """The sender's, which arrive last."""
         self.load_s = 0.0
         self.verify_s = 0.0
+        self._wait_s = 0.0
         self._bucket_bytes = bucket_bytes
         self._size = 0
         self._checksum = BucketChecksum(torch)
 
     def load_weights(self, weights: Iterable[Named]) -> set[str]:
         """Called with as much of the weights as the transport likes; what this call brought is loaded when it returns."""
-        loaded: set[str] = set()
-        bucket: list[Named] = []
-        for name, tensor in weights:
+        started, elsewhere_s = time.perf_counter(), self._wait_s + self.verify_s
+        loaded = self.hand_over(self._checked(weights))
+        self.loaded |= loaded
+        self.load_s += time.perf_counter() - started - (self._wait_s + self.verify_s - elsewhere_s)
+        return loaded
+
+    def hand_over(self, tensors: Iterator[Named]) -> set[str]:
+        """Tensors, each after its checksum, to vLLM's loader; the names of the parameters it filled. What goes wrong from here on, only the canary sees."""
+        loaded: set[str] = self.model.load_weights(tensors)
+        return loaded
+
+    def _checked(self, weights: Iterable[Named]) -> Iterator[Named]:
+        stream = iter(weights)
+        while True:
+            started = time.perf_counter()
+            named = next(stream, None)
+            arrived = time.perf_counter()
+            self._wait_s += arrived - started
+            if named is None:
+                return
+            name, tensor = named
             if name == CHECKSUMS:
                 self._close_bucket()
                 self.sent = tensor.tolist()
                 continue
-            started = time.perf_counter()
             self._checksum.add(tensor)
-            self.verify_s += time.perf_counter() - started
             self._size += tensor.nbytes
-            bucket.append((name, tensor))
             if self._size > self._bucket_bytes:
                 self._close_bucket()
-                loaded |= self._load(bucket)
-                bucket = []
-        return loaded | self._load(bucket)
-
-    def hand_over(self, tensors: list[Named]) -> set[str]:
-        """Some tensors, after their checksum, to vLLM's loader; the names of the parameters it filled. What goes wrong from here on, only the canary sees."""
-        loaded: set[str] = self.model.load_weights(tensors)
-        return loaded
-
-    def _load(self, tensors: list[Named]) -> set[str]:
-        if not tensors:
-            return set()
-        started = time.perf_counter()
-        loaded = self.hand_over(tensors)
-        self.loaded |= loaded
-        self.load_s += time.perf_counter() - started
-        return loaded
+            self.verify_s += time.perf_counter() - arrived
+            yield named
 
     def _close_bucket(self) -> None:
         if self._size:
