@@ -134,7 +134,6 @@ class Learner:
         with self._ranks.of_phase("accumulate"):
             step, started_s = self._current, time.time()
             step.add_generation(rollouts)
-            check_weight_versions(rollouts, self.publisher.version, max_staleness=self._config.rollout_matching.max_staleness)
             if not self._learn_rows(self._rows_of_round(rollouts)):
                 raise self._left("accumulate")
             step.mark("learn round", started_s, rollouts=len(rollouts))
@@ -223,8 +222,9 @@ class Learner:
         )
 
     def _rows_of_round(self, rollouts: Sequence[Rollout]) -> Iterator[Row]:
-        """The rows that fall due with these rollouts."""
+        """The rows that fall due with these rollouts. Whatever is wrong with a rollout is found in here, where no rank waits for this one."""
         step = self._current
+        check_weight_versions(rollouts, self.publisher.version, max_staleness=self._config.rollout_matching.max_staleness)
         for rollout in rollouts:
             assert rollout.position == step.next_position, f"expected position {step.next_position}, got {rollout.position}: rounds arrive in order"
             sample = step.next_sample
