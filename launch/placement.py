@@ -165,7 +165,7 @@ def _too_large(config: RunConfig, placement: Placement, nodes: Sequence[Resource
             key = _size_key(config, kind) if bundles is placement.engines else kind.learner_key
             asked = f"{bundles[0].gpus:g} GPU and {bundles[0].cpus:g} CPU" if not over else f"{kind.of(bundles[0]):g} {kind.noun}"
             there = "no node of the cluster has both" if not over else f"the largest node of the cluster has {max(map(kind.of, nodes)):g}"
-            yield f"{key}: {who} of {asked} needs them on one node, and {there}; lower it, or join a cluster of larger nodes with cluster.address"
+            yield f"{key}: {who} of {asked} has to fit one node, and {there}; lower it, or join a cluster of larger nodes with cluster.address"
 
 
 def _size_key(config: RunConfig, kind: _Kind) -> str:

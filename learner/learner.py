@@ -42,7 +42,7 @@ from learner.step import RowResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from shared.chunking import rank_share
 from shared.config import RunConfig
-from shared.config.derive import rank_name, resolved_sync_mode
+from shared.config.derive import is_sharded, rank_name, resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
@@ -70,7 +70,7 @@ class Learner:
         Raises ConfigError and RecordError for what is wrong with model and data, also where the ranks do not have the same.
         """
         self._config = config
-        self._ranks = join_ranks(place, rendezvous, timeout_s=config.timeouts.learn_s, sums_in_backward=config.learner.parallel == "fsdp")
+        self._ranks = join_ranks(place, rendezvous, timeout_s=config.timeouts.learn_s, sums_in_backward=is_sharded(config))
         self._track = rank_name(place.rank, place.world_size)
         with self._ranks.of_phase("start"):
             self.loaded, self.parallel = load_parallel(config, torch.device(place.device), self._ranks)

@@ -36,8 +36,8 @@ class UpdateResult:
             "optim/learning_rate": self.learning_rate,
             **{f"optim/learning_rate.{part}": rate for part, rate in self.part_learning_rates.items()},
             **({} if self.skipped else {"optim/grad_norm": self.grad_norm}),
-            "optim/skipped_updates": float(self.skipped),
-            "optim/skipped_in_a_row": float(self.num_skipped_in_a_row),
+            "optim/num_skipped": float(self.skipped),
+            "optim/num_skipped_in_a_row": float(self.num_skipped_in_a_row),
         }
 
 

@@ -115,8 +115,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("optim/learning_rate.aligner", Reduction.STEP, "Of the aligner, likewise."),
     Metric("optim/learning_rate.language_model", Reduction.STEP, "Of the language model, likewise."),
     Metric("optim/grad_norm", Reduction.STEP, "L2 norm of the gradient before clipping; absent where it was not finite."),
-    Metric("optim/skipped_updates", Reduction.STEP, "1 where the update was skipped, because the gradient was not finite; else 0."),
-    Metric("optim/skipped_in_a_row", Reduction.STEP, "Skipped updates up to this one, since the last that was not."),
+    Metric("optim/num_skipped", Reduction.STEP, "1 where the update was skipped, because the gradient was not finite; else 0."),
+    Metric("optim/num_skipped_in_a_row", Reduction.STEP, "Skipped updates up to this one, since the last that was not."),
     # Weights.
     Metric("sync/version", Reduction.STEP, "Weight version that the sync after this step made current."),
     Metric("sync/mode", Reduction.STEP, "full or adapter: what was sent."),

@@ -34,6 +34,11 @@ NOT_YET = (502, 503, 504)
 """What a server, or the proxy before it, answers while it loads."""
 
 
+def another_answer(error: ValueError, expected: str) -> str:
+    """What is said of an answer that is not of the form that the expected server gives."""
+    return f"answered something else: {error}; check that it is {expected}, and {SECTION}.kind"
+
+
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
     """One entry of `rollout_matching.vllm.server.servers`, with what all of them have in common. Picklable."""

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError
+from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, another_answer
 from rollout_actors.backends.remote_engine import RemoteEngine, ServerFacts
 from rollout_actors.backends.stock_command import stock_command
 from rollout_actors.backends.stock_messages import Generated, probe_body, read_answer, read_probe, rollout_body
-from rollout_actors.backends.stock_routes import UNVERIFIED, RouteError, StockRoutes, disagreements
+from rollout_actors.backends.stock_routes import STOCK_SERVER, UNVERIFIED, RouteError, StockRoutes, disagreements
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.weight_intake import WeightIntake
@@ -95,7 +95,7 @@ class StockClient(RemoteEngine):
             remedy = {
                 401: "it was started with --api-key: export the same key in a variable and name it in rollout_matching.vllm.server.token_env",
                 403: "start it with --enable-scale-out",
-                404: "it is no `vllm serve` of vLLM 0.32; is rollout_matching.vllm.server.kind right?",
+                404: f"it is not {STOCK_SERVER}; is rollout_matching.vllm.server.kind right?",
             }
             if error.status in remedy:
                 raise self._http.error(f"does not open {GENERATE} ({error}); {remedy[error.status]}", "start") from error
@@ -167,7 +167,7 @@ class StockClient(RemoteEngine):
         try:
             return Generated.model_validate_json(body)
         except ValueError as error:
-            raise self._http.error(f"answered something else: {error}; is it vLLM 0.32?", phase) from error
+            raise self._http.error(another_answer(error, STOCK_SERVER), phase) from error
 
 
 class NoAdapters:

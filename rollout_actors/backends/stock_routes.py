@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError
+from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError, another_answer
 from rollout_actors.backends.remote_engine import too_few_sequences
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.weight_intake import InitRequest, UpdateRequest
 
 COUNTER = "vllm:generation_tokens_total{"
 """How a line of `/metrics` begins that counts sampled tokens."""
+STOCK_SERVER = "a `vllm serve` of vLLM 0.32"
 UNVERIFIED = "rollmatch-unverified"
 """Label of weights between the start of an update and its canary: of nobody's rollouts."""
 
@@ -88,7 +89,7 @@ class StockRoutes:
         try:
             return StockInfo.model_validate_json(await self._get(f"{route}?config_format=json"))
         except ValueError as error:
-            raise RouteError(self._http.named(f"{route} has another form: {error}; is it vLLM 0.32?")) from error
+            raise RouteError(self._http.named(f"{route} {another_answer(error, STOCK_SERVER)}")) from error
 
     async def num_tokens(self) -> int | None:
         """Sampled since the server's start; None where it keeps no such account. Raises UnansweredError."""

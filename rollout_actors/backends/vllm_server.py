@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError
+from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, another_answer
 from rollout_actors.backends.remote_engine import RemoteEngine, ServerFacts, too_few_sequences
 from rollout_actors.backends.server_command import serve_command
 from rollout_actors.engine_settings import EngineSettings, model_type
@@ -68,7 +68,7 @@ class ServerClient(RemoteEngine):
         try:
             report = messages.read(messages.SyncAnswer, answer).report
         except ValueError as error:
-            raise self._sync_error(f"answered something else: {error}", phase) from error
+            raise self._sync_error(another_answer(error, f"`{self._http.command}`"), phase) from error
         if phase is SyncPhase.CANARY:
             assert report is not None
             self._version = report.version
@@ -94,7 +94,7 @@ class ServerClient(RemoteEngine):
         try:
             return messages.read(form, body)
         except ValueError as error:
-            raise self._http.error(f"answered something else: {error}; is it `{self._http.command}`, and server.kind right?", phase) from error
+            raise self._http.error(another_answer(error, f"`{self._http.command}`"), phase) from error
 
     def _refused(self, error: HttpStatusError, phase: SyncPhase) -> WeightSyncError:
         try:

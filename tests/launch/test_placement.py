@@ -75,11 +75,11 @@ def test_too_few_resources_say_what_was_asked_and_what_there_is(config):
 def test_a_process_that_no_node_has_room_for_is_refused_by_the_key_that_makes_it_so_large(config):
     two_nodes = [Resources(cpus=16, gpus=4)] * 2
     for changes, problem in (
-        ({"rollout_matching__vllm__actors__tensor_parallel_size": 8}, "rollout_matching.vllm.actors.tensor_parallel_size: an actor of 8 GPU needs them on one"),
-        ({"rollout_matching__vllm__actors__gpus_per_actor": 5}, "rollout_matching.vllm.actors.gpus_per_actor: an actor of 5 GPU needs them on one node"),
-        ({"rollout_matching__vllm__actors__cpus_per_actor": 17}, "rollout_matching.vllm.actors.cpus_per_actor: an actor of 17 CPU needs them on one node"),
-        ({"learner__gpus": 5}, "learner.gpus: a learner rank of 5 GPU needs them on one node, and the largest node of the cluster has 4; lower it, or join"),
-        ({"learner__cpus": 17}, "learner.cpus: a learner rank of 17 CPU needs them on one node, and the largest node of the cluster has 16; lower it"),
+        ({"rollout_matching__vllm__actors__tensor_parallel_size": 8}, "rollout_matching.vllm.actors.tensor_parallel_size: an actor of 8 GPU has to fit one"),
+        ({"rollout_matching__vllm__actors__gpus_per_actor": 5}, "rollout_matching.vllm.actors.gpus_per_actor: an actor of 5 GPU has to fit one node"),
+        ({"rollout_matching__vllm__actors__cpus_per_actor": 17}, "rollout_matching.vllm.actors.cpus_per_actor: an actor of 17 CPU has to fit one node"),
+        ({"learner__gpus": 5}, "learner.gpus: a learner rank of 5 GPU has to fit one node, and the largest node of the cluster has 4; lower it, or join"),
+        ({"learner__cpus": 17}, "learner.cpus: a learner rank of 17 CPU has to fit one node, and the largest node of the cluster has 16; lower it"),
         ({**COLOCATE, "rollout_matching__vllm": {"mode": "colocate", "tensor_parallel_size": 5}}, "rollout_matching.vllm.tensor_parallel_size: an engine of 5"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -87,12 +87,12 @@ def test_a_process_that_no_node_has_room_for_is_refused_by_the_key_that_makes_it
         (told,) = caught.value.problems
         assert told.startswith(problem)
     many_cores = [Resources(cpus=32, gpus=0), Resources(cpus=4, gpus=4)]
-    with pytest.raises(ConfigError, match=r"learner\.gpus: a learner rank of 1 GPU and 8 CPU needs them on one node, and no node of the cluster has both"):
+    with pytest.raises(ConfigError, match=r"learner\.gpus: a learner rank of 1 GPU and 8 CPU has to fit one node, and no node of the cluster has both"):
         plan_placement(config(**HF, learner__cpus=8), many_cores)
 
 
 def test_on_cpu_a_tensor_parallel_engine_is_as_many_cores_of_one_node(config):
-    with pytest.raises(ConfigError, match=r"actors\.tensor_parallel_size: an actor of 4 CPU needs them on one node, and the largest node of the cluster has 2"):
+    with pytest.raises(ConfigError, match=r"actors\.tensor_parallel_size: an actor of 4 CPU has to fit one node, and the largest node of the cluster has 2"):
         plan_placement(config(rollout_matching__vllm__actors__tensor_parallel_size=4), [Resources(cpus=2, gpus=0)] * 8)
 
 

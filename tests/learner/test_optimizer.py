@@ -170,7 +170,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing_and_is_cou
     assert same(weights(model), before)
     assert all(torch.equal(a, b) for a, b in zip(state, state_tensors(model, updater), strict=True))
     assert [(result.skipped, result.num_skipped_in_a_row) for result in skipped] == [(True, 1), (True, 2)]
-    assert skipped[1].metrics() == {"optim/learning_rate": pytest.approx(0.008), "optim/skipped_updates": 1.0, "optim/skipped_in_a_row": 2.0}
+    assert skipped[1].metrics() == {"optim/learning_rate": pytest.approx(0.008), "optim/num_skipped": 1.0, "optim/num_skipped_in_a_row": 2.0}
     good = learn(model, updater, 3)
     assert (good.skipped, good.num_skipped_in_a_row, good.learning_rate) == (False, 0, pytest.approx(0.007))
     assert not same(weights(model), before)
