@@ -104,8 +104,8 @@ class EnginePool:
 
     def generate(self, requests: Sequence[RolloutRequest], *names: str) -> list[Rollout]:
         pool = self.over(*names) if names else self.pool
-        (shares,) = pool.generate([[ray.put(request) for request in requests]]).result()
-        return [rollout for share in ray.get(shares) for rollout in share]
+        rounds = [pool.generate(round_).result() for round_ in pool.split([[ray.put(request) for request in requests]])]
+        return [rollout for (shares,) in rounds for share in ray.get(shares) for rollout in share]
 
 
 def noise_image(seed: int) -> ImageRef:
