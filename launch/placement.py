@@ -83,7 +83,7 @@ def plan_placement(config: RunConfig, nodes: Sequence[Resources], *, learns: boo
         case EnginePlace.SERVERS:
             device = _device(ranks[0])
             # Servers live where the learner does: on GPUs or on CPUs.
-            placement = Placement((), ranks, 1, device, device, choose_transport(config, device, device, Sharing.NOTHING))
+            placement = Placement((), ranks, 1, device, device, choose_transport(config.rollout_matching.vllm.sync.transport, device, device, Sharing.NOTHING))
     return _fitting(config, placement, nodes)
 
 
@@ -105,7 +105,7 @@ def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool
             f"learner.gpus: {ranks[0].gpus:g} GPUs for the learner and {gpus:g} for each actor ({_ACTORS}.gpus_per_actor); "
             "weights travel between GPUs or between CPUs, give both sides GPUs or neither"
         )
-    transport = choose_transport(config, learner_device, engine_device, Sharing.NOTHING)
+    transport = choose_transport(config.rollout_matching.vllm.sync.transport, learner_device, engine_device, Sharing.NOTHING)
     return Placement((engine,) * actors.num_actors, ranks, actors.tensor_parallel_size, engine_device, learner_device, transport)
 
 
@@ -118,7 +118,7 @@ def _in_ranks(config: RunConfig, ranks: tuple[Resources, ...], nodes: Sequence[R
     if device is Device.CUDA:
         ranks = tuple(replace(rank, gpus=max(rank.gpus, float(devices))) for rank in ranks)
     sharing = Sharing.DEVICE if device is Device.CUDA else Sharing.PROCESS
-    return Placement((), ranks, devices, device, device, choose_transport(config, device, device, sharing))
+    return Placement((), ranks, devices, device, device, choose_transport(config.rollout_matching.vllm.sync.transport, device, device, sharing))
 
 
 def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:

@@ -7,11 +7,12 @@ from typing import Any
 
 from learner.adapters import adapter_files
 from learner.weight_sender import WeightSender
-from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
 from shared.errors import LEARNER, WeightSyncError
 from shared.rollouts import WeightOffer
-from shared.weight_sync import SendReport
+from shared.transports import Transport
+from shared.weight_sync import OFFER, SendReport
+from shared.weight_terms import AdapterTerms
 
 
 class AdapterSender:
@@ -35,12 +36,12 @@ class AdapterSender:
             assert files is not None, "the configuration has an adapter"
             terms = AdapterTerms.make(files.tensors, files.config, timeout_s=self._timeout_s, falls_back=self._falls_back)
         except Exception as error:  # whatever peft and safetensors find wrong with it: the merged weights do without both
-            reason = WeightSyncError(f"the adapter cannot be written down ({type(error).__name__}: {error}){self._remedy}", actor=LEARNER, phase="offer")
+            reason = WeightSyncError(f"the adapter cannot be written down ({type(error).__name__}: {error}){self._remedy}", actor=LEARNER, phase=OFFER)
             if not self._falls_back:
                 raise reason from error
             self.fall_back_to_full()
             return replace(self._full.offer(version, canary), fell_back=str(reason))
-        return WeightOffer(version=version, transport=ADAPTER_TRANSPORT, rendezvous={"terms": terms}, canary=canary)
+        return WeightOffer(version=version, transport=Transport.ADAPTER, rendezvous={"terms": terms}, canary=canary)
 
     def fall_back_to_full(self) -> None:
         """From the next offer on, for the rest of the run."""
@@ -48,8 +49,8 @@ class AdapterSender:
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Of an adapter nothing is left to send. Raises WeightSyncError."""
-        if offer.transport == ADAPTER_TRANSPORT:
-            return SendReport(bytes=0, phase_s={})
+        if offer.sends_adapter:
+            return SendReport(phase_s={})
         return self._full.send(offer)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from shared.shared_memory import NAME_BYTES, SharedMemory
-from shared.weight_sync import Group, Terms, buckets, offsets
+from shared.weight_terms import FullTerms, Group, buckets, offsets
 
 NUM_BUFFERS = 2
 """Of buckets that go over the network: one is packed while the one before is on its way."""
@@ -24,7 +24,7 @@ class GlooWire:
     byte tell them when. Else the buckets themselves are broadcast. Shared memory holds a whole sync, so nobody waits until a bucket has been read.
     """
 
-    def __init__(self, terms: Terms, listening: list[socket.socket]) -> None:
+    def __init__(self, terms: FullTerms, listening: list[socket.socket]) -> None:
         """`listening` have held the groups' ports since they were published. Returns when every receiver has come."""
         sizes = [offsets(bucket)[-1] for bucket in buckets(terms.sent, terms.bucket_bytes)]
         shared = SharedMemory.create(sum(sizes))
@@ -42,7 +42,7 @@ class GlooWire:
             room = torch.empty(NUM_BUFFERS, max(sizes), dtype=torch.uint8)
             self._places = [room[turn % NUM_BUFFERS, :size] for turn, size in enumerate(sizes)]
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
         cut = [(bucket, offsets(bucket)) for bucket in buckets(terms.sent, terms.bucket_bytes)]
         assert [starts[-1] for _, starts in cut] == [len(place) for place in self._places], "a source sends the same tensors every time"
         stream = iter(tensors)

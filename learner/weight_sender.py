@@ -19,10 +19,12 @@ from learner.place import ReceiverGroup
 from learner.weight_source import WeightSource
 from learner.wires import WIRES, Wire
 from shared.canary import CanaryProbe
+from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import LEARNER, ConfigError, WeightSyncError, late
 from shared.rollouts import WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import MARGIN_S, Group, Sealed, SendReport, TensorSpec, Terms
+from shared.weight_sync import MARGIN_S, OFFER, SendReport, SyncPhase
+from shared.weight_terms import FullTerms, Group, TensorSpec
 
 GROUP_PORT = "rollout_matching.vllm.server.servers[{index}].group_port"
 
@@ -59,14 +61,14 @@ class WeightSender:
     def offer(self, version: int, canary: CanaryProbe) -> WeightOffer:
         """What `send` will send: names, sizes, and where to join. The weights must not change before the sync's end.
 
-        Raises ConfigError where a configured port is taken.
+        Raises ConfigError where a configured port is taken, and WeightSyncError where no port can be opened at all.
         """
         if self._wire is None and not self._listening:
             self._listen()
         tensors = tuple(
             TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize) for name, dtype, shape in self._source.specs()
         )
-        terms = Terms(groups=self._groups, timeout_s=self._timeout_s, bucket_bytes=self._bucket_bytes, tensors=tensors)
+        terms = FullTerms(groups=self._groups, timeout_s=self._timeout_s, bucket_bytes=self._bucket_bytes, tensors=tensors)
         return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=canary)
 
     def send(self, offer: WeightOffer) -> SendReport:
@@ -74,22 +76,22 @@ class WeightSender:
 
         Where there is no wire (ipc, inproc) the engine's backend lives in this process and takes the weights itself: nothing is left to do.
         """
-        terms = Terms.of(offer)
+        terms = FullTerms.of(offer)
         if self._transport not in WIRES:
-            return SendReport(bytes=terms.num_bytes, phase_s={})
+            return SendReport(phase_s={})
         try:
             started = time.perf_counter()
             if self._wire is None:
-                self._wire = self._bounded(lambda: self._open(terms), "rendezvous")
+                self._wire = self._bounded(lambda: self._open(terms), SyncPhase.RENDEZVOUS)
             joined = time.perf_counter()
-            wire, sealed = self._wire, Sealed(self._source.tensors(), terms, torch)
-            self._bounded(lambda: wire.send(sealed, terms), "wire")
-            wire_s = time.perf_counter() - joined - sealed.gather_s - sealed.verify_s
+            wire, checksummed = self._wire, ChecksummedWeights(self._source.tensors(), terms, torch)
+            self._bounded(lambda: wire.send(checksummed, terms), SyncPhase.WIRE)
+            wire_s = time.perf_counter() - joined - checksummed.gather_s - checksummed.verify_s
         except WeightSyncError:
             self.close()
             raise
-        phase_s = {"send_gather": sealed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": sealed.verify_s}
-        return SendReport(bytes=terms.num_bytes, phase_s=phase_s)
+        phase_s = {"send_gather": checksummed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": checksummed.verify_s}
+        return SendReport(phase_s=phase_s)
 
     def close(self) -> None:
         """Leave the groups; the next offer opens others. Also to be called when the set of receivers changes. Twice is harmless."""
@@ -108,6 +110,10 @@ class WeightSender:
                 self._listening.append(socket.create_server((self._host, receivers.port), family=family, backlog=1 + receivers.num_workers))
             except OSError as error:
                 self.close()
+                if not receivers.port:
+                    raise WeightSyncError(
+                        f"no port of {self._host} can be opened ({error.strerror}); check that this node has the address", actor=LEARNER, phase=OFFER
+                    ) from error
                 key = GROUP_PORT.format(index=index)
                 raise ConfigError(
                     f"{key}: port {receivers.port} of {self._host} cannot be opened ({error.strerror}); choose a free one, or end what uses it"
@@ -115,13 +121,13 @@ class WeightSender:
             groups.append(Group(self._host, self._listening[-1].getsockname()[1], 1 + receivers.num_workers, uuid.uuid4().hex))
         self._groups = tuple(groups)
 
-    def _open(self, terms: Terms) -> Wire:
+    def _open(self, terms: FullTerms) -> Wire:
         assert self._listening, "send follows its offer"
         # The groups take over the sockets that have held the ports since the offer: nobody else can have bound them.
         listening, self._listening = self._listening, []
         return WIRES[self._transport](terms, listening)
 
-    def _bounded(self, work: Callable[[], T], phase: str) -> T:
+    def _bounded(self, work: Callable[[], T], phase: SyncPhase) -> T:
         """`work()` in a thread, because a collective that waits for a peer cannot be interrupted from inside. A late thread is left behind:
         it ends when `close` or the peer's end breaks the group, and as a daemon it does not hold the process."""
         result: Future[T] = Future()

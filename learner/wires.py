@@ -13,13 +13,13 @@ import torch
 
 from learner.gloo_wire import NUM_BUFFERS, GlooWire
 from shared.transports import Transport
-from shared.weight_sync import Terms
+from shared.weight_terms import FullTerms
 
 
 class Wire(Protocol):
     """Open groups, this process being rank 0 of each."""
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
         """Send every tensor to every group, in the terms' order and buckets, and wait until it is out."""
         ...
 
@@ -34,7 +34,7 @@ class NcclWire:
     NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups; the receiving actor is ended by its pool.
     """
 
-    def __init__(self, terms: Terms, listening: list[socket.socket]) -> None:
+    def __init__(self, terms: FullTerms, listening: list[socket.socket]) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
         from vllm.utils.nccl import unpinned_nccl_env
@@ -45,7 +45,7 @@ class NcclWire:
             with unpinned_nccl_env():
                 self._communicators.append(PyNcclCommunicator(joined, device=torch.cuda.current_device()))
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: Terms) -> None:
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
@@ -75,4 +75,4 @@ class _Together:
             communicator.broadcast(tensor, src=src)
 
 
-WIRES: dict[Transport, Callable[[Terms, list[socket.socket]], Wire]] = {Transport.GLOO: GlooWire, Transport.NCCL: NcclWire}
+WIRES: dict[Transport, Callable[[FullTerms, list[socket.socket]], Wire]] = {Transport.GLOO: GlooWire, Transport.NCCL: NcclWire}

@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from shared.adapter_terms import AdapterTerms
+from shared.weight_terms import AdapterTerms
 
 ADAPTER_ID = 1
 """vLLM's number of the one adapter, which every sync replaces."""

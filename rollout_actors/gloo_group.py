@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from shared.shared_memory import NAME_BYTES, SharedMemory
-from shared.weight_sync import TensorSpec, buckets, offsets
+from shared.weight_terms import TensorSpec, buckets, offsets
 
 
 class WeightGroup:

@@ -14,12 +14,13 @@ import torch
 
 from rollout_actors.ipc_handles import SharingDevice, ipc_handles
 from rollout_actors.receipt import Receipt, check_receipts
-from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe, Scores
+from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import Sealed, SyncPhase, Terms
+from shared.weight_sync import SyncPhase
+from shared.weight_terms import AdapterTerms, FullTerms
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -53,13 +54,13 @@ class InProcessIntake:
 
     def take(self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
         """Load the offered weights, which are those of the offer's terms in their order, and prove it. Raises WeightSyncError naming the phase."""
-        if offer.transport == ADAPTER_TRANSPORT:
+        if offer.sends_adapter:
             return self._take_adapter(offer)
         if offer.transport != self._transport:
             raise self._error(f"the learner offers {offer.transport}, the engine was started for {self._transport}", SyncPhase.PAUSE)
-        terms = Terms.of(offer)
+        terms = FullTerms.of(offer)
         phase_s: dict[str, float] = {}
-        sealed = Sealed(weights, terms, torch)
+        sealed = ChecksummedWeights(weights, terms, torch)
         receipts = self._timed(SyncPhase.WIRE, phase_s, lambda: self._load(sealed, terms))
         self._timed(SyncPhase.VERIFY, phase_s, lambda: check_receipts(receipts, self._name))
         self._timed(SyncPhase.RESET, phase_s, self._reset)
@@ -85,7 +86,7 @@ class InProcessIntake:
         if set(self._llm.llm_engine.list_loras()) != {request.lora_int_id}:
             raise self._error("vLLM does not hold the adapter that it was given", SyncPhase.VERIFY)
 
-    def _load(self, sealed: Sealed, terms: Terms) -> list[Receipt]:
+    def _load(self, sealed: ChecksummedWeights, terms: FullTerms) -> list[Receipt]:
         if self._adapter.request is not None:
             # The merged weights hold the adapter: served on top of them it would count twice.
             self._llm.llm_engine.remove_lora(self._adapter.request.lora_int_id)
@@ -102,7 +103,7 @@ class InProcessIntake:
             raise
         return [Receipt(**receipt) for receipt in self._llm.collective_rpc("receipt")]
 
-    def _hand_over(self, sealed: Sealed, terms: Terms) -> list[torch.Tensor]:
+    def _hand_over(self, sealed: ChecksummedWeights, terms: FullTerms) -> list[torch.Tensor]:
         """What must outlive the update."""
         if self._transport == Transport.INPROC:
             self._llm.update_weights({"update_info": {"weights": sealed}})
@@ -127,7 +128,7 @@ class InProcessIntake:
         assert isinstance(probe, CanaryProbe)
         scores = self._score(probe, adapted=True)
         max_abs = probe.check(self._name, *scores)
-        if offer.transport == ADAPTER_TRANSPORT:
+        if offer.sends_adapter:
             probe.check_adapter(self._name, scores, self._score(probe, adapted=False))
         # Only now: a version that was not verified is never the label of a rollout.
         self._llm.update_weight_version(str(offer.version))

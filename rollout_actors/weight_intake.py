@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rollout_actors.receipt import Receipt, check_receipts
-from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import MARGIN_S, SyncPhase, Terms
+from shared.weight_sync import MARGIN_S, SyncPhase
+from shared.weight_terms import AdapterTerms, FullTerms, terms_of
 
 
 class Score(Protocol):
@@ -105,41 +105,49 @@ class WeightIntake:
 
     async def run(self, phase: SyncPhase, offer: WeightOffer) -> None:
         """Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and what is fatal."""
-        is_adapter = offer.transport == ADAPTER_TRANSPORT
-        phases, timeout_s = (self._adapter_phases, AdapterTerms.of(offer).timeout_s) if is_adapter else (self._phases, Terms.of(offer).timeout_s)
+        phases, timeout_s = self._adapter_phases if offer.sends_adapter else self._phases, terms_of(offer).timeout_s
         async with self._turn:
             started = time.perf_counter()
             try:
                 await self._bounded(phase, phases[phase](offer), timeout_s)
             except WeightSyncError:
-                if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE) and not is_adapter:
+                if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE) and not offer.sends_adapter:
                     await self._abandon(timeout_s)
                 raise
             self._phase_s[phase] = time.perf_counter() - started
 
     def report(self, offer: WeightOffer) -> SyncReport:
-        """Of the sync that took this offer, after its last phase."""
-        if offer.transport == ADAPTER_TRANSPORT:
-            # Reading it and loading it are one call.
+        """Of the sync that took this offer, after its last phase.
+
+        Receiving, checksums and loading alternate within the one call to vLLM that the clock of `wire` measures, and the worker's own account takes them apart:
+
+            reported   clock of the phase   and from the worker
+            wire       wire                 - load - checksums - finish: what is left is waiting for bytes
+            load                            load + finish (vLLM's `finish_weight_update`)
+            verify     names and numbers    + checksums
+            others     their own            nothing
+
+        An adapter is read and loaded by one call, reported as `load`, and nothing is waited for.
+        """
+        if offer.sends_adapter:
             phase_s = {"load" if phase is SyncPhase.WIRE else str(phase): seconds for phase, seconds in self._phase_s.items()}
-            return SyncReport(offer.version, AdapterTerms.of(offer).num_bytes, phase_s, self._canary_max_abs, mode="adapter")
-        # Receiving, checksums and loading alternate within one call to vLLM: the worker's own account takes them apart.
+            return SyncReport(offer.version, terms_of(offer).num_bytes, phase_s, self._canary_max_abs, mode="adapter")
         load_s = max(receipt.load_s for receipt in self._receipts)
         verify_s = max(receipt.verify_s for receipt in self._receipts)
         phase_s = {str(phase): seconds for phase, seconds in self._phase_s.items()}
         phase_s["wire"] -= load_s + verify_s + self._finish_s
         phase_s["load"] = load_s + self._finish_s
         phase_s["verify"] += verify_s
-        return SyncReport(version=offer.version, bytes=Terms.of(offer).num_bytes, phase_s=phase_s, canary_max_abs=self._canary_max_abs)
+        return SyncReport(version=offer.version, bytes=terms_of(offer).num_bytes, phase_s=phase_s, canary_max_abs=self._canary_max_abs)
 
     async def _pause(self, offer: WeightOffer) -> None:
-        if offer.transport not in (self._transport, ADAPTER_TRANSPORT):
+        if offer.transport != self._transport and not offer.sends_adapter:
             raise self._error(f"the learner offers {offer.transport}, the engine was started for {self._transport}", SyncPhase.PAUSE)
         # "wait": what still runs ends under the weights it began with.
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
     async def _rendezvous(self, offer: WeightOffer) -> None:
-        terms = Terms.of(offer)
+        terms = FullTerms.of(offer)
         group = terms.group
         if self._joined == group.key:
             return
@@ -159,7 +167,7 @@ class WeightIntake:
     async def _wire(self, offer: WeightOffer) -> None:
         # The merged weights hold the adapter: served on top of them it would count twice.
         await self._adapter.drop(self._llm)
-        terms = Terms.of(offer)
+        terms = FullTerms.of(offer)
         await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
         tensors = terms.sent
@@ -192,7 +200,7 @@ class WeightIntake:
         assert isinstance(probe, CanaryProbe)
         scores = await self._score(probe, adapted=True)
         self._canary_max_abs = probe.check(self._name, *scores)
-        if offer.transport == ADAPTER_TRANSPORT:
+        if offer.sends_adapter:
             probe.check_adapter(self._name, scores, await self._score(probe, adapted=False))
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))

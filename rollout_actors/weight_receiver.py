@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollout_actors.gloo_group import WeightGroup
 from rollout_actors.repeat_guard_vllm import GuardedWorker
 from shared.checksum import BucketChecksum
-from shared.weight_sync import CHECKSUMS, TensorSpec, offsets
+from shared.weight_terms import CHECKSUMS, TensorSpec, offsets
 
 Named = tuple[str, torch.Tensor]
 InitInfo = TypeVar("InitInfo", bound=WeightTransferInitInfo)

@@ -23,7 +23,7 @@ WORD_BYTES = 8
 
 
 Torch = Any
-"""The module `torch`, which this package does not import: whoever has a tensor has it."""
+"""The module `torch`, as an argument: the one place where this package, which imports no torch, works on tensors. Whoever has a tensor has the module."""
 
 
 class BucketChecksum:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from shared.records import ImageRef
+from shared.transports import Transport
 
 
 class DecodeMode(StrEnum):
@@ -97,6 +98,11 @@ class WeightOffer:
     canary: Any
     fell_back: str | None = None
     """Why these are full weights where an adapter would have come; None: nothing has failed."""
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Rather than full weights."""
+        return self.transport == Transport.ADAPTER
 
 
 @dataclass(frozen=True, slots=True)

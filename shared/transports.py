@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from shared.config import RunConfig
 from shared.errors import ConfigError
 
 KEY = "rollout_matching.vllm.sync.transport"
@@ -20,6 +19,8 @@ class Transport(StrEnum):
     """Between processes with their weights in host memory."""
     INPROC = "inproc"
     """Within the learner's own process, from hand to hand."""
+    ADAPTER = "adapter"
+    """In the offer itself: an adapter is small. Never configured, and whichever transport full weights have."""
 
 
 class Sharing(StrEnum):
@@ -33,13 +34,12 @@ class Sharing(StrEnum):
     """The learner's own process."""
 
 
-def choose_transport(config: RunConfig, learner_device: str, engine_device: str, sharing: Sharing) -> Transport:
-    """The configured transport, or with `auto` the one that fits; devices are `cpu` or `cuda`.
+def choose_transport(asked: str, learner_device: str, engine_device: str, sharing: Sharing) -> Transport:
+    """For full weights: the transport that was asked for (`KEY`), or with `auto` the one that fits; devices are `cpu` or `cuda`.
 
     Raises ConfigError saying why the configured one cannot work and what to write instead, or that nothing can.
     """
     fitting = _fitting(learner_device, engine_device, sharing)
-    asked = config.rollout_matching.vllm.sync.transport
     if fitting is None:
         raise ConfigError(
             f"{KEY}: no transport leads from a learner on {learner_device} to an engine on {engine_device} in another process; "

@@ -22,10 +22,10 @@ from rollout_actors.backends.stock_routes import STOCK_SERVER, UNVERIFIED, Route
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.weight_intake import WeightIntake
-from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe, Scores
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import SyncPhase, Terms
+from shared.weight_sync import SyncPhase
+from shared.weight_terms import AdapterTerms, FullTerms
 
 GENERATE = "/inference/v1/generate"
 CHECKPOINT = ("default", "-0")
@@ -75,8 +75,7 @@ class StockClient(RemoteEngine):
         """By the server's own routes, each called once: a phase is not what it was once it has been tried."""
         if phase is SyncPhase.PAUSE:
             self._shut = f"its sync to version {offer.version} was not completed"
-        is_adapter = offer.transport == ADAPTER_TRANSPORT
-        mine = offer if is_adapter else replace(offer, rendezvous={**offer.rendezvous, "terms": Terms.of(offer).for_group(self._index)})
+        mine = offer if offer.sends_adapter else replace(offer, rendezvous={**offer.rendezvous, "terms": FullTerms.of(offer).for_group(self._index)})
         await self._intake.run(phase, mine)
         if phase is not SyncPhase.CANARY:
             return None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from rollout_actors.engine_settings import EngineSettings, engine_environment
-from shared.adapter_terms import ADAPTER_TRANSPORT
 from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.protocols import BackendHost
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -111,7 +110,7 @@ class ColocatedBackend:
         self.start()
         self._shut = f"its sync to version {offer.version} was not completed"
         # Full weights are read where they lie; an adapter comes with the offer.
-        with self._host.away(weights=offer.transport == ADAPTER_TRANSPORT), self._context.entered():
+        with self._host.away(weights=offer.sends_adapter), self._context.entered():
             llm = self._engine
             self._guarded("wake", llm.wake)
             report = llm.take_weights(offer, self._host.weights())

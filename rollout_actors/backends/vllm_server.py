@@ -15,7 +15,8 @@ from rollout_actors.engine_settings import EngineSettings, model_type
 from rollout_actors.server import messages
 from shared.errors import WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import MARGIN_S, SyncPhase, Terms
+from shared.weight_sync import MARGIN_S, SyncPhase
+from shared.weight_terms import FullTerms, terms_of
 
 
 class ServerClient(RemoteEngine):
@@ -49,8 +50,8 @@ class ServerClient(RemoteEngine):
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """One HTTP call, never repeated: a phase is not what it was once it has been tried. The weights themselves travel by the process group."""
-        terms = offer.rendezvous["terms"]
-        if isinstance(terms, Terms):
+        terms = terms_of(offer)
+        if isinstance(terms, FullTerms):
             offer = replace(offer, rendezvous={"terms": terms.for_group(self._index)})
         is_rendezvous = phase is SyncPhase.RENDEZVOUS
         # The server keeps the phase's limit itself and can say more.

@@ -13,13 +13,14 @@ from typing import Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from rollout_actors.engine_settings import EngineSettings
-from shared.adapter_terms import AdapterTerms
 from shared.canary import CanaryProbe
 from shared.config.base import dotted
 from shared.errors import RolloutError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode, Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import SyncPhase, Terms
+from shared.transports import Transport
+from shared.weight_sync import SyncPhase
+from shared.weight_terms import AdapterTerms, FullTerms, terms_of
 
 
 class Message(BaseModel):
@@ -56,7 +57,7 @@ class Offer(Message):
     """A `WeightOffer`. An adapter is in it; full weights travel by the process group that the terms name."""
 
     transport: str
-    terms: Terms | None
+    terms: FullTerms | None
     """Of full weights, with the one group of this server."""
     adapter: AdapterTerms | None
     """Of an adapter: in place of `terms`."""
@@ -67,6 +68,8 @@ class Offer(Message):
     def _one_of_both(self) -> Self:
         if (self.terms is None) == (self.adapter is None):
             raise ValueError("needs either terms or adapter")
+        if (self.adapter is None) == (self.transport == Transport.ADAPTER):
+            raise ValueError("needs an adapter exactly where that is the transport")
         return self
 
 
@@ -81,12 +84,12 @@ class SyncCall(Message):
 
     @classmethod
     def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:
-        terms = offer.rendezvous["terms"]
-        if phase not in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS) or (phase is SyncPhase.RENDEZVOUS and isinstance(terms, AdapterTerms)):
+        terms = terms_of(offer)
+        if phase not in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS) or (phase is SyncPhase.RENDEZVOUS and offer.sends_adapter):
             return cls(version=offer.version, offer=None, run=run)
         form = Offer(
             transport=offer.transport,
-            terms=terms if isinstance(terms, Terms) else None,
+            terms=terms if isinstance(terms, FullTerms) else None,
             adapter=terms if isinstance(terms, AdapterTerms) else None,
             canary=offer.canary,
             fell_back=offer.fell_back,

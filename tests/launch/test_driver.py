@@ -20,7 +20,8 @@ from shared.config.derive import engine_devices
 from shared.reports import StepReport
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule
-from shared.weight_sync import SendReport, Terms
+from shared.weight_sync import SendReport
+from shared.weight_terms import FullTerms
 
 
 @dataclass
@@ -113,12 +114,12 @@ class LearnerOfFixedLatency:
 
     def offer_weights(self):
         self.offered += 1
-        terms = Terms(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
+        terms = FullTerms(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
         return WeightOffer(self.offered, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1,), (), (1,), (), 1e-4))
 
     def send_weights(self, offer):
         self.world.note("sync", offer.version)
-        return done(SendReport(1, {"wire": 0.0}))
+        return done(SendReport({"wire": 0.0}))
 
     def sync_done(self):
         pass

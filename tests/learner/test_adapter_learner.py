@@ -15,12 +15,12 @@ from learner.adapters import apply_adapter
 from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
 from learner.weight_source import weight_source
-from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
 from shared.config.model import AdapterSection
 from shared.errors import WeightSyncError
 from shared.schedule import RunSchedule
-from shared.weight_sync import Terms
+from shared.transports import Transport
+from shared.weight_terms import AdapterTerms, FullTerms
 
 VLLM = "rollout_matching__vllm"
 CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
@@ -73,16 +73,16 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
     one = learner()
     list(steps(one, 1))
     offer = one.publisher.offer()
-    assert (offer.transport, offer.version, offer.fell_back) == (ADAPTER_TRANSPORT, 1, None)
+    assert (offer.transport, offer.version, offer.fell_back) == (Transport.ADAPTER, 1, None)
     assert AdapterTerms.of(offer).falls_back
     assert len(safetensors.torch.load(AdapterTerms.of(offer).tensors)) == 2 * 3 * 7
-    assert one.publisher.send(offer).bytes == 0
+    assert one.publisher.send(offer).phase_s == {}
     one.publisher.done()
     one.publisher.fall_back_to_full()
     for version in (2, 3):
         offer = one.publisher.offer()
         assert (offer.transport, offer.version) == ("rollmatch_gloo", version)
-        assert not any("lora" in tensor.name or "base_layer" in tensor.name for tensor in Terms.of(offer).tensors)
+        assert not any("lora" in tensor.name or "base_layer" in tensor.name for tensor in FullTerms.of(offer).tensors)
         one.publisher.done()
 
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from learner.adapters import adapted_layers, adapter_files, apply_adapter, without_adapter
 from learner.checkpoint import save_checkpoint
 from learner.weight_source import FullWeights, MergedWeights, weight_source
-from shared.adapter_terms import AdapterTerms
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
+from shared.weight_terms import AdapterTerms
 
 KINDS = ("lora", "dora")
 TOKENS_1T = torch.tensor([[5, 17, 230, 41, 7, 99, 512]])

@@ -20,8 +20,9 @@ from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
 from rollout_actors.gloo_group import WeightGroup, address_towards
 from shared.canary import CanaryProbe
+from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import ConfigError, WeightSyncError
-from shared.weight_sync import Group, Sealed, TensorSpec, Terms, offsets
+from shared.weight_terms import FullTerms, Group, TensorSpec, offsets
 
 CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
 
@@ -41,7 +42,7 @@ def make_sender(model: nn.Module, timeout_s: float = 0.5) -> WeightSender:
 
 def test_an_offer_names_every_parameter_once_with_its_size() -> None:
     sender = make_sender(TiedModel())
-    terms = Terms.of(sender.offer(3, CANARY))
+    terms = FullTerms.of(sender.offer(3, CANARY))
     assert [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in terms.tensors] == [
         ("embedding.weight", "float32", (7, 3), 84),
         ("norm.weight", "bfloat16", (3,), 6),
@@ -77,7 +78,7 @@ def test_an_offer_computes_nothing_of_the_weights() -> None:
 
 def test_a_port_is_bound_before_it_is_offered_and_kept_for_the_next_offer() -> None:
     sender = make_sender(TiedModel())
-    first, second = Terms.of(sender.offer(1, CANARY)).group, Terms.of(sender.offer(2, CANARY)).group
+    first, second = FullTerms.of(sender.offer(1, CANARY)).group, FullTerms.of(sender.offer(2, CANARY)).group
     assert first == second
     with pytest.raises(OSError, match="in use"):
         socket.create_server((first.host, first.port))
@@ -94,12 +95,12 @@ def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again
     sender = WeightSender(
         FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(2, port), ReceiverGroup(1)), timeout_s=0.5, bucket_bytes=10
     )
-    terms = Terms.of(sender.offer(1, CANARY))
+    terms = FullTerms.of(sender.offer(1, CANARY))
     assert [group.world_size for group in terms.groups] == [3, 2]
     assert terms.groups[0].port == port != terms.groups[1].port
     assert terms.for_group(1).group == terms.groups[1]
     sender.close()
-    again = Terms.of(sender.offer(2, CANARY)).groups[0]
+    again = FullTerms.of(sender.offer(2, CANARY)).groups[0]
     assert (again.port, again.key == terms.groups[0].key) == (port, False)
     sender.close()
 
@@ -112,7 +113,7 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
         )
         with pytest.raises(ConfigError, match=rf"rollout_matching\.vllm\.server\.servers\[1\]\.group_port: port {port} of 127.0.0.1 cannot be opened"):
             sender.offer(1, CANARY)
-    assert Terms.of(sender.offer(1, CANARY)).groups[1].port == port, "free again"
+    assert FullTerms.of(sender.offer(1, CANARY)).groups[1].port == port, "free again"
     sender.close()
 
 
@@ -125,7 +126,7 @@ def join(group: Group, rank: int, timeout_s: float, *, is_elsewhere: bool = Fals
     return WeightGroup(group.host, group.port, rank=rank, world_size=group.world_size, timeout_s=timeout_s, **opened)
 
 
-def receive(joined: WeightGroup, terms: Terms, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
+def receive(joined: WeightGroup, terms: FullTerms, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
     """What an engine's transport does, without an engine."""
     tensors = {}
     for bucket, packed in itertools.islice(joined.receive(terms.sent, terms.bucket_bytes), num_buckets):
@@ -142,7 +143,7 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
     places = {1: (0, 1), 2: (0, 2), 3: (1, 1)}
     joined: dict[int, WeightGroup] = {}
 
-    def take(who: int, terms: Terms) -> dict[str, torch.Tensor]:
+    def take(who: int, terms: FullTerms) -> dict[str, torch.Tensor]:
         group, rank = places[who]
         if who not in joined:
             joined[who] = join(terms.groups[group], rank, 20.0, is_elsewhere=who in remote)
@@ -156,12 +157,12 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
             with torch.no_grad():
                 model.norm.bias += 1
             offer = sender.offer(version, CANARY)
-            terms = Terms.of(offer)
+            terms = FullTerms.of(offer)
             arriving = [threads.submit(take, who, terms) for who in places]
             report = sender.send(offer)
             # By the prefix a report's total leaves them out: they run beside the receivers' phases.
             assert set(report.phase_s) == {"send_gather", "send_rendezvous", "send_wire", "send_verify"}
-            expected = dict(Sealed(FullWeights(model).tensors(), terms, torch))
+            expected = dict(ChecksummedWeights(FullWeights(model).tensors(), terms, torch))
             for arrived in arriving:
                 tensors = arrived.result(timeout=20)
                 assert list(tensors) == list(expected)
@@ -181,7 +182,7 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
     group = Group("127.0.0.2", bound.getsockname()[1], world_size=2, key="a")
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, group, 1, 20.0)
-        wire = GlooWire(Terms((group,), timeout_s=20.0, bucket_bytes=10, tensors=(TensorSpec("t", "uint8", (4,), 4),)), [bound])
+        wire = GlooWire(FullTerms((group,), timeout_s=20.0, bucket_bytes=10, tensors=(TensorSpec("t", "uint8", (4,), 4),)), [bound])
         joined = joining.result(timeout=20)
     opened = listening() - before
     assert {address for address, _ in opened} == {"127.0.0.2", address_towards("127.0.0.2", group.port)}
@@ -198,7 +199,7 @@ def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from
 def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool) -> None:
     sender = WeightSender(FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=3.0, bucket_bytes=10)
     offer = sender.offer(1, CANARY)
-    terms = Terms.of(offer)
+    terms = FullTerms.of(offer)
     with ThreadPoolExecutor(2) as threads:
         threads.submit(lambda: receive(join(terms.groups[0], 1, 3.0, is_elsewhere=is_elsewhere), terms, 1))
         threads.submit(lambda: receive(join(terms.groups[1], 1, 3.0, is_elsewhere=is_elsewhere), terms))
@@ -210,7 +211,7 @@ def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool
 def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
     sender = WeightSender(FullWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5)
     offer = sender.offer(1, CANARY)
-    assert (offer.transport, Terms.of(offer).groups, sender.send(offer).phase_s) == ("inproc", (), {})
+    assert (offer.transport, FullTerms.of(offer).groups, sender.send(offer).phase_s) == ("inproc", (), {})
 
 
 def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_has_a_new_port() -> None:
@@ -221,7 +222,7 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
         sender.send(offer)
     assert time.monotonic() - started < 10
     assert (caught.value.actor, caught.value.phase) == ("learner", "rendezvous")
-    again, before = Terms.of(sender.offer(2, CANARY)).group, Terms.of(offer).group
+    again, before = FullTerms.of(sender.offer(2, CANARY)).group, FullTerms.of(offer).group
     assert (again.port != before.port, again.key != before.key) == (True, True)
     sender.close()
 

@@ -22,11 +22,11 @@ from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
 from learner.weight_source import weight_source
 from rollout_actors.pool import ActorPool
-from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.config.model import AdapterSection
 from shared.errors import WeightSyncError
 from shared.rollouts import WeightOffer
 from shared.weight_sync import sync_weights
+from shared.weight_terms import AdapterTerms
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra, pytest.mark.ray]
 
@@ -230,6 +230,6 @@ def test_an_engine_without_lora_says_what_to_set(engine_pool: EnginePool, make_l
     learner = make_learner(falls_back=False)
     learner.version = engine_pool.pool.version
     offer = learner.offer_weights()
-    assert offer.transport == ADAPTER_TRANSPORT
+    assert offer.sends_adapter
     with pytest.raises(WeightSyncError, match=r"started without LoRA; set rollout_matching.vllm.enable_lora: true"):
         engine_pool.over("actor-0").receive_weights(offer).result()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import get_args
 
 import pytest
-import yaml
 
-from shared.config import RunConfig, load_config
+from shared.config.rollout_matching import SyncSection
 from shared.errors import ConfigError
 from shared.transports import Sharing, Transport, choose_transport
-
-MINIMAL = Path(__file__).parent.parent / "data" / "minimal_config.yaml"
 
 PLACEMENTS = {
     ("cpu", "cpu", Sharing.NOTHING): Transport.GLOO,
@@ -37,33 +34,34 @@ REASONS = {
 }
 
 
-def config(transport: str) -> RunConfig:
-    values = yaml.safe_load(MINIMAL.read_text())
-    values["rollout_matching"].setdefault("vllm", {})["sync"] = {"transport": transport}
-    return load_config(values)
+OF_FULL_WEIGHTS = [transport for transport in Transport if transport is not Transport.ADAPTER]
+
+
+def test_every_transport_of_full_weights_may_be_configured_and_nothing_else_but_auto() -> None:
+    assert set(get_args(SyncSection.model_fields["transport"].annotation)) == {"auto", *OF_FULL_WEIGHTS}
 
 
 @pytest.mark.parametrize(("placement", "fitting"), PLACEMENTS.items())
 def test_auto_takes_what_fits_the_placement_and_it_may_be_written_out(placement: tuple[str, str, Sharing], fitting: Transport) -> None:
-    assert choose_transport(config("auto"), *placement) is fitting
-    assert choose_transport(config(fitting), *placement) is fitting
+    assert choose_transport("auto", *placement) is fitting
+    assert choose_transport(fitting, *placement) is fitting
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("asked", Transport)
+@pytest.mark.parametrize("asked", OF_FULL_WEIGHTS)
 def test_what_does_not_fit_is_refused_with_the_key_and_what_to_write_instead(placement: tuple[str, str, Sharing], asked: Transport) -> None:
     fitting = PLACEMENTS[placement]
     if asked is fitting:
         return
     with pytest.raises(ConfigError, match=rf"^rollout_matching\.vllm\.sync\.transport: {asked} .*; write auto, or {fitting}, which fits this placement$"):
-        choose_transport(config(asked), *placement)
+        choose_transport(asked, *placement)
 
 
 @pytest.mark.parametrize(("case", "reason"), REASONS.items())
 def test_a_refusal_says_why(case: tuple[Transport, str, Sharing], reason: str) -> None:
     asked, device, sharing = case
     with pytest.raises(ConfigError, match=reason):
-        choose_transport(config(asked), device, device, sharing)
+        choose_transport(asked, device, device, sharing)
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
@@ -71,9 +69,4 @@ def test_a_refusal_says_why(case: tuple[Transport, str, Sharing], reason: str) -
 def test_a_gpu_on_one_side_alone_is_refused_whatever_is_asked(devices: tuple[str, str], sharing: Sharing) -> None:
     for asked in ("auto", *Transport):
         with pytest.raises(ConfigError, match=r"no transport leads from a learner on .* give both sides GPUs or neither"):
-            choose_transport(config(asked), *devices, sharing)
-
-
-def test_the_configuration_knows_the_same_transports() -> None:
-    for transport in Transport:
-        assert config(transport).rollout_matching.vllm.sync.transport == transport
+            choose_transport(asked, *devices, sharing)

@@ -9,29 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.checksum import BucketChecksum
+from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import LearnerError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_sync import (
-    CHECKSUMS,
-    MARGIN_S,
-    Group,
-    Sealed,
-    SendReport,
-    SyncPhase,
-    TensorSpec,
-    Terms,
-    all_phases_s,
-    buckets,
-    offsets,
-    sync_weights,
-    whole_sync_s,
-)
+from shared.transports import Transport
+from shared.weight_sync import MARGIN_S, SendReport, SyncPhase, all_phases_s, sync_weights, whole_sync_s
+from shared.weight_terms import CHECKSUMS, AdapterTerms, FullTerms, Group, TensorSpec, buckets, offsets
 
 TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
 GROUPS = (Group("127.0.0.1", 1234, world_size=2, key="a"), Group("10.0.0.1", 5678, world_size=3, key="b"))
-TERMS = Terms(GROUPS, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS)
+TERMS = FullTerms(GROUPS, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS)
 
 
 class Side:
@@ -67,7 +55,7 @@ class Side:
         return future
 
 
-SENT = SendReport(bytes=320, phase_s={"send_rendezvous": 0.1, "send_wire": 0.2})
+SENT = SendReport(phase_s={"send_rendezvous": 0.1, "send_wire": 0.2})
 RECEIVED = SyncReport(version=4, bytes=320, phase_s={"wire": 0.3}, canary_max_abs=0.0)
 RECEIVER_ERROR = WeightSyncError("no room", actor="actor-1", phase="wire")
 SENDER_ERROR = WeightSyncError("connection closed", actor="learner", phase="wire")
@@ -86,13 +74,13 @@ class AdapterSide(Side):
         self._has_fallen_back = False
 
     def offer_weights(self) -> WeightOffer:
-        return super().offer_weights() if self._has_fallen_back else WeightOffer(4, ADAPTER_TRANSPORT, {"terms": self._terms}, None)
+        return super().offer_weights() if self._has_fallen_back else WeightOffer(4, Transport.ADAPTER, {"terms": self._terms}, None)
 
     def fall_back_to_full(self) -> None:
         self._has_fallen_back = True
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        return self._future(SENT if self._has_fallen_back else SendReport(bytes=0, phase_s={}))
+        return self._future(SENT if self._has_fallen_back else SendReport(phase_s={}))
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         return self._future(RECEIVED if self._has_fallen_back else self._trouble)
@@ -161,7 +149,7 @@ def make_weights() -> list[tuple[str, torch.Tensor]]:
 
 def test_behind_the_weights_come_their_checksums_one_for_each_bucket() -> None:
     weights = make_weights()
-    sealed = list(Sealed(weights, TERMS, torch))
+    sealed = list(ChecksummedWeights(weights, TERMS, torch))
     assert [name for name, _ in sealed] == [tensor.name for tensor in TERMS.sent] == ["t0", "t1", "t2", "t3", "t4", CHECKSUMS]
     expected = []
     for tensors in (weights[:2], weights[2:]):
@@ -176,7 +164,7 @@ def test_behind_the_weights_come_their_checksums_one_for_each_bucket() -> None:
 
 def test_weights_other_than_the_offered_ones_are_not_sent() -> None:
     with pytest.raises(AssertionError, match="offered t0"):
-        list(Sealed(make_weights()[::-1], TERMS, torch))
+        list(ChecksummedWeights(make_weights()[::-1], TERMS, torch))
 
 
 def test_a_report_holds_both_sides_seconds() -> None:

@@ -28,7 +28,8 @@ from rollout_actors.server.service import Limits, RolloutService
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import Group, SyncPhase, TensorSpec, Terms
+from shared.weight_sync import SyncPhase
+from shared.weight_terms import FullTerms, Group, TensorSpec
 
 DECODE = DecodeSettings(DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 4, 1, stop_token_ids=(9,), banned_token_ids=(), return_logprobs=True)
 
@@ -46,7 +47,7 @@ def request(position: int, **changes: Any) -> RolloutRequest:
 
 def offer(version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout_s: float = 5.0) -> WeightOffer:
     groups = tuple(Group("127.0.0.1", 29500 + index, world_size, f"key-{index}") for index in range(num_groups))
-    terms = Terms(groups, timeout_s, 1 << 20, (TensorSpec("a.weight", "float32", (2, 3), 24),))
+    terms = FullTerms(groups, timeout_s, 1 << 20, (TensorSpec("a.weight", "float32", (2, 3), 24),))
     image = ImageRef(None, b"\x89PNG\xff\x00", "ab")
     return WeightOffer(version, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1, 2), (image,), (1, 2, 3), (-0.1, float("-inf")), 1e-4))
 

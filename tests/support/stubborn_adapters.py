@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout_actors.adapter_intake import ADAPTER_ID, AdapterIntake
-from shared.adapter_terms import AdapterTerms
+from shared.weight_terms import AdapterTerms
 
 
 class StubbornAdapters(AdapterIntake):

@@ -22,13 +22,14 @@ from rollout_actors.backends.remote_engine import ServerEngineSpec
 from rollout_actors.backends.stock_client import StockClient
 from rollout_actors.backends.stock_command import stock_arguments, stock_environment
 from rollout_actors.engine_settings import EngineSettings
-from shared.adapter_terms import ADAPTER_TRANSPORT, AdapterTerms
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import FinishReason, WeightOffer
-from shared.weight_sync import SyncPhase, Terms
+from shared.transports import Transport
+from shared.weight_sync import SyncPhase
+from shared.weight_terms import AdapterTerms, FullTerms
 
 DOC = Path(__file__).parents[3] / "docs" / "stock_server.md"
 GUARD = RepeatGuardSettings(min_new_tokens=4, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=3, max_object_keys=None)
@@ -284,7 +285,7 @@ class TestSync:
         assert "/init_weight_transfer_engine" not in server.routes
 
     def test_each_server_joins_its_own_group_at_rank_one(self, server: StockServer, url: str, expected: EngineSettings) -> None:
-        terms = Terms.of(offer(num_groups=2))
+        terms = FullTerms.of(offer(num_groups=2))
         one = StockClient("server-1", address(url, kind="vllm"), index=1, expected=expected)
         asyncio.run(one.start())
         asyncio.run(synced(one, replace(an_offer(), rendezvous={"terms": terms})))
@@ -310,7 +311,7 @@ class TestSync:
         one = asyncio.run(started(url, expected))
         terms = AdapterTerms.make(b"", {}, timeout_s=5.0, falls_back=True)
         with pytest.raises(WeightSyncError, match=r"sync\.mode: full"):
-            asyncio.run(synced(one, replace(an_offer(), transport=ADAPTER_TRANSPORT, rendezvous={"terms": terms})))
+            asyncio.run(synced(one, replace(an_offer(), transport=Transport.ADAPTER, rendezvous={"terms": terms})))
 
 
 def test_a_spec_travels_to_an_actor_and_makes_a_client_there(url: str, expected: EngineSettings) -> None:

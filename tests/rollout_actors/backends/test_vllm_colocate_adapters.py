@@ -16,9 +16,9 @@ from learner.adapters import apply_adapter
 from learner.weight_sender import WeightSender
 from learner.weight_source import weight_source
 from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
-from shared.adapter_terms import AdapterTerms
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
+from shared.weight_terms import AdapterTerms
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_actors.server import messages
-from shared.adapter_terms import AdapterTerms
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import Group, SyncPhase, TensorSpec, Terms
+from shared.transports import Transport
+from shared.weight_sync import SyncPhase
+from shared.weight_terms import AdapterTerms, FullTerms, Group, TensorSpec
 
 ids = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
 any_float = st.floats(allow_nan=False)
@@ -63,7 +64,7 @@ rollouts = st.builds(
     started_s=any_float,
 )
 terms = st.builds(
-    Terms,
+    FullTerms,
     groups=st.lists(st.builds(Group, host=text, port=st.integers(), world_size=st.integers(), key=text), max_size=2).map(tuple),
     timeout_s=any_float,
     bucket_bytes=st.integers(),
@@ -80,10 +81,16 @@ probes = st.builds(
 offers = st.builds(
     WeightOffer,
     version=st.integers(),
-    transport=text,
-    rendezvous=st.fixed_dictionaries({"terms": terms | adapters}),
+    transport=text.filter(lambda transport: transport != Transport.ADAPTER),
+    rendezvous=st.fixed_dictionaries({"terms": terms}),
     canary=probes,
     fell_back=st.none() | text,
+) | st.builds(
+    WeightOffer,
+    version=st.integers(),
+    transport=st.just("adapter"),
+    rendezvous=st.fixed_dictionaries({"terms": adapters}),
+    canary=probes.map(lambda probe: replace(probe, base_logprobs=probe.expected_logprobs[::-1])),
 )
 reports = st.builds(
     SyncReport,
@@ -127,6 +134,13 @@ def test_offers_arrive_as_they_were_made(sent: WeightOffer) -> None:
 @given(reports)
 def test_reports_arrive_as_they_were_written(sent: SyncReport) -> None:
     assert there_and_back(messages.SyncAnswer(report=sent)).report == sent
+
+
+def test_an_offer_whose_terms_are_not_its_transports_is_refused() -> None:
+    body = json.loads(messages.SyncCall.of(SyncPhase.PAUSE, offer(), None).body())
+    body["offer"]["transport"] = "adapter"
+    with pytest.raises(ValueError, match="needs an adapter exactly where that is the transport"):
+        messages.read(messages.SyncCall, json.dumps(body).encode())
 
 
 def test_a_canary_that_met_no_number_arrives_so() -> None:
