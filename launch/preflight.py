@@ -139,7 +139,8 @@ def _offload(config: RunConfig, placement: Placement) -> Iterable[str]:
 
 
 def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> list[str]:
-    where = "this machine" if config.cluster.address == "local" else f"the cluster at {config.cluster.address}, {len(nodes)} nodes"
+    size = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    where = "this machine" if config.cluster.address == "local" else f"the cluster at {config.cluster.address}, {size}"
     there = Resources.sum(nodes)
     lines = [f"cluster   {where}: {there.cpus:g} CPU, {there.gpus:g} GPU"]
     for index, engine in enumerate(placement.engines):
