@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from learner.adapters import without_adapter
@@ -30,18 +32,21 @@ class Canary:
         """Under the learner's weights as they are now: one forward of the model, and the first time another one, since what is under an adapter stays."""
         if self._proves_adapter and self._base_logprobs is None:
             with without_adapter(self._loaded.model):
-                self._base_logprobs = self._logprobs()
+                self._base_logprobs = self.logprobs()
+        return replace(self.question(), expected_logprobs=self.logprobs(), base_logprobs=self._base_logprobs)
+
+    def question(self) -> CanaryProbe:
+        """The probe without its log-probabilities: no forward."""
         return CanaryProbe(
             token_ids=(*self._prompt.request_token_ids, *self._response_ids),
             images=self._images,
             expanded_token_ids=(*self._prompt.token_ids, *self._response_ids),
-            expected_logprobs=self._logprobs(),
+            expected_logprobs=None,
             tolerance=self._tolerance,
-            base_logprobs=self._base_logprobs,
         )
 
-    def _logprobs(self) -> tuple[float, ...]:
-        """Of each token but the first."""
+    def logprobs(self) -> tuple[float, ...]:
+        """Of each token but the first, under the learner's weights as they are now: one forward of the model."""
         prompt, device = self._prompt, self._loaded.device
         modality = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(len(self._response_ids))])
         ids_1T = torch.tensor([(*prompt.token_ids, *self._response_ids)], device=device)

@@ -7,18 +7,17 @@ Every method but `send`, `fall_back_to_full` and `close` is called on all ranks,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from learner.adapter_sender import AdapterSender
 from learner.adapters import adapter_files
+from learner.canary import Canary
 from learner.checkpoint import save_checkpoint
 from learner.loading import LoadedModel
 from learner.parallel import Parallel
 from learner.place import LearnerPlace
 from learner.ranks import Ranks
 from learner.weight_sender import WeightSender
-from shared.canary import CanaryProbe
 from shared.config import RunConfig
 from shared.config.derive import resolved_sync_mode
 from shared.rollouts import WeightOffer
@@ -30,13 +29,13 @@ Sender = WeightSender | AdapterSender
 class WeightPublisher:
     """One rank's part in it. The weights must not change between an offer and its `done`."""
 
-    def __init__(self, ranks: Ranks, loaded: LoadedModel, parallel: Parallel, sender: Sender | None, probe: Callable[[], CanaryProbe]) -> None:
-        """`sender` is rank 0's; `probe` is the proof of arrival by the weights as they are: one forward of the model."""
+    def __init__(self, ranks: Ranks, loaded: LoadedModel, parallel: Parallel, sender: Sender | None, canary: Canary) -> None:
+        """`sender` is rank 0's; `canary` is the proof of arrival."""
         self._ranks = ranks
         self._loaded = loaded
         self._parallel = parallel
         self._sender = sender
-        self._probe = probe
+        self.canary = canary
         self.version = 0
         """That the engines serve; 0 before the first sync."""
 
@@ -49,12 +48,15 @@ class WeightPublisher:
             self._ranks.barrier()
             self._parallel.check()
             self._parallel.gather()
-            # Every rank computes it where none has the model alone.
-            probe = self._parallel.forward(self._probe) if self._sender is not None or self._parallel.holds_parts else None
+            if self._parallel.holds_parts:
+                # Every rank computes it where none has the model alone.
+                probe = self._parallel.forward(self.canary.probe)
+                return None if self._sender is None else self._sender.offer(self.version + 1, probe)
             if self._sender is None:
                 return None
-            assert probe is not None
-            return self._sender.offer(self.version + 1, probe)
+            if isinstance(self._sender, WeightSender) and self._sender.takes_time:
+                return self._sender.offer(self.version + 1, self.canary.question(), self.canary.logprobs)
+            return self._sender.offer(self.version + 1, self.canary.probe())
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Returns when the weights are out. Raises WeightSyncError."""

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -57,9 +57,17 @@ class WeightSender:
         self._listening: list[socket.socket] = []
         self._groups: tuple[Group, ...] = ()
         self._wire: Wire | None = None
+        self._logprobs: Callable[[], Sequence[float]] | None = None
 
-    def offer(self, version: int, canary: CanaryProbe) -> WeightOffer:
+    @property
+    def takes_time(self) -> bool:
+        """Whether `send` has engines to wait for, which load meanwhile: time in which the canary's log-probabilities can be computed."""
+        return self._transport in WIRES
+
+    def offer(self, version: int, canary: CanaryProbe, logprobs: Callable[[], Sequence[float]] | None = None) -> WeightOffer:
         """What `send` will send: names, sizes, and where to join. The weights must not change before the sync's end.
+
+        Where the canary lacks its log-probabilities, which it may if `takes_time`, `send` asks `logprobs` for them.
 
         Raises ConfigError where a configured port is taken, and WeightSyncError where no port can be opened at all.
         """
@@ -68,7 +76,14 @@ class WeightSender:
         tensors = tuple(
             TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize) for name, dtype, shape in self._source.specs()
         )
-        terms = FullTerms(groups=self._groups, timeout_s=self._timeout_s, bucket_bytes=self._bucket_bytes, tensors=tensors)
+        terms = FullTerms(
+            groups=self._groups,
+            timeout_s=self._timeout_s,
+            bucket_bytes=self._bucket_bytes,
+            tensors=tensors,
+            num_logprobs=0 if logprobs is None else canary.num_logprobs,
+        )
+        self._logprobs = logprobs
         return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=canary)
 
     def send(self, offer: WeightOffer) -> SendReport:
@@ -82,16 +97,22 @@ class WeightSender:
         try:
             started = time.perf_counter()
             if self._wire is None:
-                self._wire = self._bounded(lambda: self._open(terms), SyncPhase.RENDEZVOUS)
+                self._wire = self._result(_in_thread(lambda: self._open(terms), SyncPhase.RENDEZVOUS), SyncPhase.RENDEZVOUS)
             joined = time.perf_counter()
-            wire, checksummed = self._wire, ChecksummedWeights(self._source.tensors(), terms, torch)
-            self._bounded(lambda: wire.send(checksummed, terms), SyncPhase.WIRE)
+            logprobs: Future[Sequence[float]] = Future()
+            wire, checksummed = self._wire, ChecksummedWeights(self._source.tensors(), terms, torch, logprobs.result)
+            sending = _in_thread(lambda: wire.send(checksummed, terms), SyncPhase.WIRE)
+            # Beside the packing, and beside the engines' loading.
+            if self._logprobs is not None:
+                _run(self._logprobs, logprobs)
+            scored = time.perf_counter()
+            self._result(sending, SyncPhase.WIRE)
             wire_s = time.perf_counter() - joined - checksummed.gather_s - checksummed.verify_s
         except WeightSyncError:
             self.close()
             raise
         phase_s = {"send_gather": checksummed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": checksummed.verify_s}
-        return SendReport(phase_s=phase_s)
+        return SendReport(phase_s=phase_s if self._logprobs is None else phase_s | {"send_canary": scored - joined})
 
     def close(self) -> None:
         """Leave the groups; the next offer opens others. Also to be called when the set of receivers changes. Twice is harmless."""
@@ -127,13 +148,9 @@ class WeightSender:
         listening, self._listening = self._listening, []
         return WIRES[self._transport](terms, listening)
 
-    def _bounded(self, work: Callable[[], T], phase: SyncPhase) -> T:
-        """`work()` in a thread, because a collective that waits for a peer cannot be interrupted from inside. A late thread is left behind:
-        it ends when `close` or the peer's end breaks the group, and as a daemon it does not hold the process."""
-        result: Future[T] = Future()
-        threading.Thread(target=_run, args=(work, result), name=f"weight-{phase}", daemon=True).start()
+    def _result(self, work: Future[T], phase: SyncPhase) -> T:
         try:
-            return result.result(timeout=self._timeout_s + MARGIN_S)
+            return work.result(timeout=self._timeout_s + MARGIN_S)
         except Exception as error:
             num_receivers = sum(group.num_workers for group in self._receivers)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)
@@ -142,6 +159,14 @@ class WeightSender:
             if isinstance(error, TimeoutError):
                 told = late(f"{num_receivers} receivers", "timeouts.sync_phase_s", self._timeout_s, check)
             raise WeightSyncError(told, actor=LEARNER, phase=phase) from error
+
+
+def _in_thread(work: Callable[[], T], phase: SyncPhase) -> Future[T]:
+    """Because a collective that waits for a peer cannot be interrupted from inside. A thread that is late is left behind: it ends when `close` or the peer's
+    end breaks the group, and as a daemon it does not hold the process."""
+    result: Future[T] = Future()
+    threading.Thread(target=_run, args=(work, result), name=f"weight-{phase}", daemon=True).start()
+    return result
 
 
 def _run(work: Callable[[], T], result: Future[T]) -> None:

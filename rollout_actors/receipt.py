@@ -25,6 +25,8 @@ class Receipt:
     """Seconds in which the model took the weights."""
     verify_s: float
     """Seconds in which checksums were computed."""
+    logprobs: list[float]
+    """The learner's of the canary; empty where the offer has them."""
 
 
 def check_receipts(receipts: Sequence[Receipt], actor: str) -> None:

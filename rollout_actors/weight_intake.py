@@ -198,6 +198,8 @@ class WeightIntake:
         await self._llm.resume_generation()
         probe = offer.canary
         assert isinstance(probe, CanaryProbe)
+        if probe.expected_logprobs is None:
+            probe = probe.with_logprobs(self._receipts[0].logprobs)
         scores = await self._score(probe, adapted=True)
         self._canary_max_abs = probe.check(self._name, *scores)
         if offer.sends_adapter:

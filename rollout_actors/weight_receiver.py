@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollout_actors.gloo_group import WeightGroup
 from rollout_actors.repeat_guard_vllm import GuardedWorker
 from shared.checksum import BucketChecksum
-from shared.weight_terms import CHECKSUMS, TensorSpec, offsets
+from shared.weight_terms import CANARY, CHECKSUMS, TensorSpec, offsets
 
 Named = tuple[str, torch.Tensor]
 InitInfo = TypeVar("InitInfo", bound=WeightTransferInitInfo)
@@ -158,7 +158,9 @@ class LoadWatch(nn.Module):
         self.checksums: list[int] = []
         """Of what arrived, for each bucket."""
         self.sent: list[int] = []
-        """The sender's, which arrive last."""
+        """The sender's, which arrive behind the weights."""
+        self.logprobs: list[float] = []
+        """Of the canary, where they arrive last."""
         self.load_s = 0.0
         self.verify_s = 0.0
         self._wait_s = 0.0
@@ -192,6 +194,9 @@ class LoadWatch(nn.Module):
             if name == CHECKSUMS:
                 self._close_bucket()
                 self.sent = tensor.tolist()
+                continue
+            if name == CANARY:
+                self.logprobs = tensor.tolist()
                 continue
             self._checksum.add(tensor)
             self._size += tensor.nbytes
@@ -231,6 +236,7 @@ class ReceiptWorker(GuardedWorker):
             "unexpected": sorted(watch.loaded - watch.expected),
             "load_s": watch.load_s,
             "verify_s": watch.verify_s,
+            "logprobs": watch.logprobs,
         }
 
     def abandon_update(self) -> None:

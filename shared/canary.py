@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.errors import WeightSyncError
 from shared.records import ImageRef
@@ -47,8 +47,9 @@ class CanaryProbe:
     """Each with `data`."""
     expanded_token_ids: tuple[int, ...]
     """What `token_ids` becomes: image placeholders expanded by the learner's processor."""
-    expected_logprobs: tuple[float, ...]
-    """One per expanded token but the first, image placeholders included: `expected_logprobs[i]` is of `expanded_token_ids[i + 1]`."""
+    expected_logprobs: tuple[float, ...] | None
+    """None: the learner computes them while the engines load, and they come behind the weights (`shared.weight_terms.CANARY`). Else one per expanded token
+    but the first, image placeholders included: `expected_logprobs[i]` is of `expanded_token_ids[i + 1]`."""
     tolerance: float
     """Largest absolute difference that is still agreement: 1e-4 in fp32, where two sound engines differ by 3e-6."""
     base_logprobs: tuple[float, ...] | None = None
@@ -59,15 +60,25 @@ class CanaryProbe:
             if logprobs is not None and len(logprobs) != len(self.expanded_token_ids) - 1:
                 raise ValueError(f"{len(self.expanded_token_ids)} canary tokens need one log-probability less, not {len(logprobs)}")
 
+    @property
+    def num_logprobs(self) -> int:
+        return len(self.expanded_token_ids) - 1
+
+    def with_logprobs(self, logprobs: Sequence[float]) -> CanaryProbe:
+        """The same probe with what has come behind the weights."""
+        return replace(self, expected_logprobs=tuple(logprobs))
+
     def check(self, actor: str, expanded_token_ids: Sequence[int], logprobs: Sequence[float]) -> float:
         """The largest absolute difference of a log-probability. Raises WeightSyncError(phase="canary") naming the first token that differs."""
+        assert self.expected_logprobs is not None, "with_logprobs comes first"
         return self._largest_difference(actor, (expanded_token_ids, logprobs), self.expected_logprobs, "weights are not the learner's")
 
     def check_adapter(self, actor: str, adapted: Scores, base: Scores) -> float | None:
         """Of an engine that was sent an adapter, after `check`: its answers with and without it. The slope of the adapter's effect (see the module), or None
         where the learner's own is too small to prove anything. Raises WeightSyncError(phase="canary") where the adapter is not applied as it should be.
         """
-        assert self.base_logprobs is not None, "an offer of an adapter brings them"
+        assert self.base_logprobs is not None, "an offer of an adapter brings both"
+        assert self.expected_logprobs is not None, "an offer of an adapter brings both"
         self._largest_difference(actor, base, self.base_logprobs, "weights without the adapter are not the learner's")
         effect = [with_it - without for with_it, without in zip(self.expected_logprobs, self.base_logprobs, strict=True)]
         served = [with_it - without for with_it, without in zip(adapted[1], base[1], strict=True)]

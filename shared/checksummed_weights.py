@@ -1,23 +1,24 @@
-"""Weights on their way out, whoever carries them: counted, and followed by their checksums (DESIGN 9.3)."""
+"""Weights on their way out, whoever carries them: counted, and followed by their checksums and the canary's log-probabilities (DESIGN 9.3)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shared.checksum import BucketChecksum, Torch
-from shared.weight_terms import CHECKSUMS, FullTerms, buckets
+from shared.weight_terms import CANARY, CHECKSUMS, FullTerms, buckets
 
 
 class ChecksummedWeights:
     """To be iterated once."""
 
-    def __init__(self, weights: Iterable[tuple[str, Any]], terms: FullTerms, torch: Torch) -> None:
-        """`weights` are named contiguous tensors, the terms' in the terms' order."""
+    def __init__(self, weights: Iterable[tuple[str, Any]], terms: FullTerms, torch: Torch, logprobs: Callable[[], Sequence[float]] | None = None) -> None:
+        """`weights` are named contiguous tensors, the terms' in the terms' order; `logprobs` is asked last, where the terms have some."""
         self._weights = iter(weights)
         self._terms = terms
         self._torch = torch
+        self._logprobs = logprobs
         self.gather_s = 0.0
         """Seconds in which the source made tensors."""
         self.verify_s = 0.0
@@ -39,3 +40,6 @@ class ChecksummedWeights:
             checksums.append(checksum.value())
         assert tensor is not None, "a sync sends something"
         yield CHECKSUMS, tensor.new_tensor(checksums, dtype=self._torch.int64)
+        if self._terms.num_logprobs:
+            assert self._logprobs is not None, "the terms promise them"
+            yield CANARY, tensor.new_tensor(self._logprobs(), dtype=self._torch.float64)

@@ -52,7 +52,8 @@ def _sync_phases() -> Iterator[Metric]:
         "send_gather": "the learner putting its weights together, while the actors receive",
         "send_verify": "the learner's checksums",
         "send_rendezvous": "the learner joining the group",
-        "send_wire": "the learner sending",
+        "send_wire": "the learner sending, until every engine has loaded the last bucket",
+        "send_canary": "the learner scoring the probe, while the engines load",
     }
     return (Metric(f"sync/{phase}_s", Reduction.STEP, f"Seconds of {meaning}, of the slowest actor or of the learner.") for phase, meaning in phases.items())
 

@@ -13,6 +13,9 @@ from shared.rollouts import WeightOffer
 CHECKSUMS = "rollmatch.checksums"
 """The tensor behind the weights: one int64 for each bucket, computed while the bucket was packed, so that no pass over the weights comes before."""
 
+CANARY = "rollmatch.canary"
+"""Behind the checksums: the log-probabilities that the probe in the offer lacks, in double precision."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -49,6 +52,8 @@ class FullTerms:
     """A bucket is closed by the tensor that takes it past this size."""
     tensors: tuple[TensorSpec, ...]
     """The weights that will be sent, in order; `CHECKSUMS` comes behind them."""
+    num_logprobs: int = 0
+    """Of `CANARY`; 0: the probe in the offer has its own."""
 
     @classmethod
     def of(cls, offer: WeightOffer) -> FullTerms:
@@ -73,9 +78,11 @@ class FullTerms:
 
     @property
     def sent(self) -> tuple[TensorSpec, ...]:
-        """The weights and their checksums: everything that is handed over, in order."""
+        """The weights and what comes behind them: everything that is handed over, in order."""
         num_buckets = sum(1 for _ in buckets(self.tensors, self.bucket_bytes))
-        return (*self.tensors, TensorSpec(CHECKSUMS, "int64", (num_buckets,), 8 * num_buckets))
+        checksums = TensorSpec(CHECKSUMS, "int64", (num_buckets,), 8 * num_buckets)
+        canary = TensorSpec(CANARY, "float64", (self.num_logprobs,), 8 * self.num_logprobs)
+        return (*self.tensors, checksums, canary) if self.num_logprobs else (*self.tensors, checksums)
 
 
 @dataclass(frozen=True, slots=True)

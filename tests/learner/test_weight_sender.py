@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,8 @@ from rollout_actors.gloo_group import WeightGroup, address_towards
 from shared.canary import CanaryProbe
 from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import ConfigError, WeightSyncError
-from shared.weight_terms import FullTerms, Group, TensorSpec, offsets
+from shared.weight_terms import CANARY as CANARY_TENSOR
+from shared.weight_terms import CHECKSUMS, FullTerms, Group, TensorSpec, offsets
 
 CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
 
@@ -193,6 +195,53 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
 def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
         assert address_towards(*server.getsockname()) == connection.getsockname()[0]
+
+
+PENDING = CanaryProbe((1, 2, 3), (), (1, 2, 3), None, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(is_elsewhere: bool) -> None:
+    sender = make_sender(TiedModel(), timeout_s=20.0)
+    assert sender.takes_time
+    arrived = threading.Event()
+
+    def logprobs() -> list[float]:
+        assert arrived.wait(20), "the first buckets do not wait for this"
+        return [-0.1, -2.5]
+
+    offer = sender.offer(1, PENDING, logprobs)
+    terms = FullTerms.of(offer)
+
+    def take() -> dict[str, torch.Tensor]:
+        joined = join(terms.group, 1, 20.0, is_elsewhere=is_elsewhere)
+        tensors = {}
+        for bucket, packed in joined.receive(terms.sent, terms.bucket_bytes):
+            arrived.set()
+            tensors |= {spec.name: packed[start : start + spec.num_bytes].clone() for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True)}
+        return tensors
+
+    with ThreadPoolExecutor(1) as threads:
+        taking = threads.submit(take)
+        report = sender.send(offer)
+        tensors = taking.result(timeout=20)
+    assert list(tensors)[-2:] == [CHECKSUMS, CANARY_TENSOR]
+    assert PENDING.with_logprobs(tensors[CANARY_TENSOR].view(torch.float64).tolist()).expected_logprobs == (-0.1, -2.5)
+    assert report.phase_s["send_canary"] > 0
+    sender.close()
+
+
+def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> None:
+    def logprobs() -> list[float]:
+        raise RuntimeError("out of memory")
+
+    sender = make_sender(TiedModel(), timeout_s=5.0)
+    offer = sender.offer(1, PENDING, logprobs)
+    terms = FullTerms.of(offer)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
+        with pytest.raises(WeightSyncError, match="wire on learner: out of memory"):
+            sender.send(offer)
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

@@ -29,6 +29,8 @@ class StockServer:
     """Its counter of sampled tokens; None: it keeps none."""
     failures: int = 0
     """So many calls for tokens are answered with 500 first."""
+    learners: list[float] = field(default_factory=list)
+    """Log-probabilities of the canary that came behind the weights."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
     """Route and JSON of every call but the questions about the server's state."""
 
@@ -95,7 +97,7 @@ class StockServer:
         if route == "update_weight_version":
             self.label = body["new_version"]
         if body.get("method") == "receipt":
-            return {"results": [{"checksums": [5], "sent": [5], "missing": [], "unexpected": [], "load_s": 0.0, "verify_s": 0.0}]}
+            return {"results": [{"checksums": [5], "sent": [5], "missing": [], "unexpected": [], "load_s": 0.0, "verify_s": 0.0, "logprobs": self.learners}]}
         return {"results": [None]} if route == "collective_rpc" else {"success": True}
 
     @property

@@ -196,6 +196,8 @@ class Synced:
     tied: bool
     dtypes: set[str]
     """That the checkpoint's config.json names."""
+    logprobs: tuple[float, ...] | None
+    """Of the canary, in the offer or to be computed while it is sent; None without an offer."""
 
 
 def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, folder: Path) -> Synced:
@@ -203,6 +205,7 @@ def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: Ru
     versions = [learner.publisher.version]
     offer = learner.publisher.offer()
     versions.append(learner.publisher.version)
+    logprobs = None if offer is None else offer.canary.expected_logprobs or learner.publisher.canary.logprobs()
     weights = dict(learner.parallel.weights.tensors()) if place.rank == 0 else {}
     learner.publisher.done()
     versions.append(learner.publisher.version)
@@ -214,7 +217,7 @@ def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: Ru
     tied = loaded.lm_head.weight is loaded.model.language_model.embed_tokens.weight
     described = json.loads((folder / "config.json").read_text())
     dtypes = {part["dtype"] for part in (described, described["text_config"], described["vision_config"])}
-    return Synced(offer, weights, versions, held_out, saved, tied, dtypes)
+    return Synced(offer, weights, versions, held_out, saved, tied, dtypes, logprobs)
 
 
 def drifts(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig) -> None:

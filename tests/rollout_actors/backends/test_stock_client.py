@@ -300,6 +300,18 @@ class TestSync:
         with pytest.raises(RolloutError, match="was not completed"):
             asyncio.run(one.generate([request(0)]))
 
+    @pytest.mark.parametrize(("learners", "what"), [([-0.5, -0.6], "differ"), ([], "need one log-probability less, not 0")])
+    def test_the_canarys_log_probabilities_may_come_behind_the_weights(
+        self, server: StockServer, url: str, expected: EngineSettings, learners: list[float], what: str
+    ) -> None:
+        pending = replace(an_offer(), canary=CanaryProbe((1, 2), (), (1, 2, 7), None, 1e-4))
+        one = asyncio.run(started(url, expected))
+        server.learners = [-0.5, -0.5]
+        assert asyncio.run(synced(one, pending)).canary_max_abs == 0
+        server.learners = learners
+        with pytest.raises(WeightSyncError, match=f"canary on server-0: .*{what}"):
+            asyncio.run(synced(one, pending))
+
     def test_a_server_that_fails_a_phase_is_named_with_its_url_and_what_it_said(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
         server.closed["/init_weight_transfer_engine"] = 500

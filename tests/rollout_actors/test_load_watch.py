@@ -1,0 +1,66 @@
+"""What a worker notes of an update while it passes the tensors on, without an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from rollout_actors.weight_receiver import LoadWatch
+from shared.checksummed_weights import ChecksummedWeights
+from shared.weight_terms import FullTerms, TensorSpec
+
+TENSORS = [(name, torch.arange(count, dtype=torch.float32)) for name, count in (("a", 4), ("b", 30), ("c", 2))]
+TERMS = FullTerms((), 1.0, 100, tuple(TensorSpec(name, "float32", tuple(tensor.shape), tensor.nbytes) for name, tensor in TENSORS), num_logprobs=2)
+
+
+class FakeModel(nn.Module):
+    """Takes tensors one by one, as vLLM's loader does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in TENSORS:
+            self.register_parameter(name, nn.Parameter(torch.zeros_like(tensor)))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = set()
+        for name, tensor in weights:
+            with torch.no_grad():
+                self.get_parameter(name).copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+def sent() -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(ChecksummedWeights(TENSORS, TERMS, torch, lambda: [-0.25, -1.5]))
+
+
+def test_the_model_gets_the_weights_and_the_receipt_what_comes_behind_them() -> None:
+    model = FakeModel()
+    watch = LoadWatch(model, TERMS.bucket_bytes)
+    watch.load_weights(sent())
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in TENSORS)
+    assert watch.loaded == watch.expected == {"a", "b", "c"}
+    assert len(watch.sent) == 2
+    assert watch.checksums == watch.sent
+    assert watch.logprobs == [-0.25, -1.5]
+
+
+def test_it_is_the_same_in_as_many_calls_as_the_transport_likes() -> None:
+    watch = LoadWatch(FakeModel(), TERMS.bucket_bytes)
+    for named in sent():
+        watch.load_weights([named])
+    assert (watch.loaded, watch.checksums, watch.logprobs) == ({"a", "b", "c"}, watch.sent, [-0.25, -1.5])
+
+
+def test_waiting_for_tensors_is_no_part_of_loading_them() -> None:
+    def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        for named in sent():
+            time.sleep(0.1)
+            yield named
+
+    watch = LoadWatch(FakeModel(), TERMS.bucket_bytes)
+    watch.load_weights(slowly())
+    assert watch.load_s + watch.verify_s < 0.3 < 0.1 * len(TERMS.sent)
