@@ -7,8 +7,8 @@
                                               pause        finish what is running, start nothing
     send:  rendezvous  <------------------->  rendezvous   the first time, and after a failure
            wire        ------ buckets ----->  wire         receive and load
-           (gather, checksums while packing)
-           checksums   ------ last tensor -->
+           (gather, checksums while packing, the canary's log-probabilities)
+           the last two  -- behind them --->
                                               verify       every parameter loaded, checksums equal the sender's
                                               reset        prefix, multimodal and encoder caches
                                               canary       resume, score the probe, raise the version
