@@ -18,7 +18,7 @@ help:
 	@echo "make aligned    the other variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make test       set up, then format, lint, types and all tests but the following"
 	@echo "make test-engines  the tests that start engines of their own beside the shared ones"
-	@echo "make check      the same without the tests that start Ray or vLLM engines, and the long sweeps"
+	@echo "make check      the same without the tests that start Ray or vLLM engines, the long sweeps, and learners of several processes"
 	@echo "make setup      .venv with everything (does nothing where it is done)"
 	@echo "make demo-data  the demo's data and model in outputs/demo (kept where they are there)"
 	@echo "make demo-polygons-data  the same scenes, odd digits as outlines"

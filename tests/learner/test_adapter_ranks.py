@@ -7,6 +7,8 @@ import torch
 
 from learner.place import LearnerPlace, ReceiverGroup
 
+pytestmark = pytest.mark.slow
+
 ALONE = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 2, 4
 

@@ -21,6 +21,8 @@ from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
 from shared.reports import merge_reports
 
+pytestmark = pytest.mark.slow
+
 ALONE = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 3, 4
 FSDP = {"learner__world_size": 2, "learner__parallel": "fsdp"}
