@@ -134,7 +134,7 @@ def test_each_response_has_the_time_of_its_own_end(synced: ColocatedBackend, lea
 @pytest.mark.engine
 def test_a_failed_sync_shuts_the_engine_until_one_succeeds(synced: ColocatedBackend, learner: SmallLearner) -> None:
     version = synced.version
-    synced._llm._llm.collective_rpc("arm", args=("", "model.language_model.layers.1.mlp.gate_proj.weight", ""))
+    synced._llm._llm.collective_rpc("arm", args=("spoil", "model.language_model.layers.1.mlp.gate_proj.weight"))
     with pytest.raises(WeightSyncError, match="canary on colocated"):
         synced.receive_weights(learner.offer_weights())
     assert synced.version == version
