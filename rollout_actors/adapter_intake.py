@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from shared.weight_terms import AdapterTerms
 
@@ -17,6 +17,14 @@ ADAPTER_ID = 1
 """vLLM's number of the one adapter, which every sync replaces."""
 _NAME = "policy"
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+class ServesAdapters(Protocol):
+    """Of vLLM's engines, what an adapter needs."""
+
+    async def add_lora(self, lora_request: LoRARequest, /) -> Any: ...
+    async def list_loras(self) -> Any: ...
+    async def remove_lora(self, lora_id: int, /) -> Any: ...
 
 
 class AdapterIntake:
@@ -28,17 +36,17 @@ class AdapterIntake:
         self.request: LoRARequest | None = None
         """For every request and every canary; None: the base weights alone."""
 
-    async def take(self, terms: AdapterTerms, llm: AsyncLLM) -> None:
+    async def take(self, terms: AdapterTerms, llm: ServesAdapters) -> None:
         """Serve this adapter in place of what was there. Raises what `arriving` does, and what vLLM finds wrong with it."""
         with self.arriving(terms) as request:
             await llm.add_lora(request)
 
-    async def verify(self, llm: AsyncLLM) -> None:
+    async def verify(self, llm: ServesAdapters) -> None:
         """RuntimeError where vLLM does not hold it. That it is the learner's is for the canary to say."""
         if set(await llm.list_loras()) != {ADAPTER_ID}:
             raise RuntimeError("vLLM does not hold the adapter that it was given")
 
-    async def drop(self, llm: AsyncLLM) -> None:
+    async def drop(self, llm: ServesAdapters) -> None:
         """Serve the base weights alone."""
         self.request = None
         if self._enabled:

@@ -6,9 +6,11 @@ the process that owns it; `LLM` is the same from here. Not run on a GPU.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -23,8 +25,8 @@ from vllm.sampling_params import BeamSearchParams
 from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.answer import Answer
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.inproc_intake import InProcessIntake
 from rollout_actors.ipc_handles import engine_devices
+from rollout_actors.llm_updates import LLMUpdates
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.sampling import BAN, finish_reason
 from rollout_actors.vllm_requests import (
@@ -36,10 +38,14 @@ from rollout_actors.vllm_requests import (
     request_prompt,
     sampling_params,
 )
+from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
+from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import RolloutError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Transport
+from shared.weight_sync import SyncPhase
+from shared.weight_terms import FullTerms
 
 
 class BeamLLM(LLM):
@@ -76,7 +82,8 @@ class ColocatedLLM:
         self._llm.update_weight_version("0")
         self._adapter = AdapterIntake(enabled=settings.enable_lora)
         devices = engine_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
-        self._intake = InProcessIntake(name, self._llm, transport=settings.transport, devices=devices, adapter=self._adapter, score=self._score)
+        self._updates = LLMUpdates(self._llm, transport=settings.transport, devices=devices)
+        self._intake = WeightIntake(name, self._updates, transport=settings.transport, rank_offset=0, score=self._score, adapter=self._adapter)
         self._asleep = False
 
     def generate(self, requests: Sequence[RolloutRequest], *, version: int, started_s: float, started: float) -> list[Rollout]:
@@ -94,8 +101,24 @@ class ColocatedLLM:
         return rollouts
 
     def take_weights(self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
-        """The weights, or the adapter that the offer brings. Raises WeightSyncError naming the phase."""
-        return self._intake.take(offer, weights)
+        """Load the weights, which are those of the offer's terms in their order, or the adapter that it brings, and prove it.
+
+        Nothing may be generated meanwhile. Raises WeightSyncError naming the phase.
+        """
+        if offer.sends_adapter:
+            asyncio.run(self._take(offer))
+            return self._intake.report(offer)
+        handed = ChecksummedWeights(weights, FullTerms.of(offer), torch)
+        self._updates.hand_over(handed)
+        asyncio.run(self._take(offer))
+        report = self._intake.report(offer)
+        # Both ends are here: what the engine waited for is the making of the weights and their checksums.
+        phase_s = {phase: seconds for phase, seconds in report.phase_s.items() if phase != SyncPhase.WIRE}
+        return replace(report, phase_s=phase_s | {"gather": handed.gather_s, "verify": phase_s["verify"] + handed.verify_s})
+
+    async def _take(self, offer: WeightOffer) -> None:
+        for phase in SyncPhase:
+            await self._intake.run(phase, offer)
 
     def fall_asleep(self) -> None:
         """Give the device's memory back: the weights move to host memory, the key-value cache is dropped. Nothing where the engine does not sleep."""
@@ -111,7 +134,7 @@ class ColocatedLLM:
     def shut_down(self) -> None:
         """End the engine, its processes and its hold on memory."""
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._intake
+        del self._llm, self._updates, self._intake
         gc.collect()
 
     def _complete(self, requests: Sequence[RolloutRequest], version: int) -> list[tuple[Answer, float]]:
@@ -161,7 +184,7 @@ class ColocatedLLM:
         logprobs = [entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)]
         return Answer.up_to_stop(prompt, response, logprobs, request.decode)
 
-    def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+    async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         lora_request = self._adapter.request if adapted else None
         (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False, lora_request=lora_request)
         return probe_scores(output)

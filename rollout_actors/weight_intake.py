@@ -38,7 +38,7 @@ class UpdateRequest:
 
 
 class UpdatedEngine(Protocol):
-    """What a sync asks of an engine: these methods of vLLM's `AsyncLLM`, by itself or by the routes of a server. They raise what went wrong."""
+    """What a sync asks of an engine: these methods of vLLM's `AsyncLLM`, by itself, by the routes of a server, or by its `LLM`. They raise what went wrong."""
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
@@ -127,6 +127,8 @@ class WeightIntake:
             verify     names and numbers    + checksums
             others     their own            nothing
 
+        (From hand to hand, what is left of wire is waiting for the sender to make the weights.)
+
         An adapter is read and loaded by one call, reported as `load`, and nothing is waited for.
         """
         if offer.sends_adapter:
@@ -148,9 +150,9 @@ class WeightIntake:
 
     async def _rendezvous(self, offer: WeightOffer) -> None:
         terms = FullTerms.of(offer)
-        group = terms.group
-        if self._joined == group.key:
+        if not terms.groups or self._joined == terms.group.key:
             return
+        group = terms.group
         await self._llm.shutdown_weight_transfer_engine()
         self._joined = ""
         info: dict[str, Any] = {

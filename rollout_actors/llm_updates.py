@@ -1,0 +1,90 @@
+"""`LLM`, the engine beside the learner, as what `rollout_actors.weight_intake` asks of an engine (DESIGN 9).
+
+The weights pass from hand to hand, so that there is no wire and no rendezvous; names, checksums, caches and canary are checked as in any other sync.
+On CPU the hand is a reference; on a GPU, where the engine has a process of its own, a handle of CUDA's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollout_actors.ipc_handles import SharingDevice, ipc_handles
+from rollout_actors.weight_intake import InitRequest, UpdateRequest
+from shared.checksummed_weights import ChecksummedWeights
+from shared.transports import Transport
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+
+class LLMUpdates:
+    """An `UpdatedEngine`. Every method is done when it returns: the work is in the calling thread, nobody else is waited for, and no limit can end it."""
+
+    def __init__(self, llm: LLM, *, transport: str, devices: Sequence[SharingDevice]) -> None:
+        """`transport` is `inproc` or `ipc`; `devices`: the engine's, where it is `ipc`."""
+        self._llm = llm
+        self._transport = Transport(transport)
+        self._devices = devices
+        self._weights: ChecksummedWeights | None = None
+        self._kept: list[torch.Tensor] = []
+        """What the engine reads until its update is finished."""
+
+    def hand_over(self, weights: ChecksummedWeights) -> None:
+        """Those of the next update."""
+        self._weights = weights
+
+    async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None:
+        """Nothing is running: who would have asked for it is in this call."""
+
+    async def resume_generation(self) -> None:
+        """Nothing was kept from running."""
+
+    async def init_weight_transfer_engine(self, request: InitRequest) -> None:
+        raise AssertionError(f"terms of weights from hand to hand name no group: {request}")
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        raise AssertionError("terms of weights from hand to hand name no group")
+
+    async def start_weight_update(self) -> None:
+        self._llm.start_weight_update()
+
+    async def update_weights(self, request: UpdateRequest) -> None:
+        weights, self._weights = self._weights, None
+        assert weights is not None, "hand_over comes first"
+        if self._transport is Transport.INPROC:
+            self._llm.update_weights({"update_info": {"weights": weights}})
+            return
+        self._llm.init_weight_transfer_engine({"init_info": {"packed": False}})
+        handles, self._kept = ipc_handles(weights, self._devices)
+        self._llm.update_weights({"update_info": request.update_info | {"ipc_handles": handles}})
+
+    async def finish_weight_update(self) -> None:
+        self._llm.finish_weight_update()
+        self._kept = []
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        return self._llm.collective_rpc(method, args=args)
+
+    async def reset_prefix_cache(self) -> bool:
+        return self._llm.reset_prefix_cache()
+
+    async def reset_mm_cache(self) -> None:
+        self._llm.reset_mm_cache()
+
+    async def reset_encoder_cache(self) -> None:
+        self._llm.llm_engine.reset_encoder_cache()
+
+    async def update_weight_version(self, new_version: str) -> None:
+        self._llm.update_weight_version(new_version)
+
+    async def add_lora(self, request: LoRARequest) -> bool:
+        return self._llm.llm_engine.add_lora(request)
+
+    async def list_loras(self) -> set[int]:
+        return self._llm.llm_engine.list_loras()
+
+    async def remove_lora(self, adapter_id: int) -> bool:
+        return self._llm.llm_engine.remove_lora(adapter_id)
