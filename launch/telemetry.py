@@ -204,6 +204,8 @@ class Telemetry:
                 "sync/canary_max_abs": sync.canary_max_abs,
                 "time/sync_s": sync.total_s,
             }
+            if sync.adapter_effect is not None:
+                metrics["sync/adapter_effect"] = sync.adapter_effect
             if sync.wire_gb_per_s is not None:
                 metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
             metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}

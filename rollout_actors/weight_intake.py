@@ -92,6 +92,7 @@ class WeightIntake:
         self._finish_s = 0.0
         self._phase_s: dict[SyncPhase, float] = {}
         self._canary_max_abs = 0.0
+        self._adapter_effect: float | None = None
         self._phases: dict[SyncPhase, Callable[[WeightOffer], Awaitable[None]]] = {
             SyncPhase.PAUSE: self._pause,
             SyncPhase.RENDEZVOUS: self._rendezvous,
@@ -133,7 +134,8 @@ class WeightIntake:
         """
         if offer.sends_adapter:
             phase_s = {"load" if phase is SyncPhase.WIRE else str(phase): seconds for phase, seconds in self._phase_s.items()}
-            return SyncReport(offer.version, terms_of(offer).num_bytes, phase_s, self._canary_max_abs, mode="adapter")
+            num_bytes, effect = terms_of(offer).num_bytes, self._adapter_effect
+            return SyncReport(offer.version, num_bytes, phase_s, self._canary_max_abs, mode="adapter", adapter_effect=effect)
         load_s = max(receipt.load_s for receipt in self._receipts)
         verify_s = max(receipt.verify_s for receipt in self._receipts)
         phase_s = {str(phase): seconds for phase, seconds in self._phase_s.items()}
@@ -205,7 +207,7 @@ class WeightIntake:
         scores = await self._score(probe, adapted=True)
         self._canary_max_abs = probe.check(self._name, *scores)
         if offer.sends_adapter:
-            probe.check_adapter(self._name, scores, await self._score(probe, adapted=False))
+            self._adapter_effect = probe.check_adapter(self._name, scores, await self._score(probe, adapted=False))
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))
 

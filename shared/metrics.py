@@ -124,6 +124,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("sync/bytes", Reduction.STEP, "Bytes of the weights."),
     Metric("sync/wire_gb_per_s", Reduction.STEP, "Bytes over the seconds of the wire phase, in GB/s."),
     Metric("sync/canary_max_abs", Reduction.STEP, "Largest difference of a canary log-probability between the learner and an actor, in nats."),
+    Metric(
+        "sync/adapter_effect",
+        Reduction.STEP,
+        "What the adapter changes in the canary's log-probabilities on the engines over what it changes on the learner, of the engine farthest from 1; "
+        "absent with full weights, and where it changes too little to tell.",
+    ),
     *_sync_phases(),
     # Time.
     Metric("time/step_s", Reduction.STEP, "Seconds of the step, sync included."),

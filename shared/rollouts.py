@@ -118,12 +118,23 @@ class SyncReport:
     """What was sent."""
     fell_back: str | None = None
     """Why a sync of the adapter failed before this one, which, like all that follow it, sent full weights; None: none failed."""
+    adapter_effect: float | None = None
+    """Of an adapter: the engine's effect of it over the learner's (`shared.canary`), of the engine that is farthest from 1. None: full weights, or too small
+    an effect to tell."""
 
     @classmethod
     def of_slowest(cls, reports: Sequence[SyncReport]) -> SyncReport:
         """One sync as several engines report it: each phase is the slowest one's, the bytes are those that one of them took."""
         phases = {phase: max(report.phase_s[phase] for report in reports) for phase in reports[0].phase_s}
-        return cls(reports[0].version, reports[0].bytes, phases, max(report.canary_max_abs for report in reports), mode=reports[0].mode)
+        effects = [report.adapter_effect for report in reports if report.adapter_effect is not None]
+        return cls(
+            reports[0].version,
+            reports[0].bytes,
+            phases,
+            max(report.canary_max_abs for report in reports),
+            mode=reports[0].mode,
+            adapter_effect=max(effects, key=lambda effect: abs(effect - 1)) if len(effects) == len(reports) else None,
+        )
 
     @property
     def total_s(self) -> float:

@@ -109,7 +109,7 @@ def make_learner(demo_checkpoint: Path) -> Iterator[Callable[..., AdaptedLearner
 def test_an_adapter_sync_makes_the_engine_generate_what_the_learner_would_and_the_next_replaces_it(fresh: EnginePool, make_learner: Any) -> None:
     learner = make_learner()
     untrained = sync(learner, fresh)  # the first of a run: the engine has the base weights from the checkpoint
-    assert (untrained.mode, untrained.fell_back) == ("adapter", None)
+    assert (untrained.mode, untrained.fell_back, untrained.adapter_effect) == ("adapter", None, None)  # an adapter has no effect before its first step
     serves(fresh, learner)
     seen = set()
     for seed in (11, 12):  # the same prompts and images, so that every cache would hit
@@ -118,6 +118,7 @@ def test_an_adapter_sync_makes_the_engine_generate_what_the_learner_would_and_th
         assert (report.mode, report.fell_back, report.version) == ("adapter", None, learner.version)
         assert 0 < report.bytes < 1_000_000
         assert report.canary_max_abs <= 1e-4
+        assert report.adapter_effect == pytest.approx(1, abs=0.05)
         assert {"pause", "load", "reset", "canary"} <= set(report.phase_s)
         assert report.wire_gb_per_s is None
         serves(fresh, learner)

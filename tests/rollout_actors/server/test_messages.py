@@ -100,6 +100,7 @@ reports = st.builds(
     canary_max_abs=any_float,
     mode=st.sampled_from(["full", "adapter"]),
     fell_back=st.none() | text,
+    adapter_effect=st.none() | any_float,
 )
 
 
