@@ -40,7 +40,7 @@ class DrivesRollouts(TakesWeights, Protocol):
 
 
 def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry, checkpoints: Checkpoints) -> None:
-    """Every step of the run. Nothing is generated between a step's update and the sync that follows it."""
+    """Every step of the run. Engines take weights while nothing is generated: a round that `max_staleness` lets run beside an update is waited for first."""
 
     def rounds_of(plan: StepPlan) -> list[Round]:
         return rollouts.split(learner.next_requests(plan))

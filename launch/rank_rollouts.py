@@ -38,5 +38,5 @@ class RankRollouts:
         """Nothing to wait for: a rank generates and learns in turn."""
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """The slowest rank's report. The future fails with WeightSyncError."""
+        """The slowest rank's report. The future fails with WeightSyncError, or with LearnerError where a rank did not answer."""
         return self._learner.receive_weights(offer)

@@ -19,6 +19,7 @@ from shared.config.server import is_loopback
 from shared.errors import ConfigError
 from shared.lora import LORA_RANKS
 from shared.repeat_guard import RepeatGuardSettings
+from shared.transports import Sharing, Transport, choose_transport
 
 
 class ServeOptions(Section):
@@ -108,8 +109,11 @@ def settings_of(options: ServeOptions) -> EngineSettings:
     if options.token_env is not None and not os.environ.get(options.token_env):
         problems.append(f"token_env: the environment variable {options.token_env} is not set; export a token in it")
     device = _device(options.device)
-    if device is Device.CPU and options.transport == "nccl":
-        problems.append("transport: nccl is between GPUs, the engine is on CPU; write rollmatch_gloo, or auto")
+    transport = Transport.GLOO
+    try:
+        transport = choose_transport(options.transport, device, device, Sharing.NOTHING, key="transport")
+    except ConfigError as error:
+        problems += error.problems
     if options.enable_lora and options.max_lora_rank > LORA_RANKS[-1]:
         problems.append(f"max_lora_rank: is {options.max_lora_rank}, vLLM serves adapters of rank {LORA_RANKS[-1]} at most; lower it")
     if problems:
@@ -120,7 +124,7 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         seed=options.seed,
-        transport={Device.CUDA: "nccl", Device.CPU: "rollmatch_gloo"}[device] if options.transport == "auto" else options.transport,
+        transport=transport,
         device=device,
         tensor_parallel_size=options.tensor_parallel_size,
         max_images_per_prompt=options.max_images_per_prompt,

@@ -216,7 +216,7 @@ class DistributedRanks:
             if not _is_lost_peer(error):
                 raise
             # It may have been told at once, because the other's process is not there.
-            told = late("the other learner ranks, or of one no more,", "at most timeouts.learn_s", self._timeout_s, "the rank that failed first")
+            told = f"another one did not answer within timeouts.learn_s = {self._timeout_s:g} s, or its connection broke; check the rank that failed first"
             raise CollectiveError(f"rank {self.rank} of {self.world_size}: {told} ({error})", phase=phase) from error
 
     def take_times(self) -> list[Waited]:

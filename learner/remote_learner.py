@@ -178,7 +178,7 @@ class RemoteLearner:
             # A rank that waited for another in vain knows less than the other.
             raise min(errors, key=lambda error: isinstance(error, CollectiveError))
         if waiting:
-            who = "it" if len(self._actors) == 1 else f"rank {', '.join(str(refs.index(ref)) for ref in waiting)}"
+            who = "the learner" if len(self._actors) == 1 else f"rank {', '.join(str(refs.index(ref)) for ref in waiting)}"
             told = late(who, call.timeout_key, call.timeout_s, "its stack in the Ray dashboard or with `py-spy dump`")
             raise LearnerError(f"{told}, or raise {call.timeout_key}", phase=call.phase)
         return ray.get(refs)

@@ -1,4 +1,4 @@
-"""A process group for weights in host memory, as a worker of an engine takes part in it; rank 0 is `learner.wires.GlooWire`."""
+"""A process group for weights in host memory, as a worker of an engine takes part in it; rank 0 is `learner.gloo_wire.GlooWire`."""
 
 from __future__ import annotations
 

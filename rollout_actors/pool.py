@@ -86,7 +86,7 @@ class _Sent:
 class ActorPool:
     """N actors with the methods of `EngineActor`, already created and placed, which this pool owns from now on.
 
-    Waiting happens in threads of the pool: at most one sync or two rounds at a time, each bounded by a timeout, and unblocked by
+    Waiting happens in threads of the pool: at most one round or one sync at a time, each bounded by a timeout, and unblocked by
     the actors' answers, by an actor's death, or by `close`.
     """
 

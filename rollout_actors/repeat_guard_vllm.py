@@ -1,6 +1,6 @@
 """The repeat guard inside vLLM, for both of its model runners: a logits processor that is loaded when an engine starts, and never asked for by a request.
 
-The engine argument `logits_processors=[PROCESSOR]` loads it and `additional_config={"repeat_terminate": {...}}` brings it the subtree
+The engine argument `logits_processors=[GUARD_PROCESSOR]` loads it and `additional_config={"repeat_terminate": {...}}` brings it the subtree
 `rollout_matching.repeat_terminate` (`rollout_actors.engine_settings.guard_arguments` writes both; `vllm serve` takes them as `--logits-processors` and
 `--additional-config`). Where the class cannot be imported, or the subtree is missing or wrong, the engine does not start.
 

@@ -42,7 +42,7 @@ def require_guard(answers: list[dict[str, Any]], settings: RepeatGuardSettings |
         held = "no repeat guard" if answer["settings"] is None else f"a repeat guard with {answer['settings']}"
         wanted = "none is configured" if asked is None else f"rollout_matching.repeat_terminate asks for {asked}"
         raise RolloutError(
-            f"the {answer['runner']} model runner of worker {rank} holds {held}, and {wanted}; the path is the engine arguments logits_processors="
+            f"the {answer['runner']} model runner of worker {rank} holds {held}, and {wanted}; it is loaded by the engine arguments logits_processors="
             f"['{GUARD_PROCESSOR}'] and additional_config={{'{GUARD_CONFIG}': ...}} in an environment with this package installed"
             + ("" if answer["runner"] == "V1" else "; VLLM_USE_V2_MODEL_RUNNER=0 goes back to the V1 model runner"),
             actor=actor,

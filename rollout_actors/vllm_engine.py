@@ -101,13 +101,6 @@ class VllmEngine:
             for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the others
                 task.cancel()
 
-    async def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """All phases of one sync. Raises WeightSyncError naming the phase; then no rollout is served until a sync succeeds."""
-        for phase in SyncPhase:
-            report = await self.run_sync_phase(phase, offer)
-        assert report is not None
-        return report
-
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report."""
         assert self._intake is not None, "start comes first"

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 
 from shared.errors import WeightSyncError
 from shared.records import ImageRef
+from shared.weight_sync import SyncPhase
 
 EFFECT_OVER_NOISE = 5.0
-_PHASE = "canary"  # SyncPhase.CANARY, which knows of offers, which know of probes
 SMALLEST_EFFECT = 1e-4
 """Root mean square in nats: in float32 the noise may be next to nothing, and the adapter's own rounding must not be taken for its effect."""
 
@@ -91,7 +91,7 @@ class CanaryProbe:
                 f"the adapter's effect on the log-probabilities is {slope:.2f} times the learner's (0: the engine holds it and does not apply it); "
                 f"the engine does not serve the learner's adapter",
                 actor=actor,
-                phase=_PHASE,
+                phase=SyncPhase.CANARY,
                 quantity="effect of the adapter",
                 size=abs(slope - 1),
             )
@@ -110,7 +110,7 @@ class CanaryProbe:
                 f"(id {self.expanded_token_ids[first + 1]}): learner {learners[first]:.6f}, engine {logprobs[first]:.6f}; "
                 f"the engine's {what}",
                 actor=actor,
-                phase=_PHASE,
+                phase=SyncPhase.CANARY,
                 quantity="canary log-probability",
                 size=math.nan if any(math.isnan(difference) for difference in differences) else max(differences),
             )
@@ -125,7 +125,7 @@ class CanaryProbe:
             f"the engine expanded the canary prompt to {len(expanded_token_ids)} tokens, the learner to {len(self.expanded_token_ids)}, "
             f"first difference at token {first}; check that both read the same processor files (image size limits above all)",
             actor=actor,
-            phase=_PHASE,
+            phase=SyncPhase.CANARY,
             quantity="canary token ids",
             size=float(abs(len(expanded_token_ids) - len(self.expanded_token_ids)) + sum(got != expected for got, expected in pairs)),
         )

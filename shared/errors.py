@@ -1,8 +1,7 @@
 """What can go wrong for a user, one class per remedy.
 
 `ConfigError` and `RecordError` are `ValueError`s: the user's input is at fault, and the message says where and what to do.
-`RolloutError` and `WeightSyncError` are failures of a running system; they cross process boundaries, so they pickle with
-every field.
+The others are failures of a running system. All of them cross process boundaries, so they pickle with every field.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def _weight_sync_error(message: str, actor: str, phase: str, quantity: str, size
 
 
 class LearnerError(RuntimeError):
-    """The learner's process ended or did not answer in time; `phase` is what it was doing."""
+    """The learner cannot go on, or its process ended or did not answer in time; `phase` is what it was doing."""
 
     def __init__(self, message: str, *, phase: str) -> None:
         self.message, self.phase = message, phase

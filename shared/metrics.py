@@ -127,8 +127,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "sync/adapter_effect",
         Reduction.STEP,
-        "What the adapter changes in the canary's log-probabilities on the engines over what it changes on the learner, of the engine farthest from 1; "
-        "absent with full weights, and where it changes too little to tell.",
+        "The adapter's effect on the canary's log-probabilities: an engine's divided by the learner's, of the engine farthest from 1; "
+        "absent with full weights, and where the effect is too small to tell.",
     ),
     *_sync_phases(),
     # Time.

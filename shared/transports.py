@@ -34,15 +34,15 @@ class Sharing(StrEnum):
     """The learner's own process."""
 
 
-def choose_transport(asked: str, learner_device: str, engine_device: str, sharing: Sharing) -> Transport:
-    """For full weights: the transport that was asked for (`KEY`), or with `auto` the one that fits; devices are `cpu` or `cuda`.
+def choose_transport(asked: str, learner_device: str, engine_device: str, sharing: Sharing, *, key: str = KEY) -> Transport:
+    """For full weights: the transport that was asked for by `key`, or with `auto` the one that fits; devices are `cpu` or `cuda`.
 
     Raises ConfigError saying why the configured one cannot work and what to write instead, or that nothing can.
     """
     fitting = _fitting(learner_device, engine_device, sharing)
     if fitting is None:
         raise ConfigError(
-            f"{KEY}: no transport leads from a learner on {learner_device} to an engine on {engine_device} in another process; "
+            f"{key}: no transport leads from a learner on {learner_device} to an engine on {engine_device} in another process; "
             "give both sides GPUs or neither (learner.gpus, rollout_matching.vllm.actors.gpus_per_actor)"
         )
     if asked == "auto":
@@ -50,7 +50,7 @@ def choose_transport(asked: str, learner_device: str, engine_device: str, sharin
     transport = Transport(asked)
     if transport is not fitting:
         why = _objection(transport, learner_device, engine_device, sharing)
-        raise ConfigError(f"{KEY}: {transport} {why}; write auto, or {fitting}, which fits this placement")
+        raise ConfigError(f"{key}: {transport} {why}; write auto, or {fitting}, which fits this placement")
     return transport
 
 

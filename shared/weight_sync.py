@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -26,7 +25,6 @@ from shared.errors import ENGINES, LEARNER, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_terms import AdapterTerms, terms_of
 
-_LOGGER = logging.getLogger(__name__)
 MARGIN_S = 2.0
 """Every layer waits this much longer than the one inside it, so that the innermost error, which knows most, is the one reported."""
 
@@ -51,8 +49,8 @@ class SendReport:
     """The sender's side of one sync."""
 
     phase_s: dict[str, float]
-    """Empty where nothing was left to send. Else seconds in `send_gather` (materialising the weights), `send_verify` (checksums), `send_rendezvous` (0 when
-    the groups are kept) and `send_wire`."""
+    """Empty where nothing was left to send. Else seconds in `send_gather` (materialising the weights), `send_verify` (checksums), `send_canary` (the learner's
+    own scores), `send_rendezvous` (0 when the groups are kept) and `send_wire`."""
 
 
 def all_phases_s(timeout_s: float) -> float:
@@ -93,7 +91,7 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     """One verified sync; afterwards every actor serves the offered version. Raises WeightSyncError naming phase and actor.
 
     Where the learner offers its adapter and that fails in any way, a full sync takes its place, now and for the rest of the run, if the configuration
-    permits it (DESIGN 5, decision 20).
+    permits it (DESIGN 5, decision 20); the report says why.
     """
     rollouts.settle()
     offer = learner.offer_weights()
@@ -107,8 +105,6 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
             reason = str(error)
         learner.fall_back_to_full()
         offer = learner.offer_weights()
-    if reason is not None:
-        _LOGGER.warning("the adapter sync failed, full weights are sent from now on: %s", reason)
     return replace(_sync(learner, rollouts, offer), fell_back=reason)
 
 

@@ -23,6 +23,7 @@ from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
+from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 from shared.weight_terms import AdapterTerms, FullTerms
@@ -94,7 +95,7 @@ class StockClient(RemoteEngine):
             remedy = {
                 401: "it was started with --api-key: export the same key in a variable and name it in rollout_matching.vllm.server.token_env",
                 403: "start it with --enable-scale-out",
-                404: f"it is not {STOCK_SERVER}; is rollout_matching.vllm.server.kind right?",
+                404: f"it is not {STOCK_SERVER}; check rollout_matching.vllm.server.kind",
             }
             if error.status in remedy:
                 raise self._http.error(f"does not open {GENERATE} ({error}); {remedy[error.status]}", "start") from error
@@ -126,7 +127,7 @@ class StockClient(RemoteEngine):
         try:
             yield
         except RouteError as error:
-            raise self._http.error(str(error), phase) from error
+            raise RolloutError(str(error), actor=self._http.name, phase=phase) from error  # the routes have said whose they are
 
     async def _share(self, requests: Sequence[RolloutRequest], bodies: Sequence[bytes]) -> list[tuple[Generated, float]]:
         """Every answer with the time of its end, or the first error; a connection that closes ends its request in the server."""

@@ -98,7 +98,6 @@ class ColocatedBackend:
         if shut := self._over or self._shut:
             raise RolloutError(f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate")
         started_s, started = time.time(), time.perf_counter()
-        self.start()
         with self._host.away(), self._context.entered():
             llm = self._engine
             return self._guarded("generate", lambda: self._rollouts(llm, requests, started_s, started))
@@ -107,12 +106,11 @@ class ColocatedBackend:
         """Afterwards no rollout is served until a sync has succeeded, where this one has not."""
         if self._over:
             raise WeightSyncError(f"the engine takes no weights: {self._over}", actor=self._name, phase=SyncPhase.PAUSE)
-        self.start()
         self._shut = f"its sync to version {offer.version} was not completed"
         # Full weights are read where they lie; an adapter comes with the offer.
         with self._host.away(weights=offer.sends_adapter), self._context.entered():
             llm = self._engine
-            self._guarded("wake", llm.wake)
+            self._wake_for_sync(llm)
             report = llm.take_weights(offer, self._host.weights())
         self._version, self._shut = offer.version, ""
         return report
@@ -133,9 +131,14 @@ class ColocatedBackend:
 
     @property
     def _engine(self) -> ColocatedLLM:
-        if self._llm is None:
-            raise RolloutError(f"there is no engine: {self._over}", actor=self._name, phase="generate")
+        assert self._llm is not None, "start comes first"
         return self._llm
+
+    def _wake_for_sync(self, llm: ColocatedLLM) -> None:
+        try:
+            self._guarded("wake", llm.wake)
+        except RolloutError as error:
+            raise WeightSyncError(error.message, actor=self._name, phase=SyncPhase.PAUSE) from error
 
     def _load(self) -> ColocatedLLM:
         from rollout_actors.colocated_llm import ColocatedLLM

@@ -89,7 +89,7 @@ class ServerClient(RemoteEngine):
         try:
             return self._read(form, await self._http.get(route, timeout_s=self._http.address.timeout_s), "start")
         except (UnansweredError, HttpStatusError) as error:
-            raise self._http.error(f"does not tell {route}: {error}; is it `{self._http.command}`?", "start") from error
+            raise self._http.error(f"does not answer {route}: {error}; check that it is `{self._http.command}`", "start") from error
 
     def _read(self, form: type[messages.M], body: bytes, phase: str) -> messages.M:
         try:

@@ -97,7 +97,7 @@ class ServedEngine(RolloutEngine, Protocol):
 
 
 class RolloutService:
-    """One engine behind a door: open between its start, and the end of each sync, and the beginning of the next."""
+    """One engine behind a door: open from its start, and from the end of each sync, to the beginning of the next."""
 
     def __init__(self, engine: ServedEngine, *, name: str, model_type: str, settings: EngineSettings, limits: Limits) -> None:
         self.limits = limits

@@ -113,7 +113,7 @@ def adapter_sync(run: RunConfig) -> Iterator[Problem]:
     if ranks > 1 and resolved_sync_mode(run) == "adapter":
         yield Problem(
             f"{_VLLM}.sync.mode",
-            f"'{vllm.sync.mode}' syncs adapters alone, which {ranks} learner ranks cannot",
+            f"'{vllm.sync.mode}' sends adapters alone, which works with one learner rank only, not {ranks}",
             f"set {_VLLM}.sync.mode: full, or learner.world_size: 1",
         )
 

@@ -49,7 +49,6 @@ def test_a_model_is_enough(model: Path) -> None:
 
 def test_gpus_mean_nccl(model: Path) -> None:
     assert settings(f"model={model}", "device=cuda").transport == "nccl"
-    assert settings(f"model={model}", "device=cuda", "transport=rollmatch_gloo").transport == "rollmatch_gloo"
 
 
 @pytest.mark.parametrize("as_file", [False, True])
@@ -126,6 +125,12 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     )
     assert {one.partition(":")[0] for one in found} == {"model", "host", "transport", "image_root", "repeat_terminate.x", "max_lora_rank"}
     assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith("token_env: the environment variable NOT_THERE is not set")
+
+
+@pytest.mark.parametrize(("device", "transport"), [("cuda", "rollmatch_gloo"), ("cpu", "nccl")])
+def test_a_transport_for_the_other_kind_of_device_is_refused(model: Path, device: str, transport: str) -> None:
+    (problem,) = problems(f"model={model}", f"device={device}", f"transport={transport}")
+    assert problem.startswith(f"transport: {transport} ")
 
 
 def test_a_port_that_is_taken_is_known_before_anything_is_loaded(model: Path) -> None:

@@ -96,13 +96,12 @@ TROUBLES = [RECEIVER_ERROR, KeyError("lora_A"), LearnerError("out of memory", ph
 
 
 @pytest.mark.parametrize("trouble", TROUBLES, ids=["sync error", "key error", "learner error"])
-def test_an_adapter_sync_that_fails_in_any_way_is_followed_by_full_ones_with_a_warning(trouble: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_sync_that_fails_in_any_way_is_followed_by_full_ones_and_says_why(trouble: Any) -> None:
     side = AdapterSide(trouble)
     report = sync_weights(side, side)
     assert (report.mode, report.version, side.num_done) == ("full", 4, 1)
     assert report.fell_back is not None
     assert str(trouble) in report.fell_back
-    assert f"full weights are sent from now on: {report.fell_back}" in caplog.text
     again = sync_weights(side, side)
     assert (again.mode, again.fell_back) == ("full", None)
 
@@ -117,14 +116,13 @@ def test_without_fallback_it_ends_the_run_with_what_failed_and_the_key_to_change
     assert side.num_done == 0
 
 
-def test_a_learner_that_could_not_even_offer_its_adapter_says_so_with_its_first_full_offer(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_learner_that_could_not_even_offer_its_adapter_says_so_with_its_first_full_offer() -> None:
     class Unwritable(Side):
         def offer_weights(self) -> WeightOffer:
             return replace(super().offer_weights(), fell_back="no such layer")
 
     side = Unwritable(SENT, RECEIVED)
     assert sync_weights(side, side).fell_back == "no such layer"
-    assert "no such layer" in caplog.text
 
 
 def test_a_bucket_is_closed_by_the_tensor_that_takes_it_past_its_size() -> None:

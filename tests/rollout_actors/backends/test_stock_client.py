@@ -103,6 +103,12 @@ class TestStart:
         with pytest.raises(RolloutError, match=f"start on server-0: {url} .*{said}"):
             asyncio.run(started(url, expected))
 
+    def test_a_route_that_fails_is_named_with_the_servers_url_once(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        server.closed["/get_world_size"] = 500
+        with pytest.raises(RolloutError) as caught:
+            asyncio.run(started(url, expected))
+        assert str(caught.value).count(url) == 1
+
     @pytest.mark.parametrize(
         ("name", "value", "said"),
         [
