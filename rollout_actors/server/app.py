@@ -8,7 +8,8 @@
     POST /sync/{phase}/                   its other phases
 
 Errors are `messages.ErrorAnswer`: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404, 405, 409 not now, 413 too large,
-415 not JSON, 499 the caller has gone (nobody reads it), 500 the engine failed, 503 it is not there yet or no longer.
+415 not JSON, 422 what the engine answered contradicts the call, and would again, 499 the caller has gone (nobody reads it), 500 the engine failed, 503 it is
+not there yet or no longer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def make_app(service: RolloutService, *, token: str | None = None, only_from: tu
             app.add_api_route(form, endpoint, methods=[method])
     app.add_exception_handler(RefusalError, _refused)
     app.add_exception_handler(HTTPException, _unknown)
-    app.add_exception_handler(RolloutError, _failed)
+    app.add_exception_handler(RolloutError, _contradicted)
     app.add_exception_handler(WeightSyncError, _failed)
     app.add_exception_handler(Exception, _broken)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(only_from))
@@ -172,8 +173,14 @@ async def _unknown(request: Request, error: Exception) -> Response:
     return _json(error.status_code, messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.REFUSED, message=message)))
 
 
+async def _contradicted(request: Request, error: Exception) -> Response:
+    """An image that cannot be decoded, other weights, no repeat guard: asked again, here or of another server, it would be covered up at best."""
+    assert isinstance(error, RolloutError)
+    return _json(422, messages.ErrorAnswer.of(error))
+
+
 async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RolloutError | WeightSyncError)
+    assert isinstance(error, WeightSyncError)
     return _json(500, messages.ErrorAnswer.of(error))
 
 

@@ -118,6 +118,16 @@ def test_when_no_server_answers_the_run_ends_with_a_name(make_pool: MakePool) ->
         generated(pool, 4)
 
 
+def test_what_one_server_finds_wrong_ends_the_run_and_is_asked_of_no_other(make_pool: MakePool) -> None:
+    engines = [ObedientEngine(), ObedientEngine()]
+    pool = make_pool(*engines)
+    engines[0].trouble = [RolloutError("image 0 of sample sample-0 cannot be decoded", actor="x", phase="generate")]
+    with pytest.raises(RolloutError, match=r"generate on server-0: .*refused the call: HTTP 422: image 0 of sample sample-0 cannot be decoded"):
+        generated(pool, 4)
+    assert positions(engines[0]) == [[0, 1]]
+    assert [0, 1] not in positions(engines[1])
+
+
 def test_one_sync_reaches_every_server_by_its_own_group(make_pool: MakePool) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
     pool = make_pool(*engines)

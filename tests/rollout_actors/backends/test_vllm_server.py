@@ -206,11 +206,17 @@ class TestGenerate:
         assert eventually(lambda: engine.num_cancelled == 1)
 
     def test_a_server_that_fails_twice_is_named_with_its_url(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
-        engine.trouble = [RolloutError("no memory", actor="x", phase="generate")] * 2
-        with pytest.raises(RolloutError) as caught:
+        engine.trouble = [RuntimeError("no memory")] * 2
+        with pytest.raises(UnreachableError) as caught:
             asyncio.run(client(url, expected).generate([request(0)]))
         assert (caught.value.actor, caught.value.phase) == ("server-0", "generate")
-        assert f"{url} failed 2 times, last with: HTTP 500: no memory" in str(caught.value)
+        assert f"{url} failed 2 times, last with: HTTP 500: RuntimeError: no memory" in str(caught.value)
+
+    def test_what_contradicts_the_run_is_final_and_not_asked_again(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
+        engine.trouble = [RolloutError("sample-0 was sampled by weights [2, 3], not 3 alone", actor="x", phase="generate")]
+        with pytest.raises(RolloutError, match=r"refused the call: HTTP 422: sample-0 was sampled by weights \[2, 3\], not 3 alone") as caught:
+            asyncio.run(client(url, expected).generate([request(0)]))
+        assert (type(caught.value), len(engine.asked)) == (RolloutError, 1), "an UnreachableError would be asked of the next server"
 
     def test_what_the_server_refuses_is_not_tried_again(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         bad = request(0)

@@ -342,10 +342,12 @@ class TestSync:
         assert caller.post("/infer/", body.body()).status_code == 200
 
 
-def test_a_failing_engine_is_a_500_with_its_message(caller: Caller) -> None:
-    caller.engine.trouble = [RolloutError("no memory", actor="the engine", phase="generate"), ZeroDivisionError("by zero")]
-    error = messages.read(messages.ErrorAnswer, caller.infer(request(0)).content).error
-    assert (error.kind, error.message, error.phase) == (messages.ErrorKind.ROLLOUT, "no memory", "generate")
+def test_what_contradicts_the_call_is_a_422_and_a_failing_engine_a_500_each_with_its_message(caller: Caller) -> None:
+    caller.engine.trouble = [RolloutError("was sampled by other weights", actor="the engine", phase="generate"), ZeroDivisionError("by zero")]
+    answer = caller.infer(request(0))
+    error = messages.read(messages.ErrorAnswer, answer.content).error
+    assert (answer.status_code, error.kind) == (422, messages.ErrorKind.ROLLOUT)
+    assert (error.message, error.phase) == ("was sampled by other weights", "generate")
     answer = caller.infer(request(0))
     assert (answer.status_code, said(answer)) == (500, "ZeroDivisionError: by zero")
     assert caller.infer(request(0)).status_code == 200
