@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -10,11 +11,25 @@ from pydantic import AfterValidator, Field, PositiveFloat
 
 from shared.config.base import Section, refusal
 
+_CHARACTERS = re.compile(r"[A-Za-z0-9._~:/!$&'()*+,;=%\[\]-]+")
+"""Of URLs. A name in other letters is written in its ASCII form, `xn--...`."""
+
 
 def _http_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise refusal(f"must be an http(s) URL without query, got {url!r}", "write it as http://127.0.0.1:8000")
+    remedy = "write it as http://127.0.0.1:8000"
+    if "@" in url:
+        # Not repeated: what stands before it may be a secret.
+        raise refusal("must hold no user and password, which no server is sent", "write it without, and name the variable with the servers' token in token_env")
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname or ""
+        host.encode("idna")  # what opens a connection does it, and fails with no error of the network
+    except ValueError as error:
+        raise refusal(f"must be an http(s) URL, got {url!r}: {' '.join(str(error).split())}", remedy) from error
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or not _CHARACTERS.fullmatch(url):
+        raise refusal(f"must be an http(s) URL without query, got {url!r}", remedy)
+    if port == 0:
+        raise refusal(f"must name a port that can be called, got {url!r}", remedy)
     return url.rstrip("/")
 
 

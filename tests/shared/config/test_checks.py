@@ -108,6 +108,18 @@ REFUSED = [
     ({f"{VLLM}.server": {"servers": [{"group_port": 51216}]}}, f"{VLLM}.server.servers[0].base_url: is required, and missing; "),
     ({f"{VLLM}.server": {"servers": [{"base_url": "http://a:1"}]}}, f"{VLLM}.server.servers[0].group_port: is required, and missing; "),
     ({f"{VLLM}.server": {"servers": [SERVER | {"base_url": "127.0.0.1:8000"}]}}, f"{VLLM}.server.servers[0].base_url: must be an http(s) URL"),
+    *(
+        ({f"{VLLM}.server": {"servers": [SERVER | {"base_url": url}]}}, f"{VLLM}.server.servers[0].base_url: {wrong}")
+        for url, wrong in (
+            ("http://127.0.0.1:99999", "must be an http(s) URL, got 'http://127.0.0.1:99999': Port out of range 0-65535; write it as http://127.0.0.1:8000"),
+            ("http://127.0.0.1:abc", "must be an http(s) URL, got 'http://127.0.0.1:abc': Port could not be cast to integer value as 'abc'; write it as "),
+            ("http://127.0.0.1:0", "must name a port that can be called, got 'http://127.0.0.1:0'; write it as http://127.0.0.1:8000"),
+            ("http://[::1", "must be an http(s) URL, got 'http://[::1': Invalid IPv6 URL; write it as "),
+            ("http://a..b:8000", "must be an http(s) URL, got 'http://a..b:8000': "),
+            ("http://a b:8000", "must be an http(s) URL without query, got 'http://a b:8000'; write it as "),
+            ("http://user:secret@a:99999", "must hold no user and password, which no server is sent; write it without, and name "),
+        )
+    ),
     ({f"{VLLM}.server": {"servers": [SERVER | {"unknown_flag": True}]}}, f"{VLLM}.server.servers[0].unknown_flag: is not a known key; "),
     ({f"{MATCHING}.repeat_terminate": {"ngram_repeats": 1}}, f"{MATCHING}.repeat_terminate.ngram_repeats: must be at least 2, got 1; "),
     ({f"{MATCHING}.decode_mode": "sample"}, f"{MATCHING}.decode_mode: 'sample' contradicts decoding.temperature 0, which is greedy; raise "),
@@ -165,6 +177,7 @@ ACCEPTED = [
     {**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf", f"{MATCHING}.decode_mode": "beam", f"{MATCHING}.num_beams": 4},
     {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{MATCHING}.decode_mode": "beam", f"{MATCHING}.num_beams": 4},
     {f"{VLLM}.mode": "server", f"{VLLM}.server": {"servers": [SERVER, SERVER | {"base_url": "https://b.example/rollouts"}], "infer_timeout_s": None}},
+    {f"{VLLM}.server": {"servers": [SERVER | {"base_url": "http://[fe80::1%25eth0]:8000/a_b/"}]}},
     {f"{VLLM}.server": {"servers": [SERVER], "kind": "vllm", "timeout_s": 10, "infer_timeout_s": -1}},
     {f"{VLLM}.sync.mode": "auto"},
     {"checkpoint.keep_best": 2},
