@@ -11,6 +11,7 @@ import torch
 from learner.learner import Learner
 from learner.offload import away, require_offload
 from shared.config import RunConfig
+from shared.errors import RolloutError
 
 
 class LearnerHost:
@@ -33,6 +34,10 @@ class LearnerHost:
     @property
     def processor(self) -> Any:
         return self._learner.loaded.processor
+
+    def require_going_on(self) -> None:
+        if self._learner.is_told_to_stop:
+            raise RolloutError("told to stop, because the run is being ended", actor=self.name, phase="generate")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._learner.parallel.weights.tensors()

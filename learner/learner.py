@@ -165,6 +165,10 @@ class Learner:
         """The run is being ended: leave a round or a step after the row that is being learned, with a LearnerError. The weights stay those of `num_updates`."""
         self._told_to_stop.set()
 
+    @property
+    def is_told_to_stop(self) -> bool:
+        return self._told_to_stop.is_set()
+
     def close(self) -> None:
         self.publisher.close()
         if self._log is not None:
@@ -268,13 +272,13 @@ class Learner:
                 # Found behind the row's backward, where the others are too.
                 self.parallel.any_of_row(True)
                 raise
-            if self.parallel.any_of_row(self._told_to_stop.is_set()):
+            if self.parallel.any_of_row(self.is_told_to_stop):
                 return False
         return True
 
     def _left(self, phase: str) -> LearnerError:
         """Why a step was left before its update."""
-        if self._told_to_stop.is_set():
+        if self.is_told_to_stop:
             return LearnerError("told to stop, because the run is being ended", phase=phase)
         return CollectiveError("another learner rank left the step; check the rank that failed first", phase=phase)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -53,8 +53,11 @@ class BeamLLM(LLM):
 
     beam_decode: DecodeSettings | None = None
     """Of the search under way."""
+    require_going_on: Callable[[], None]
+    """Called before each of its steps: raises where the search is to be left."""
 
     def _beam_search_step(self, *, base_sampling_params: Any, eos_token_id: int | None, ignore_eos: bool, **rest: Any) -> bool:
+        self.require_going_on()
         decode = self.beam_decode
         assert decode is not None, "set it before beam_search"
         base_sampling_params.logit_bias = dict.fromkeys(decode.banned_token_ids, BAN) or None
@@ -68,16 +71,18 @@ class BeamLLM(LLM):
 class ColocatedLLM:
     """One engine. Everything here is to be called inside its `EngineContext`, by one thread at a time."""
 
-    def __init__(self, name: str, settings: EngineSettings, *, sleep: bool) -> None:
+    def __init__(self, name: str, settings: EngineSettings, *, sleep: bool, require_going_on: Callable[[], None]) -> None:
         """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured and not active.
 
-        `sleep`: to be put to sleep between the calls, where the platform can.
+        `sleep`: to be put to sleep between the calls, where the platform can. `require_going_on` is called before each step of a generation, and leaves it by
+        raising.
         """
         self._name = name
         self._settings = settings
         self._rule = engine_rule(settings)
         self.sleeps = sleep and current_platform.is_sleep_mode_available()
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
+        self._require_going_on = self._llm.require_going_on = require_going_on
         require_guard(self._llm.collective_rpc("active_guard"), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
         self._adapter = AdapterIntake(enabled=settings.enable_lora)
@@ -149,13 +154,19 @@ class ColocatedLLM:
                 if isinstance(error, RolloutError):
                     raise
                 raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self._name, phase="generate") from error
-        ended = zip(requests, self._run_queued(), strict=True)
+        try:
+            done = self._run_queued()
+        except RolloutError:
+            self._llm.llm_engine.abort_request(queued, internal=True)
+            raise
+        ended = zip(requests, done, strict=True)
         return [(read_answer(output, request, actor=self._name, version=version), end) for request, (output, end) in ended]
 
     def _run_queued(self) -> list[tuple[RequestOutput, float]]:
         """In order of arrival. What `LLM.wait_for_completion` does, which does not say when each of them was finished."""
         ended: list[tuple[RequestOutput, float]] = []
         while self._llm.llm_engine.has_unfinished_requests():
+            self._require_going_on()
             outputs, end = self._llm.llm_engine.step(), time.perf_counter()
             ended += [(output, end) for output in outputs if isinstance(output, RequestOutput) and output.finished]
         return sorted(ended, key=lambda one: int(one[0].request_id))

@@ -76,6 +76,12 @@ class BackendHost(Protocol):
     @property
     def processor(self) -> Any: ...
 
+    def require_going_on(self) -> None:
+        """To be called between tokens, in the thread that generates: RolloutError(phase="generate") once the run is being ended. Nobody waits for the
+        rollouts then, and the learner's weights, which the same thread saves, are waited for.
+        """
+        ...
+
     def weights(self) -> Iterator[tuple[str, Any]]:
         """Name and tensor of everything the engine loads: adapters merged (out of place), under the names of an ordinary checkpoint."""
         ...

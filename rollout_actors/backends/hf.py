@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rollout_actors.answer import Answer, cut_behind_stop
-from rollout_actors.backends.hf_decoding import BeamScores, Chooser
+from rollout_actors.backends.hf_decoding import BeamScores, Chooser, LeavesOff
 from rollout_actors.images import decode_images
 from rollout_actors.random_state import random_state_kept
 from rollout_actors.repeat_guard_hf import RepeatGuardProcessor
@@ -68,6 +68,7 @@ class HFBackend:
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Leaves off between two tokens where the host raises."""
         if self._closed and requests:
             raise RolloutError("the backend was closed", actor=self._name, phase="generate")
         started_s, started = time.time(), time.perf_counter()
@@ -124,22 +125,24 @@ class HFBackend:
         num_prompt_tokens = inputs["input_ids"].shape[1]
         if decode.mode is DecodeMode.BEAM:
             beams = BeamScores(decode, prompts)
-            output = self._generate(inputs, decode, [*self._guards(decode, num_prompt_tokens), beams])
+            output = self._generate(inputs, decode, [*self._watching(decode, num_prompt_tokens), beams])
             end = time.perf_counter()
             # Behind a response there is padding, which no beam has chosen.
             rows = [cut_behind_stop(row, decode) for row in output.sequences[:, num_prompt_tokens:].tolist()]
             logprobs = [beams.logprobs(beam, row) for beam, row in zip(output.beam_indices.tolist(), rows, strict=True)]
             return [(Answer.up_to_stop(*of_row, decode), end) for of_row in zip(prompts, rows, logprobs, strict=True)]
         chooser = Chooser(decode, [request.seed for request in batch], prompts)
-        output = self._generate(inputs, decode, [*self._guards(decode, num_prompt_tokens), chooser])
+        output = self._generate(inputs, decode, [*self._watching(decode, num_prompt_tokens), chooser])
         rows = output.sequences[:, num_prompt_tokens:].tolist()
         answers = [Answer.up_to_stop(*of_row, decode) for of_row in zip(prompts, rows, chooser.logprobs(), strict=True)]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
-    def _guards(self, decode: DecodeSettings, num_prompt_tokens: int) -> list[LogitsProcessor]:
+    def _watching(self, decode: DecodeSettings, num_prompt_tokens: int) -> list[LogitsProcessor]:
+        """What may end a generation, or a response, before its time."""
+        leaves_off = LeavesOff(self._host.require_going_on)
         if self._rule is None or not decode.stop_token_ids:
-            return []  # without a stop token there is nothing to force
-        return [RepeatGuardProcessor(self._rule, prompt_length=num_prompt_tokens, stop_token_id=decode.stop_token_ids[0])]
+            return [leaves_off]  # without a stop token there is nothing to force
+        return [leaves_off, RepeatGuardProcessor(self._rule, prompt_length=num_prompt_tokens, stop_token_id=decode.stop_token_ids[0])]
 
     def _inputs(self, encoded: list[_Encoded]) -> dict[str, torch.Tensor]:
         model, processor = self._host.model, self._host.processor

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import LogitsProcessor
 
 from rollout_actors.sampling import BAN
 from shared.rollouts import DecodeMode, DecodeSettings
+
+
+class LeavesOff(LogitsProcessor):
+    """Leaves `generate` before its next token where the run is being ended."""
+
+    def __init__(self, require_going_on: Callable[[], None]) -> None:
+        """`require_going_on` raises then."""
+        self._require_going_on = require_going_on
+
+    def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._require_going_on()
+        return scores
 
 
 class SeenTokens:

@@ -93,6 +93,7 @@ class ColocatedBackend:
             self._llm.fall_asleep()
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Leaves off between two of the engine's steps where the host raises. The host is back on its device then, and the engine empty."""
         if not requests:
             return []
         if shut := self._over or self._shut:
@@ -143,7 +144,7 @@ class ColocatedBackend:
     def _load(self) -> ColocatedLLM:
         from rollout_actors.colocated_llm import ColocatedLLM
 
-        return ColocatedLLM(self._name, self._settings, sleep=self._sleep)
+        return ColocatedLLM(self._name, self._settings, sleep=self._sleep, require_going_on=self._host.require_going_on)
 
     def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started_s: float, started: float) -> list[Rollout]:
         llm.wake()

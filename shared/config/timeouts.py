@@ -21,5 +21,5 @@ class TimeoutsSection(Section):
     """Each phase of a weight sync."""
 
     interrupt_s: PositiveFloat = 60.0
-    """From Ctrl-C, SIGTERM or a failed rollout or sync until the weights of the last finished update are saved: the row that is being learned, the round that
-    a learner rank generates itself or the sync that is running, and the writing."""
+    """From Ctrl-C, SIGTERM or a failed rollout or sync until the weights of the last finished update are saved: the row that is being learned, the token that
+    a learner rank is generating itself or the sync that is running, and the writing."""

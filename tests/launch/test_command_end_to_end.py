@@ -91,7 +91,8 @@ def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_proces
     assert "interrupted" in run.output
     (checkpoint,) = run.run_dir.glob("checkpoint_interrupted_*")
     num_steps = int(checkpoint.name.rpartition("_")[2])
-    assert len(run.lines("metrics.jsonl")) in (num_steps, num_steps + 1), "the weights of the last finished update"
+    # A step's line is written behind its sync: an update that was interrupted there has none.
+    assert len(run.lines("metrics.jsonl")) in (num_steps - 1, num_steps), "the weights of the last finished update"
     AutoModelForImageTextToText.from_pretrained(checkpoint)
     assert f"saved     {checkpoint}" in run.output
 

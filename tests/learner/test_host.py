@@ -14,7 +14,7 @@ from learner.host import LearnerHost
 from learner.learner import Learner
 from rollout_actors.backends.hf import HFBackendSpec
 from shared.config import RunConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RolloutError
 from shared.protocols import BackendHost
 from shared.rollouts import DecodeMode, FinishReason
 from shared.schedule import RunSchedule
@@ -50,6 +50,18 @@ def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
     offload: dict[str, Any] = {"rollout_matching__offload": {"enabled": True, "offload_model": True}}
     with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled"):
         LearnerHost(configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | offload), run[1])
+
+
+def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itself(run: tuple[RunConfig, Learner]) -> None:
+    """Else the weights, which are saved by the same thread, would wait for the longest response."""
+    config, learner = run
+    backend = HFBackendSpec(3)(LearnerHost(config, learner))
+    plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
+    requests = learner.next_requests(plan)
+    learner.stop()
+    with pytest.raises(RolloutError, match="generate on learner: told to stop, because the run is being ended"):
+        backend.generate(requests)
+    assert learner.loaded.model.training
 
 
 def test_a_learner_learns_from_its_own_rollouts(run: tuple[RunConfig, Learner]) -> None:

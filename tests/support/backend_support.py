@@ -16,6 +16,7 @@ from serve_process import ServerPool
 
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.pool import ActorPool
+from shared.errors import RolloutError
 from shared.protocols import RolloutBackend
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -30,6 +31,10 @@ class ModelHost:
         self.is_away = False
         self.departures: list[bool] = []
         """Whether the model went along, each time."""
+        self.num_asked = 0
+        """How often whoever generates asked whether to go on."""
+        self.stops_at: int | None = None
+        """At which of these times the answer is no."""
 
     @property
     def name(self) -> str:
@@ -42,6 +47,11 @@ class ModelHost:
     @property
     def processor(self) -> Any:
         return self._learner.processor
+
+    def require_going_on(self) -> None:
+        self.num_asked += 1
+        if self.num_asked == self.stops_at:
+            raise RolloutError("told to stop", actor=self._name, phase="generate")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():

@@ -152,6 +152,20 @@ def test_an_image_without_a_place_is_refused_by_sample(learner: SmallLearner, ba
         backend.generate([replace(request, images=request.images * 2)])
 
 
+@pytest.mark.parametrize("mode", [DecodeMode.GREEDY, DecodeMode.BEAM])
+def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner: SmallLearner, mode: DecodeMode) -> None:
+    host = ModelHost(learner)
+    backend = HFBackend(host, "hf", decode_batch_size=4)
+    request = learner.request(0, max_new_tokens=12)
+    asked = replace(request, decode=replace(request.decode, mode=mode, num_beams=2 if mode is DecodeMode.BEAM else 1))
+    said = what_was_said(backend.generate([asked]))
+    host.stops_at, host.num_asked = 3, 0
+    with pytest.raises(RolloutError, match="told to stop"):
+        backend.generate([asked])
+    assert host.num_asked == 3
+    assert what_was_said(backend.generate([asked])) == said
+
+
 def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(learner: SmallLearner, backend: HFBackend) -> None:
     widths: list[int] = []
     hook = learner.model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)

@@ -164,6 +164,22 @@ def test_the_same_plan_gives_the_same_rollouts_through_actors_colocate_and_hf(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("mode", [DecodeMode.GREEDY, DecodeMode.BEAM])
+def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
+    synced: ColocatedBackend, learner: SmallLearner, host: ModelHost, mode: DecodeMode
+) -> None:
+    requests = [learner.request(position, max_new_tokens=12) for position in range(3)]
+    asked = [replace(request, decode=replace(request.decode, mode=mode, num_beams=2 if mode is DecodeMode.BEAM else 1)) for request in requests]
+    said = what_was_said(synced.generate(asked))
+    host.num_asked, host.stops_at = 0, 3
+    with pytest.raises(RolloutError, match="told to stop"):
+        synced.generate(asked)
+    assert host.num_asked == 3 and not host.is_away
+    assert not synced._llm._llm.llm_engine.has_unfinished_requests()
+    assert what_was_said(synced.generate(asked)) == said
+
+
+@pytest.mark.engine
 def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(synced: ColocatedBackend, learner: SmallLearner) -> None:
     """The last one of this engine. What it was decoding is still queued inside it."""
     engine = synced._llm._llm.llm_engine
