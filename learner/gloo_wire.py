@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from shared.shared_memory import NAME_BYTES, SharedMemory
+from shared.shared_memory import NOWHERE, SharedMemory, this_machine
 from shared.weight_terms import FullTerms, Group, buckets, offsets
 
 NUM_BUFFERS = 2
@@ -22,22 +23,30 @@ class GlooWire:
 
     Where all receivers of a group are on this machine, they read the buckets in memory that they share with this process, and the group's broadcasts of one
     byte tell them when. Else the buckets themselves are broadcast. Shared memory holds a whole sync, so nobody waits until a bucket has been read.
+    It is taken when the first group of receivers on this machine has formed, and given back with the groups.
     """
 
     def __init__(self, terms: FullTerms, listening: list[socket.socket]) -> None:
         """`listening` have held the groups' ports since they were published. Returns when every receiver has come."""
         sizes = [offsets(bucket)[-1] for bucket in buckets(terms.sent, terms.bucket_bytes)]
-        shared = SharedMemory.create(sum(sizes))
         timeout = timedelta(seconds=terms.timeout_s)
+        shared = cache(lambda: SharedMemory.create(sum(sizes)))
+        self._groups: list[_Group] = []
+        self._places: list[torch.Tensor] = []
         try:
-            self._groups = [_Group(group, bound, timeout, shared) for group, bound in zip(terms.groups, listening, strict=True)]
-        finally:
-            if shared is not None:
-                shared.forget()
+            for group, bound in zip(terms.groups, listening, strict=True):
+                self._groups.append(_Group(group, bound, timeout, shared))
+        except BaseException:
+            # Neither those that have joined nor the memory wait until the traceback, which refers to them, is gone.
+            self.close()
+            shared.cache_clear()
+            raise
         # Kept from sync to sync: memory that the system hands out anew, page by page, takes several times as long as filling it.
-        if shared is not None and any(group.reads_shared for group in self._groups):
-            room = torch.frombuffer(shared.memory, dtype=torch.uint8)
-            self._places = list(room.split(sizes))
+        if any(group.reads_shared for group in self._groups):
+            memory = shared()
+            assert memory is not None
+            memory.forget()
+            self._places = list(torch.frombuffer(memory.memory, dtype=torch.uint8).split(sizes))
         else:
             room = torch.empty(NUM_BUFFERS, max(sizes), dtype=torch.uint8)
             self._places = [room[turn % NUM_BUFFERS, :size] for turn, size in enumerate(sizes)]
@@ -64,14 +73,15 @@ class GlooWire:
     def close(self) -> None:
         for group in self._groups:
             group.close()
-        # Gloo closes its connections when the last reference goes, and the traceback of a failed send holds one to this wire.
-        self._groups = []
+        # Gloo closes its connections when the last reference goes, and the traceback of a failed send holds one to this wire. So with the memory.
+        self._groups, self._places = [], []
 
 
 class _Group:
     """One process group, as its rank 0."""
 
-    def __init__(self, group: Group, bound: socket.socket, timeout: timedelta, shared: SharedMemory | None) -> None:
+    def __init__(self, group: Group, bound: socket.socket, timeout: timedelta, shared: Callable[[], SharedMemory | None]) -> None:
+        """Returns when all receivers have come. `shared` is asked only if all of them are on this machine."""
         store = TCPStore(group.host, group.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach())
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
@@ -79,9 +89,7 @@ class _Group:
         options._devices = [ProcessGroupGloo.create_device(hostname=group.host)]
         self._group: Any = ProcessGroupGloo(store, 0, group.world_size, options)
         self._it_is_there = torch.ones(1, dtype=torch.uint8)
-        name = b"" if shared is None else shared.path.encode()
-        self._broadcast(torch.tensor(list(name.ljust(NAME_BYTES, b"\0")), dtype=torch.uint8)).wait()
-        self.reads_shared = self.agree(shared is not None)
+        self.reads_shared = self._tell(this_machine()) and self._share(shared())
         """Whether every receiver of this group has opened the shared memory."""
 
     def send(self, packed: torch.Tensor) -> Any:
@@ -89,6 +97,14 @@ class _Group:
 
     def close(self) -> None:
         self._group.shutdown()
+
+    def _share(self, memory: SharedMemory | None) -> bool:
+        return self._tell((NOWHERE if memory is None else memory.address).numbers())
+
+    def _tell(self, numbers: Sequence[int]) -> bool:
+        """Whether every receiver can do something with them."""
+        self._broadcast(torch.tensor(numbers, dtype=torch.int64)).wait()
+        return self.agree(True)
 
     def agree(self, yes: bool) -> bool:
         """Whether every rank says so, once every rank has come to say it."""

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from shared.shared_memory import NAME_BYTES, SharedMemory
+from shared.shared_memory import NOWHERE, Address, SharedMemory, this_machine
 from shared.weight_terms import TensorSpec, buckets, offsets
 
 
 class WeightGroup:
     """Joined. Where every worker of the group can open rank 0's shared memory, buckets are read there and the group only says when."""
 
-    def __init__(
-        self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float, open_shared: Callable[[str], SharedMemory | None] = SharedMemory.open
-    ) -> None:
-        """Returns when all have come to the store that rank 0 hosts at `host:port`. Raises RuntimeError after `timeout_s`."""
+    def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float, machine: Callable[[], Sequence[int]] = this_machine) -> None:
+        """Returns when all have come to the store that rank 0 hosts at `host:port`. Raises RuntimeError after `timeout_s`.
+
+        `machine` tells on which one this worker is.
+        """
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -28,7 +29,7 @@ class WeightGroup:
         # Without it gloo asks the host's name for an address, which may be one that nobody else reaches (127.0.1.1 on a Debian machine).
         options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
         self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
-        self._shared = self._open(open_shared)
+        self._shared = self._open() if self._agree(self._told(len(machine())) == list(machine())) else None
 
     def receive(self, tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[tuple[TensorSpec, ...], torch.Tensor]]:
         """Every bucket and its bytes, as `offsets` places the tensors, each while the next one is on its way. They stay as they are until the next sync.
@@ -58,12 +59,15 @@ class WeightGroup:
         self._group.shutdown()
         self._shared = None
 
-    def _open(self, open_shared: Callable[[str], SharedMemory | None]) -> torch.Tensor | None:
+    def _told(self, num_numbers: int) -> list[int]:
+        """By rank 0."""
+        numbers = torch.zeros(num_numbers, dtype=torch.int64)
+        self._broadcast(numbers).wait()
+        return list(map(int, numbers.tolist()))
+
+    def _open(self) -> torch.Tensor | None:
         """Rank 0's memory; None where it has none, or where a worker of the group cannot open it."""
-        name = torch.zeros(NAME_BYTES, dtype=torch.uint8)
-        self._broadcast(name).wait()
-        path = bytes(name.tolist()).rstrip(b"\0").decode()
-        opened = open_shared(path) if path else None
+        opened = SharedMemory.open(Address(*self._told(len(NOWHERE.numbers()))))
         all_have = self._agree(opened is not None)
         return torch.frombuffer(opened.memory, dtype=torch.uint8) if opened is not None and all_have else None
 

@@ -193,10 +193,10 @@ class LoadWatch(nn.Module):
             name, tensor = named
             if name == CHECKSUMS:
                 self._close_bucket()
-                self.sent = tensor.tolist()
+                self.sent = tensor.clone().view(torch.int64).tolist()
                 continue
             if name == CANARY:
-                self.logprobs = tensor.tolist()
+                self.logprobs = tensor.clone().view(torch.float64).tolist()
                 continue
             self._checksum.add(tensor)
             self._size += tensor.nbytes

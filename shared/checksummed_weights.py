@@ -39,7 +39,8 @@ class ChecksummedWeights:
                 yield name, tensor
             checksums.append(checksum.value())
         assert tensor is not None, "a sync sends something"
-        yield CHECKSUMS, tensor.new_tensor(checksums, dtype=self._torch.int64)
+        as_bytes = self._torch.uint8
+        yield CHECKSUMS, tensor.new_tensor(checksums, dtype=self._torch.int64).view(as_bytes)
         if self._terms.num_logprobs:
             assert self._logprobs is not None, "the terms promise them"
-            yield CANARY, tensor.new_tensor(self._logprobs(), dtype=self._torch.float64)
+            yield CANARY, tensor.new_tensor(self._logprobs(), dtype=self._torch.float64).view(as_bytes)

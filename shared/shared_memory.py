@@ -1,52 +1,139 @@
-"""Memory that processes of one machine have in common, under a name that is known for as long as it takes to open it."""
+"""Memory that processes of one machine have in common. It has no name anywhere, so that nothing is left behind by a process that is killed at any time."""
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
-import shutil
-import tempfile
+import struct
+import uuid
+import weakref
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
-FOLDER = Path("/dev/shm")
-NAME_BYTES = 256
-"""What a name fits into."""
+NAME = "rollmatch-weights"
+MEMINFO = Path("/proc/meminfo")
+CONTAINER = Path("/sys/fs/cgroup")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+OWN_PROCESSES = Path("/proc/self/ns/pid")
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""Nobody can change the size: reading a page that is not there any more would kill the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where another process finds the memory: plain numbers, no path."""
+
+    process: int
+    """Its id, which may be another process's on another machine or in another container: hence the last two."""
+    descriptor: int
+    num_bytes: int
+    device: int
+    inode: int
+
+    def numbers(self) -> tuple[int, ...]:
+        """The fields in order; `Address(*numbers)` is this address."""
+        numbers: tuple[int, ...] = astuple(self)
+        return numbers
+
+    @property
+    def path(self) -> Path:
+        return Path(f"/proc/{self.process}/fd/{self.descriptor}")
+
+
+NOWHERE = Address(0, 0, 0, 0, 0)
+"""Of memory that is not there."""
 
 
 class SharedMemory:
-    """A mapping that lives as long as `memory` is referred to. Once its name is forgotten, nothing is left behind by a process that is killed."""
+    """A mapping that lives as long as `memory` is referred to."""
 
-    def __init__(self, path: str, descriptor: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         """Takes over the open file."""
-        self.path = path
-        try:
-            self.memory = mmap.mmap(descriptor, 0)
-        finally:
-            os.close(descriptor)
+        self._descriptor = descriptor
+        self._closing = weakref.finalize(self, os.close, descriptor)
+        self.memory = mmap.mmap(descriptor, 0)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory | None:
-        """None where the machine has no such memory, or too little of it to leave half free (containers have 64 MB unless told otherwise)."""
-        if not FOLDER.is_dir() or shutil.disk_usage(FOLDER).free < 2 * num_bytes:
+        """None where the system has no such memory, or too little to leave half of it free."""
+        if available_bytes() < 2 * num_bytes:
             return None
-        descriptor, path = tempfile.mkstemp(prefix="rollmatch-weights-", dir=FOLDER)
         try:
-            # Taken now: writing to a page that is not there any more would kill the process.
+            descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError:
+            return None
+        try:
+            # Taken now: where it turns out later that there is none left, the process that writes is killed.
             os.posix_fallocate(descriptor, 0, num_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         except OSError:
             os.close(descriptor)
-            Path(path).unlink()
             return None
-        return cls(path, descriptor)
+        return cls(descriptor)
 
     @classmethod
-    def open(cls, path: str) -> SharedMemory | None:
-        """What another process created; None where this one cannot, because it runs elsewhere, or as somebody else."""
+    def open(cls, address: Address) -> SharedMemory | None:
+        """What another process of this user created; None where this one cannot open it, because it runs elsewhere, or where anything else is there."""
         try:
-            return cls(path, os.open(path, os.O_RDWR))
+            # Looked at before it is opened: whoever may name an address may not have any other file opened, and read, in this process.
+            if not str(address.path.readlink()).startswith(f"/memfd:{NAME}"):
+                return None
+            descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
+        if _is(descriptor, address):
+            return cls(descriptor)
+        os.close(descriptor)
+        return None
+
+    @property
+    def address(self) -> Address:
+        assert self._closing.alive, "the address was taken away"
+        found = os.fstat(self._descriptor)
+        return Address(os.getpid(), self._descriptor, found.st_size, found.st_dev, found.st_ino)
 
     def forget(self) -> None:
-        """Take the name away: nobody can open it any more, whoever has goes on."""
-        Path(self.path).unlink(missing_ok=True)
+        """Take the address away: nobody comes any more, whoever has come goes on. Twice is harmless."""
+        self._closing()
+
+
+def this_machine() -> tuple[int, ...]:
+    """The same numbers for all processes that can find each other's memory, and for no others: of one start of one system, and of one container.
+
+    Zeros where the system does not say; then trying to open it tells.
+    """
+    try:
+        boot, container = uuid.UUID(BOOT_ID.read_text().strip()), OWN_PROCESSES.stat().st_ino
+    except OSError:
+        return 0, 0, 0
+    return (*struct.unpack("<qq", boot.bytes), container)
+
+
+def available_bytes() -> int:
+    """What the system could still give to this process, by its own estimate and by the limit of the container, if there is one; 0 where it does not say."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return 0
+    (kib,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(min(int(kib) * 1024, _left_in_container()))
+
+
+def _left_in_container() -> float:
+    try:
+        limit = (CONTAINER / "memory.max").read_text().strip()
+        held = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+    except OSError:
+        return float("inf")
+    # Files that are cached make room when it is needed, so they do not count.
+    return float("inf") if limit == "max" else int(limit) - int(held["anon"]) - int(held["shmem"])
+
+
+def _is(descriptor: int, address: Address) -> bool:
+    found = os.fstat(descriptor)
+    return (
+        (found.st_dev, found.st_ino, found.st_size) == (address.device, address.inode, address.num_bytes)
+        and found.st_uid == os.geteuid()
+        and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+    )

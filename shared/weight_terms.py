@@ -11,7 +11,10 @@ from typing import Any
 from shared.rollouts import WeightOffer
 
 CHECKSUMS = "rollmatch.checksums"
-"""The tensor behind the weights: one int64 for each bucket, computed while the bucket was packed, so that no pass over the weights comes before."""
+"""The tensor behind the weights: one int64 for each bucket, computed while the bucket was packed, so that no pass over the weights comes before.
+
+It travels as bytes, and so does `CANARY`: vLLM's packing puts a tensor directly behind the one before, where no number of 8 bytes may begin.
+"""
 
 CANARY = "rollmatch.canary"
 """Behind the checksums: the log-probabilities that the probe in the offer lacks, in double precision."""
@@ -80,8 +83,8 @@ class FullTerms:
     def sent(self) -> tuple[TensorSpec, ...]:
         """The weights and what comes behind them: everything that is handed over, in order."""
         num_buckets = sum(1 for _ in buckets(self.tensors, self.bucket_bytes))
-        checksums = TensorSpec(CHECKSUMS, "int64", (num_buckets,), 8 * num_buckets)
-        canary = TensorSpec(CANARY, "float64", (self.num_logprobs,), 8 * self.num_logprobs)
+        checksums = TensorSpec(CHECKSUMS, "uint8", (8 * num_buckets,), 8 * num_buckets)
+        canary = TensorSpec(CANARY, "uint8", (8 * self.num_logprobs,), 8 * self.num_logprobs)
         return (*self.tensors, checksums, canary) if self.num_logprobs else (*self.tensors, checksums)
 
 

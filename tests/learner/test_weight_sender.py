@@ -23,9 +23,11 @@ from rollout_actors.gloo_group import WeightGroup, address_towards
 from shared.canary import CanaryProbe
 from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import ConfigError, WeightSyncError
+from shared.shared_memory import NAME, this_machine
 from shared.weight_terms import CANARY as CANARY_TENSOR
 from shared.weight_terms import CHECKSUMS, FullTerms, Group, TensorSpec, offsets
 
+FOLDER = Path("/dev/shm")
 CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
 
 
@@ -51,7 +53,7 @@ def test_an_offer_names_every_parameter_once_with_its_size() -> None:
         ("norm.bias", "bfloat16", (3,), 6),
     ]
     assert (terms.num_bytes, terms.group.world_size) == (96, 2)
-    assert terms.sent[-1].shape == (2,), "a checksum for each bucket comes behind the weights"
+    assert terms.sent[-1].shape == (2 * 8,), "a checksum for each bucket comes behind the weights"
     sender.close()
 
 
@@ -119,12 +121,18 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
     sender.close()
 
 
-def elsewhere(path: str) -> None:
-    """What a receiver on another machine finds under the name of shared memory."""
+def elsewhere() -> tuple[int, ...]:
+    """What a receiver on another machine says of it."""
+    return (0,) * len(this_machine())
+
+
+def mappings() -> int:
+    """Of weights, in this process, which is both ends."""
+    return Path("/proc/self/maps").read_text().count(NAME)
 
 
 def join(group: Group, rank: int, timeout_s: float, *, is_elsewhere: bool = False) -> WeightGroup:
-    opened = {"open_shared": elsewhere} if is_elsewhere else {}
+    opened = {"machine": elsewhere} if is_elsewhere else {}
     return WeightGroup(group.host, group.port, rank=rank, world_size=group.world_size, timeout_s=timeout_s, **opened)
 
 
@@ -169,8 +177,42 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
                 tensors = arrived.result(timeout=20)
                 assert list(tensors) == list(expected)
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-            assert not list(Path("/dev/shm").glob("rollmatch-weights-*")), "what a killed process cannot leave behind"
+            # The group of 2 receivers, the group of 1, and the sender.
+            assert mappings() == (2 * (not remote & {1, 2}) + (3 not in remote)) + (remote != {1, 3})
     sender.close()
+    for group in joined.values():
+        group.close()
+    assert mappings() == 0
+
+
+def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_leave_behind() -> None:
+    before = set(FOLDER.iterdir())
+    sender = make_sender(TiedModel(), timeout_s=2.0)
+    offer = sender.offer(1, CANARY)
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(sender.send, offer)
+        while not sending.done():
+            assert mappings() == 0
+            assert not {path for path in set(FOLDER.iterdir()) - before if NAME in path.name}
+            time.sleep(0.1)
+    assert isinstance(sending.exception(), WeightSyncError)
+
+
+def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
+    sender = WeightSender(FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=2.0, bucket_bytes=10)
+    offer = sender.offer(1, CANARY)
+    terms = FullTerms.of(offer)
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join, terms.groups[0], 1, 20.0)
+        with pytest.raises(WeightSyncError, match="rendezvous on learner") as failed:
+            sender.send(offer)
+        joined = joining.result(timeout=5)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError):
+            receive(joined, terms)
+        assert time.monotonic() - started < 10, f"it is told at once, while the error is still there: {failed.value}"
+        joined.close()
+    assert mappings() == 0
 
 
 def listening() -> set[tuple[str, int]]:

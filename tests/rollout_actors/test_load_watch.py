@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
+import pytest
 import torch
 from torch import nn
 
@@ -46,6 +47,17 @@ def test_the_model_gets_the_weights_and_the_receipt_what_comes_behind_them() -> 
     assert len(watch.sent) == 2
     assert watch.checksums == watch.sent
     assert watch.logprobs == [-0.25, -1.5]
+
+
+@pytest.mark.parametrize("behind", [0, 2, 13])
+def test_what_comes_behind_the_weights_may_begin_at_any_byte_of_a_packed_bucket(behind: int) -> None:
+    watch = LoadWatch(FakeModel(), TERMS.bucket_bytes)
+    for name, tensor in sent():
+        packed = torch.zeros(behind + tensor.nbytes, dtype=torch.uint8)
+        packed[behind:] = tensor.view(torch.uint8)
+        # vLLM's own unpacking, which puts no number where it must not be: weights are as they were, these are bytes.
+        watch.load_weights([(name, packed[behind:] if tensor.dtype == torch.uint8 else tensor)])
+    assert (watch.checksums, watch.logprobs) == (watch.sent, [-0.25, -1.5])
 
 
 def test_it_is_the_same_in_as_many_calls_as_the_transport_likes() -> None:

@@ -155,9 +155,9 @@ def test_behind_the_weights_come_their_checksums_one_for_each_bucket() -> None:
         for _, tensor in tensors:
             checksum.add(tensor)
         expected.append(checksum.value())
-    assert sealed[-1][1].tolist() == expected
-    assert sealed[-1][1].dtype == torch.int64
-    assert TERMS.sent[-1] == TensorSpec(CHECKSUMS, "int64", (2,), 16)
+    assert sealed[-1][1].view(torch.int64).tolist() == expected
+    assert sealed[-1][1].dtype == torch.uint8
+    assert TERMS.sent[-1] == TensorSpec(CHECKSUMS, "uint8", (16,), 16)
 
 
 def test_weights_other_than_the_offered_ones_are_not_sent() -> None:
