@@ -59,7 +59,8 @@ def _listen(options: ServeOptions) -> socket.socket:
 def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, listening: socket.socket) -> None:
     from rollout_actors.server.app import make_app
     from rollout_actors.server.engine_thread import EngineThread
-    from rollout_actors.server.service import Limits, RolloutService
+    from rollout_actors.server.messages import CallLimits
+    from rollout_actors.server.service import RolloutService
 
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -70,8 +71,9 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
         return VllmEngine(url, settings)
 
     engine = EngineThread(make_engine)
-    limits = Limits(options.max_request_bytes, options.max_requests, options.max_image_pixels, options.image_root and options.image_root.resolve())
-    service = RolloutService(engine, name=url, model_type=model_type(settings.model_path), settings=settings, limits=limits)
+    limits = CallLimits(options.max_request_bytes, options.max_requests, options.max_image_pixels)
+    root = options.image_root and options.image_root.resolve()
+    service = RolloutService(engine, name=url, model_type=model_type(settings.model_path), settings=settings, limits=limits, image_root=root)
     # By another name only a page in a browser of this machine would call it.
     only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)
     print(f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True)

@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -96,6 +96,16 @@ class HttpStatusError(Exception):
     def may_be_tried_again(self) -> bool:
         """A 4xx would be a 4xx again."""
         return self.status >= 500
+
+
+async def all_answers(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """In order, or the first error: then the calls that have no answer yet are given up, as they are when this is cancelled."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class HttpClient:

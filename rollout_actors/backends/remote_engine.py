@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rollout_actors.backends.http_client import HttpClient, ServerAddress
 from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.server.messages import CallLimits
 from shared.protocols import RolloutEngine
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
@@ -43,6 +44,8 @@ class ServerFacts:
     """Of the weights that it holds; 0: the checkpoint's, or it does not say."""
     process: str
     """The same for every address of one server and for no other; empty: it does not say."""
+    limits: CallLimits | None
+    """Of one call; None: it has none of its own."""
     problems: tuple[str, ...]
     """What it was started with that the run cannot use, each with the remedy."""
 

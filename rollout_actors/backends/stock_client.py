@@ -6,15 +6,14 @@ Its own routes are used directly: token-in/token-out for rollouts and canary, th
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, another_answer
+from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, all_answers, another_answer
 from rollout_actors.backends.remote_engine import RemoteEngine, ServerFacts
 from rollout_actors.backends.stock_command import stock_command
 from rollout_actors.backends.stock_messages import Generated, probe_body, read_answer, read_probe, rollout_body
@@ -53,7 +52,7 @@ class StockClient(RemoteEngine):
             problems = tuple(disagreements(info, self._expected, world_size=world_size))
             if not problems:  # without the worker extension nobody could say what guards
                 require_guard(await self._engine.collective_rpc("active_guard"), self._expected.repeat_guard, self._http.name)
-        return ServerFacts(world_size, 0, "", problems)
+        return ServerFacts(world_size, 0, "", None, problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """All requests at once; where one fails or takes too long, all of them once more with the same seeds. Raises RolloutError."""
@@ -131,20 +130,12 @@ class StockClient(RemoteEngine):
 
     async def _share(self, requests: Sequence[RolloutRequest], bodies: Sequence[bytes]) -> list[tuple[Generated, float]]:
         """Every answer with the time of its end, or the first error; a connection that closes ends its request in the server."""
-        work = self._all([self._complete(body, request.sample_id) for request, body in zip(requests, bodies, strict=True)])
+        work = all_answers([self._complete(body, request.sample_id) for request, body in zip(requests, bodies, strict=True)])
         return await (work if self._http.address.infer_timeout_s is not None else self._http.watched(work, self._progress))
 
     async def _progress(self) -> int | None:
         await self._http.get(self._http.address.health_route, timeout_s=self._http.address.timeout_s)
         return await self._engine.num_tokens()
-
-    async def _all(self, calls: Sequence[Coroutine[Any, Any, tuple[Generated, float]]]) -> list[tuple[Generated, float]]:
-        tasks = [asyncio.create_task(call) for call in calls]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _complete(self, body: bytes, sample_id: str) -> tuple[Generated, float]:
         try:

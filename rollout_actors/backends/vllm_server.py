@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, another_answer
+from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, all_answers, another_answer
+from rollout_actors.backends.infer_calls import infer_calls
 from rollout_actors.backends.remote_engine import RemoteEngine, ServerFacts, too_few_sequences
 from rollout_actors.backends.server_command import serve_command
 from rollout_actors.engine_settings import EngineSettings, model_type
@@ -28,22 +30,29 @@ class ServerClient(RemoteEngine):
         super().__init__(http, index=index, expected=expected)
         # By which the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex
+        # Until the start has asked for them.
+        self._limits = messages.CallLimits(sys.maxsize, sys.maxsize, sys.maxsize)
 
     async def inspect(self) -> ServerFacts:
         info = await self._ask(messages.ServerInfo, "/info/")
         world_size = (await self._ask(messages.WorldSize, "/get_world_size/")).world_size
-        return ServerFacts(world_size, info.version, info.process, tuple(disagreements(info, self._expected)))
+        return ServerFacts(world_size, info.version, info.process, info.limits, tuple(disagreements(info, self._expected)))
 
     async def _claim(self, facts: ServerFacts) -> None:
-        self._version = facts.version
+        assert facts.limits is not None, "this kind of server tells them"
+        self._version, self._limits = facts.version, facts.limits
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """One `/infer/`; where it fails or takes too long, one more with the same seeds."""
+        """One `/infer/`, or as many at a time as the server's limits of one make of it; where one fails or takes too long, all of them once more with the
+        same seeds."""
         if not requests:
             return []
-        body = messages.InferCall.of(requests, run=self._run, version=self._version).body()
-        answer, attempt = await self._http.asked_twice(lambda: self._infer(body))
-        rollouts = self._read(messages.InferAnswer, answer, "generate").rollouts
+        try:
+            bodies = [call.body() for call in infer_calls(requests, self._limits, run=self._run, version=self._version)]
+        except ValueError as error:
+            raise self._http.error(str(error), "generate") from error
+        answers, attempt = await self._http.asked_twice(lambda: self._infer(bodies))
+        rollouts = [rollout for answer in answers for rollout in self._read(messages.InferAnswer, answer, "generate").rollouts]
         if [(rollout.step, rollout.position) for rollout in rollouts] != [(request.step, request.position) for request in requests]:
             raise self._http.error(f"answered {len(rollouts)} rollouts that are not those of the {len(requests)} requests, in their order", "generate")
         return [replace(rollout, actor=self._http.name, attempt=attempt) for rollout in rollouts]
@@ -75,10 +84,10 @@ class ServerClient(RemoteEngine):
             self._version = report.version
         return report
 
-    async def _infer(self, body: bytes) -> bytes:
+    async def _infer(self, bodies: Sequence[bytes]) -> list[bytes]:
         limit_s = self._http.address.infer_timeout_s
-        call = self._http.post("/infer/", body, timeout_s=limit_s)
-        return await (call if limit_s is not None else self._http.watched(call, self._progress))
+        work = all_answers([self._http.post("/infer/", body, timeout_s=limit_s) for body in bodies])
+        return await (work if limit_s is not None else self._http.watched(work, self._progress))
 
     async def _progress(self) -> int | None:
         health = await self._http.get(self._http.address.health_route, timeout_s=self._http.address.timeout_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self, TypeVar
 
@@ -128,6 +129,16 @@ class Health(Message):
     """Sampled since the start, those of unfinished rollouts too: while requests run and this stands still, the engine is stuck."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Of what one call may ask."""
+
+    max_request_bytes: int
+    max_requests: int
+    max_image_pixels: int
+    """Of one image, decoded."""
+
+
 class ServerInfo(Message):
     """What a server was started with, as far as a run has to agree with it."""
 
@@ -145,6 +156,7 @@ class ServerInfo(Message):
     repeat_guard: RepeatGuardSettings | None
     enable_lora: bool
     max_lora_rank: int
+    limits: CallLimits
     version: int
     process: str
     """Of this start of the server: by it two addresses of one server are known."""

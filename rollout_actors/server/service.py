@@ -75,18 +75,6 @@ class Door:
         return replace(self, due=FOLLOWING[phase]) if phase in FOLLOWING else Door("", run, self.offer)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of what one call may ask."""
-
-    max_request_bytes: int
-    max_requests: int
-    max_image_pixels: int
-    """Of one image, decoded."""
-    image_root: Path | None
-    """Folder of the images that may be named by path, resolved; None: images come as data alone."""
-
-
 class ServedEngine(RolloutEngine, Protocol):
     """An engine that tells how far it is."""
 
@@ -99,9 +87,12 @@ class ServedEngine(RolloutEngine, Protocol):
 class RolloutService:
     """One engine behind a door: open from its start, and from the end of each sync, to the beginning of the next."""
 
-    def __init__(self, engine: ServedEngine, *, name: str, model_type: str, settings: EngineSettings, limits: Limits) -> None:
+    def __init__(
+        self, engine: ServedEngine, *, name: str, model_type: str, settings: EngineSettings, limits: messages.CallLimits, image_root: Path | None
+    ) -> None:
+        """`image_root` is the folder of the images that may be named by path, resolved; None: images come as data alone."""
         self.limits = limits
-        self._engine = engine
+        self._engine, self._image_root = engine, image_root
         self._name, self._model_type, self._settings = name, model_type, settings
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
@@ -152,6 +143,7 @@ class RolloutService:
             repeat_guard=settings.repeat_guard,
             enable_lora=settings.enable_lora,
             max_lora_rank=settings.max_lora_rank,
+            limits=self.limits,
             version=self.version,
             process=self._process,
         )
@@ -214,11 +206,11 @@ class RolloutService:
 
     def _with_image_data(self, requests: tuple[RolloutRequest, ...]) -> list[RolloutRequest]:
         return [
-            replace(request, images=tuple(self._loaded(image, f"requests[{i}].images[{j}]") for j, image in enumerate(request.images)))
+            replace(request, images=tuple(self._loaded(image, f"requests[{i}].images[{j}]", request.sample_id) for j, image in enumerate(request.images)))
             for i, request in enumerate(requests)
         ]
 
-    def _loaded(self, image: ImageRef, path: str) -> ImageRef:
+    def _loaded(self, image: ImageRef, path: str, sample_id: str) -> ImageRef:
         loaded = image if image.data is not None else self._from_file(image, path)
         assert loaded.data is not None
         try:
@@ -229,13 +221,13 @@ class RolloutService:
         if width * height > self.limits.max_image_pixels:
             raise RefusalError(
                 413,
-                f"{path}: has {width} x {height} pixels, one image may have {self.limits.max_image_pixels}; send a smaller one, or start the server with a "
-                "larger max_image_pixels",
+                f"{path}: of sample {sample_id} has {width} x {height} pixels, one image may have {self.limits.max_image_pixels}; send a smaller one, or "
+                f"start the server with max_image_pixels={width * height}",
             )
         return loaded
 
     def _from_file(self, image: ImageRef, path: str) -> ImageRef:
-        root = self.limits.image_root
+        root = self._image_root
         if image.path is None:
             raise RefusalError(400, f"{path}: has neither data nor path; send data (base64), or a path under the server's image_root")
         if root is None:

@@ -24,7 +24,8 @@ from PIL import Image
 from rollout_actors.backends.http_client import ServerAddress
 from rollout_actors.engine_settings import Device, EngineSettings
 from rollout_actors.server.app import make_app
-from rollout_actors.server.service import Limits, RolloutService
+from rollout_actors.server.messages import CallLimits
+from rollout_actors.server.service import RolloutService
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -148,8 +149,8 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
 
 
 def service(engine: Any, expected: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
-    limits = Limits(max_request_bytes, max_requests=8, max_image_pixels=1000, image_root=image_root)
-    return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=expected, limits=limits)
+    limits = CallLimits(max_request_bytes, max_requests=8, max_image_pixels=10_000)
+    return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=expected, limits=limits, image_root=image_root)
 
 
 def address(

@@ -27,6 +27,7 @@ from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server.app import make_app
 from shared.config.server import ServerEntry, ServerSection
 from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError
+from shared.records import ImageRef
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode
 from shared.weight_sync import SyncPhase
@@ -222,6 +223,46 @@ class TestGenerate:
         bad = request(0)
         with pytest.raises(RolloutError, match=r"refused the call: HTTP 400: requests\[0\]\.decode\.mode: 'beam'"):
             asyncio.run(client(url, expected).generate([replace(bad, decode=replace(bad.decode, mode=DecodeMode.BEAM))]))
+        assert engine.asked == []
+
+    def test_a_share_that_is_too_large_for_one_call_comes_in_several_at_a_time_and_in_order(
+        self, url: str, engine: ObedientEngine, expected: EngineSettings
+    ) -> None:
+        one = client(url, expected)
+        engine.latency_s = 0.5
+
+        async def run() -> Any:
+            await one.start()
+            return await one.generate([request(position) for position in range(19)])
+
+        rollouts = asyncio.run(run())
+        assert [(rollout.position, rollout.seed) for rollout in rollouts] == [(position, 100 + position) for position in range(19)]
+        assert (sorted(map(len, engine.asked)), engine.most_at_a_time) == ([3, 8, 8], 19), "a call of this server has 8 requests at most"
+
+    def test_where_one_of_several_calls_fails_all_are_asked_once_more(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
+        one = client(url, expected)
+        engine.trouble = [None, RuntimeError("a hiccup")]
+
+        async def run() -> Any:
+            await one.start()
+            return await one.generate([request(position) for position in range(9)])
+
+        assert {(rollout.attempt, rollout.seed - rollout.position) for rollout in asyncio.run(run())} == {(1, 100)}
+
+    def test_a_sample_that_no_call_can_hold_is_refused_unsent_with_the_server_s_option(
+        self, url: str, engine: ObedientEngine, expected: EngineSettings
+    ) -> None:
+        one = client(url, expected)
+        large = request(1, images=(ImageRef(None, b"x" * (1 << 20), "ab"),))
+
+        async def run() -> Any:
+            await one.start()
+            return await one.generate([request(0), large])
+
+        with pytest.raises(
+            RolloutError, match=r"max_request_bytes = 1048576, and sample sample-1 with its images is (\d+); start it with max_request_bytes=\1"
+        ):
+            asyncio.run(run())
         assert engine.asked == []
 
     def test_without_a_limit_a_slow_call_is_waited_for(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:

@@ -255,8 +255,9 @@ class TestImages:
         assert not caller.engine.asked
 
     def test_an_image_with_too_many_pixels_is_refused(self, caller: Caller) -> None:
-        answer = caller.infer(request(0, images=(ImageRef(None, png(100, 11), ""),)))
-        assert (answer.status_code, "requests[0].images[0]: has 100 x 11 pixels, one image may have 1000" in said(answer)) == (413, True)
+        answer = caller.infer(request(0, images=(ImageRef(None, png(100, 101), ""),)))
+        too_large = "requests[0].images[0]: of sample sample-0 has 100 x 101 pixels, one image may have 10000; send a smaller one, or start the server with "
+        assert (answer.status_code, said(answer)) == (413, f"{too_large}max_image_pixels=10100")
 
 
 class TestSync:
