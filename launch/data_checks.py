@@ -18,6 +18,8 @@ class DataFacts:
 
     max_images: int
     """Most images of a row, over training and validation: the engines' limit per prompt."""
+    max_image_pixels: int
+    """Width times height of the largest image of them."""
     num_train_skipped: int
     num_val_skipped: int
     """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
@@ -40,8 +42,10 @@ def check_data(config: RunConfig) -> DataFacts:
         raise ConfigError(problems)
     train = load_checked(config, "data.train", config.data.train)
     val = None if config.data.val is None else load_checked(config, "data.val", config.data.val)
+    samples = [sample for dataset in (train, val) if dataset is not None for sample in dataset]
     return DataFacts(
-        max_images=max(len(sample.images) for dataset in (train, val) if dataset is not None for sample in dataset),
+        max_images=max(len(sample.images) for sample in samples),
+        max_image_pixels=max(sample.width * sample.height for sample in samples),
         num_train_skipped=train.num_skipped,
         num_val_skipped=0 if val is None else val.num_skipped,
     )

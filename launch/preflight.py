@@ -38,6 +38,8 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     max_images: int = 1
     """Of a sample of the data; 1 where they could not be read."""
+    max_image_pixels: int = 0
+    """Of an image of the data; 0 where they could not be read."""
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -89,7 +91,8 @@ def _data_problems(findings: Findings, config: RunConfig) -> Iterable[str]:
     from learner.segments import PromptEncoder
     from shared.config.derive import num_b_steps
 
-    findings.max_images = check_data(config).max_images
+    facts = check_data(config)
+    findings.max_images, findings.max_image_pixels = facts.max_images, facts.max_image_pixels
     tokens = load_tokens(config)
     encoder = PromptEncoder(tokens.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
     longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
@@ -119,7 +122,8 @@ def _servers(config: RunConfig, placement: Placement | None, findings: Findings)
     section = rollout_servers(config)
     if section is None:
         return
-    answers = ask_servers(section, None if placement is None else settings_of_run(config, placement, max_images=findings.max_images))
+    settings = None if placement is None else settings_of_run(config, placement, max_images=findings.max_images)
+    answers = ask_servers(section, settings, max_image_pixels=findings.max_image_pixels)
     findings.lines += answers.lines
     yield from answers.problems
     if answers.devices is not None:

@@ -17,6 +17,8 @@ from shared.errors import RolloutError
 
 ANSWER_S = 5.0
 """A server that runs answers at once; a start waits `server.timeout_s` for one that is still loading."""
+INSPECT_S = 20.0
+"""For everything that one server is asked: some of it its engine answers, and that may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
@@ -38,10 +40,15 @@ class ServerAnswers:
     """Rollout devices of each server, in order; None where one of them did not say."""
 
 
-def ask_servers(section: ServerSection, settings: EngineSettings | None) -> ServerAnswers:
+def ask_servers(section: ServerSection, settings: EngineSettings | None, *, max_image_pixels: int = 0) -> ServerAnswers:
     """Ask each of them what a run's client asks at its start, without waiting for one that loads, and changing nothing.
 
-    `settings` are what the run expects of them; None: not known, and they are asked only whether they are up. ConfigError where the token is not there.
+    Args:
+        settings: what the run expects of them; None: not known, and they are asked only whether they are up.
+        max_image_pixels: of the largest image of the data; 0: not known.
+
+    Raises:
+        ConfigError: the token is not there.
     """
     addresses = [replace(address, timeout_s=ANSWER_S) for address in server_addresses(section)]
     answers = asyncio.run(_all(addresses, settings))
@@ -53,6 +60,11 @@ def ask_servers(section: ServerSection, settings: EngineSettings | None) -> Serv
         elif answer is not None:
             lines.append(f"serves    {_told(address, answer)}")
             problems += [f"{path} does not suit the run; {problem}" for problem in answer.problems]
+            if answer.limits is not None and answer.limits.max_image_pixels < max_image_pixels:
+                problems.append(
+                    f"{path} takes images of max_image_pixels = {answer.limits.max_image_pixels}, the largest of the data has {max_image_pixels}; start it "
+                    f"with max_image_pixels={max_image_pixels}"
+                )
             if answer.process and seen.setdefault(answer.process, index) != index:
                 problems.append(f"{path} is the server of servers[{seen[answer.process]}]; list every server once")
     known = [answer.world_size for answer in answers if isinstance(answer, ServerFacts)]
@@ -66,8 +78,11 @@ async def _all(addresses: list[ServerAddress], settings: EngineSettings | None) 
 async def _ask(index: int, address: ServerAddress, settings: EngineSettings | None) -> ServerFacts | str | None:
     """What it says of itself, or what is wrong with it; None: it is up."""
     try:
-        await HttpClient(address.base_url, address, command="").get(address.health_route, timeout_s=ANSWER_S)
-        return None if settings is None else await ServerEngineSpec(address.base_url, address, index, settings)().inspect()
+        async with asyncio.timeout(INSPECT_S):
+            await HttpClient(address.base_url, address, command="").get(address.health_route, timeout_s=ANSWER_S)
+            return None if settings is None else await ServerEngineSpec(address.base_url, address, index, settings)().inspect()
+    except TimeoutError:
+        return f"answers {address.health_route}, and has not said in {INSPECT_S:g} s what it was started with: its engine may be stuck; start it again"
     except UnansweredError as error:
         return f"does not answer ({error}); launch it, check the address, or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
     except HttpStatusError as error:

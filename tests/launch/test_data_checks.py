@@ -36,7 +36,7 @@ def change_row(data, number, name="train.jsonl", **changes):
 
 def test_sound_data_pass(run):
     facts = check_data(run[0])
-    assert facts == DataFacts(max_images=1, num_train_skipped=0, num_val_skipped=0)
+    assert facts == DataFacts(max_images=1, max_image_pixels=96 * 96, num_train_skipped=0, num_val_skipped=0)
     assert facts.describe() == []
 
 
@@ -45,6 +45,13 @@ def test_the_most_images_of_a_row_are_those_of_training_and_validation(run):
     change_row(data, 2, name="val.jsonl", images=["val/00002.png", "val/00003.png", "val/00004.png"])
     change_row(data, 2, images=["train/00002.png", "train/00003.png"])
     assert check_data(config).max_images == 3
+
+
+def test_the_largest_image_is_known(run):
+    config, data = run
+    Image.new("RGB", (200, 101)).save(data / "val" / "large.png")
+    change_row(data, 2, name="val.jsonl", images=["val/large.png"], width=200, height=101)
+    assert check_data(config).max_image_pixels == 20_200
 
 
 def test_the_check_loads_neither_torch_nor_what_needs_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from config_support import configuration
 from fake_server import ObedientEngine, service, serving, serving_engine, settings
 from fake_stock_server import StockServer
 from fastapi import FastAPI
+from PIL import Image
 from ray.exceptions import AuthenticationError
 
 from launch.machine import DeviceMemory
@@ -159,6 +161,26 @@ def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(conf
     assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {does_not}"
     assert f"serves    {url}: 1 rollout device" in findings.lines
     assert (server.label, server.routes) == ("default", [])
+
+
+def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.server_checks.INSPECT_S", 1.0)
+    stuck = StockServer(changes={"model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64}, worker_latency_s=60.0)
+    with serving(stuck.app()) as url:
+        (problem,) = preflight(config(**in_server_mode(url, kind="vllm"))).problems
+    assert problem.endswith(f"{url} answers /health, and has not said in 1 s what it was started with: its engine may be stuck; start it again")
+
+
+def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_the_start(config, demo_data, tmp_path):
+    Image.new("RGB", (200, 101)).save(tmp_path / "large.png")
+    rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
+    rows = [row | {"images": [str(demo_data / image) for image in row["images"]]} for row in rows]
+    rows[3] |= {"images": [str(tmp_path / "large.png")], "width": 200, "height": 101}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving_engine(ObedientEngine(), settings(tmp_path / "model", **ROOMY)) as url:
+        (problem,) = preflight(config(**in_server_mode(url), data__train=tmp_path / "train.jsonl")).problems
+    wrong = "takes images of max_image_pixels = 10000, the largest of the data has 20200; start it with max_image_pixels=20200"
+    assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {wrong}"
 
 
 def test_a_group_port_that_is_taken_is_named(config):

@@ -25,6 +25,9 @@ class StockServer:
     """Fields of every choice that are other than they should be."""
     guard: dict[str, Any] | None = None
     latency_s: float = 0.0
+    """Of a call for tokens."""
+    worker_latency_s: float = 0.0
+    """Of a question to its workers."""
     num_tokens: int | None = 0
     """Its counter of sampled tokens; None: it keeps none."""
     failures: int = 0
@@ -92,6 +95,7 @@ class StockServer:
     async def other(self, route: str, request: Request) -> Any:
         body = await request.json()
         if body.get("method") == "active_guard":
+            await asyncio.sleep(self.worker_latency_s)
             return {"results": [{"runner": "V1", "settings": self.guard}]}
         self.asked.append((f"/{route}" + (f"?{request.url.query}" if request.url.query else ""), body))
         if route == "update_weight_version":
