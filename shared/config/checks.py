@@ -121,10 +121,11 @@ _DEVICES = (*_ENGINES, f"{_VLLM}.actors.num_actors", f"{_VLLM}.actors.tensor_par
 
 CHECKS: tuple[Check, ...] = (
     Check(variants.known_variant, (_VARIANT,)),
-    Check(engines.staleness_has_queue, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline")),
+    Check(engines.staleness_has_queue, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline", _VARIANT, _SCHEDULE)),
     Check(engines.adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", *_ENGINES, f"{_VLLM}.server", "model.adapter", "learner.world_size")),
     Check(_parts, ("training.parts", "model.adapter")),
     Check(_flash_attention, ("model.attn_implementation", "model.dtype")),
+    Check(engines.servers_or_actors, (*_ENGINES, f"{_VLLM}.server")),
     Check(engines.servers_are_listed, (*_ENGINES, f"{_VLLM}.server")),
     Check(engines.queue_has_devices_of_its_own, ("stage2_ab.channel_b.enable_pipeline", *_ENGINES)),
     Check(variants.boxes_only, (_VARIANT, "rollout_matching.geometry")),

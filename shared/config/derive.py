@@ -223,11 +223,14 @@ def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
 
 
 def remarks(run: RunConfig) -> tuple[str, ...]:
-    """What is allowed, since a run that was shortened to try it out has it, and hardly meant in a whole one."""
+    """What is allowed, since a run that was shortened to try it out or has left its servers has it, and hardly meant in a whole one."""
+    found = []
     warm, steps = run.training.lr_warmup_steps, run.training.max_steps
-    if warm < steps:
-        return ()
-    return (f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises and the schedule after it never comes",)
+    if warm >= steps:
+        found.append(f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises and the schedule after it never comes")
+    if run.rollout_matching.vllm.server is not None and rollout_servers(run) is None:
+        found.append("rollout_matching.vllm.server: no effect, because the learner generates itself; servers need rollout_backend: vllm and vllm.mode: server")
+    return tuple(found)
 
 
 def row_rule(run: RunConfig) -> RowRule:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shared.chunking import chunk_size
 from shared.config.base import Problem
+from shared.config.custom import TrainerVariant
 from shared.config.derive import EnginePlace, engine_devices, engines_in, is_sharded, resolved_sync_mode
 from shared.config.run import RunConfig
 from shared.lora import LORA_RANKS
@@ -13,6 +14,12 @@ from shared.rollouts import DecodeMode
 
 _MODE = "rollout_matching.decode_mode"
 _VLLM = "rollout_matching.vllm"
+
+
+def servers_or_actors(run: RunConfig) -> Iterator[Problem]:
+    """Beside `colocate` and `hf`, to which the messages about a server that fails send the user, the list stays without harm (`derive.remarks`)."""
+    if engines_in(run) is EnginePlace.ACTORS and run.rollout_matching.vllm.server is not None:
+        yield Problem(f"{_VLLM}.server", "has no effect: under vllm.mode actors nobody asks a server", f"set {_VLLM}.mode: server, or remove the section")
 
 
 def servers_are_listed(run: RunConfig) -> Iterator[Problem]:
@@ -46,6 +53,19 @@ def staleness_has_queue(run: RunConfig) -> Iterator[Problem]:
             f"{run.rollout_matching.max_staleness} lets the queue between generation and learning run on into the next step, and there is no queue",
             "set stage2_ab.channel_b.enable_pipeline: true, or max_staleness: 0",
         )
+    elif run.rollout_matching.max_staleness and not _has_b_steps_in_a_row(run):
+        yield Problem(
+            "rollout_matching.max_staleness",
+            f"{run.rollout_matching.max_staleness} has no effect: the queue runs on from a channel-B step into the next one, and no two of them are in a row",
+            "set max_staleness: 0, or under stage2_two_channel a stage2_ab.schedule.b_ratio above 0.5",
+        )
+
+
+def _has_b_steps_in_a_row(run: RunConfig) -> bool:
+    """Were the run long enough."""
+    if run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL:
+        return run.stage2_ab.schedule.b_ratio > 0.5
+    return run.custom.trainer_variant.uses_rollouts
 
 
 def whole_model_generates(run: RunConfig) -> Iterator[Problem]:
@@ -143,13 +163,12 @@ def colocated_devices(run: RunConfig) -> Iterator[Problem]:
 
 
 def actor_devices(run: RunConfig) -> Iterator[Problem]:
-    actors = run.rollout_matching.vllm.actors
-    if actors.tensor_parallel_size > 1 and actors.gpus_per_actor is not None and 0 < actors.gpus_per_actor != actors.tensor_parallel_size:
-        yield Problem(
-            f"{_VLLM}.actors.gpus_per_actor",
-            f"{actors.gpus_per_actor:g} GPUs cannot hold an engine of tensor_parallel_size {actors.tensor_parallel_size}",
-            f"set it to {actors.tensor_parallel_size}, or remove the key",
-        )
+    gpus, size = run.rollout_matching.vllm.actors.gpus_per_actor, run.rollout_matching.vllm.actors.tensor_parallel_size
+    if gpus is None or gpus in (0, size):
+        return
+    misfit = "cannot hold an engine" if gpus < size else "are reserved for an engine"
+    larger = f"set {_VLLM}.actors.tensor_parallel_size: {gpus:g} for engines of so many devices" if gpus > size else f"set it to {size}"
+    yield Problem(f"{_VLLM}.actors.gpus_per_actor", f"{gpus:g} GPUs {misfit} of tensor_parallel_size {size}", f"{larger}, or remove the key")
 
 
 def engine_length(run: RunConfig) -> Iterator[Problem]:

@@ -76,7 +76,10 @@ def test_a_process_that_no_node_has_room_for_is_refused_by_the_key_that_makes_it
     two_nodes = [Resources(cpus=16, gpus=4)] * 2
     for changes, problem in (
         ({"rollout_matching__vllm__actors__tensor_parallel_size": 8}, "rollout_matching.vllm.actors.tensor_parallel_size: an actor of 8 GPU has to fit one"),
-        ({"rollout_matching__vllm__actors__gpus_per_actor": 5}, "rollout_matching.vllm.actors.gpus_per_actor: an actor of 5 GPU has to fit one node"),
+        (
+            {"rollout_matching__vllm__actors": {"gpus_per_actor": 5, "tensor_parallel_size": 5}},
+            "rollout_matching.vllm.actors.gpus_per_actor: an actor of 5 GPU has to fit one node",
+        ),
         ({"rollout_matching__vllm__actors__cpus_per_actor": 17}, "rollout_matching.vllm.actors.cpus_per_actor: an actor of 17 CPU has to fit one node"),
         ({"learner__gpus": 5}, "learner.gpus: a learner rank of 5 GPU has to fit one node, and the largest node of the cluster has 4; lower it, or join"),
         ({"learner__cpus": 17}, "learner.cpus: a learner rank of 17 CPU has to fit one node, and the largest node of the cluster has 16; lower it"),

@@ -85,7 +85,7 @@ REFUSED = [
     *(
         (
             {**LORA, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": mode, "learner.world_size": 2},
-            f"{VLLM}.sync.mode: '{mode}' syncs adapters alone, which 2 learner ranks cannot; set {VLLM}.sync.mode: full, or learner.world_size: 1",
+            f"{VLLM}.sync.mode: '{mode}' sends adapters alone, which works with one learner rank only, not 2; set {VLLM}.sync.mode: full, or learner.world_siz",
         )
         for mode in ("adapter", "auto")
     ),
@@ -156,7 +156,22 @@ REFUSED = [
     ),
     (
         {f"{VLLM}.actors.tensor_parallel_size": 2, f"{VLLM}.actors.gpus_per_actor": 1.0},
-        f"{VLLM}.actors.gpus_per_actor: 1 GPUs cannot hold an engine of tensor_parallel_size 2; set it to 2",
+        f"{VLLM}.actors.gpus_per_actor: 1 GPUs cannot hold an engine of tensor_parallel_size 2; set it to 2, or remove the key",
+    ),
+    (
+        {f"{VLLM}.actors.gpus_per_actor": 2.0},
+        f"{VLLM}.actors.gpus_per_actor: 2 GPUs are reserved for an engine of tensor_parallel_size 1; set {VLLM}.actors.tensor_parallel_size: 2 for engi",
+    ),
+    (
+        {f"{VLLM}.server": {"servers": [SERVER]}},
+        f"{VLLM}.server: has no effect: under vllm.mode actors nobody asks a server; set {VLLM}.mode: server, or remove the section",
+    ),
+    *(
+        (
+            {**changes, f"{MATCHING}.max_staleness": 1},
+            f"{MATCHING}.max_staleness: 1 has no effect: the queue runs on from a channel-B step into the next one, and no two of them are in a row; set max",
+        )
+        for changes in (STAGE1, {"stage2_ab.schedule.b_ratio": 0.5})
     ),
     (
         {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[1].channels": ["A"]},
@@ -171,14 +186,16 @@ REFUSED = [
 ACCEPTED = [
     {"learner.world_size": 2, "learner.parallel": "fsdp"},
     {f"{MATCHING}.max_staleness": 1},
+    {f"{MATCHING}.max_staleness": 1, "stage2_ab.schedule.b_ratio": 0.51},
+    {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{VLLM}.server": {"servers": [SERVER]}},
     {**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf"},
     {**NO_QUEUE, f"{VLLM}.mode": ...},
     {**NO_QUEUE, **STAGE1, f"{VLLM}.mode": "colocate", f"{VLLM}.tensor_parallel_size": 2},
     {**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf", f"{MATCHING}.decode_mode": "beam", f"{MATCHING}.num_beams": 4},
     {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{MATCHING}.decode_mode": "beam", f"{MATCHING}.num_beams": 4},
     {f"{VLLM}.mode": "server", f"{VLLM}.server": {"servers": [SERVER, SERVER | {"base_url": "https://b.example/rollouts"}], "infer_timeout_s": None}},
-    {f"{VLLM}.server": {"servers": [SERVER | {"base_url": "http://[fe80::1%25eth0]:8000/a_b/"}]}},
-    {f"{VLLM}.server": {"servers": [SERVER], "kind": "vllm", "timeout_s": 10, "infer_timeout_s": -1}},
+    {f"{VLLM}.mode": "server", f"{VLLM}.server": {"servers": [SERVER | {"base_url": "http://[fe80::1%25eth0]:8000/a_b/"}]}},
+    {f"{VLLM}.mode": "server", f"{VLLM}.server": {"servers": [SERVER], "kind": "vllm", "timeout_s": 10, "infer_timeout_s": -1}},
     {f"{VLLM}.sync.mode": "auto"},
     {"checkpoint.keep_best": 2},
     {f"{VLLM}.sync.transport": "nccl"},
@@ -203,7 +220,8 @@ ACCEPTED = [
     {"training.packing_buffer": 32, "training.packing_window": 64},
     {**STAGE1, "training.packing_buffer": 32, "stage2_ab.channel_b.rollouts_per_step": 48},
     *({f"{MATCHING}.decoding.temperature": temperature} for temperature in (0, 0.01, 5, 5.0)),
-    {"learner.gpus": 1, f"{VLLM}.actors.gpus_per_actor": 2.0, "learner.cpus": 0.5, f"{VLLM}.actors.cpus_per_actor": 0.5},
+    {"learner.gpus": 1, f"{VLLM}.actors": {"gpus_per_actor": 2.0, "tensor_parallel_size": 2, "num_actors": 3}},
+    {"learner.cpus": 0.5, f"{VLLM}.actors.cpus_per_actor": 0.5},
     {"learner.gpus": 0.0, f"{VLLM}.actors.gpus_per_actor": 0},
     {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": ["B"]}},
     {f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": ["A", "B"], "enabled": False}},

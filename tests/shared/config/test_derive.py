@@ -120,7 +120,7 @@ def test_the_algebra_counts_the_channels_that_the_steps_have(load, changes):
 )
 def test_rollouts_are_generated_in_the_ranks_by_actors_or_by_servers_and_only_these_are_the_runs_servers(load, changes, place, servers):
     listed = {"rollout_matching.vllm.server": {"servers": [{"base_url": "http://a:8000", "group_port": 0}]}}
-    run = load({"stage2_ab.channel_b.enable_pipeline": False, **listed, **changes})
+    run = load({"stage2_ab.channel_b.enable_pipeline": False, **({} if place is EnginePlace.ACTORS else listed), **changes})
     assert engines_in(run) is place
     section = rollout_servers(run)
     assert (0 if section is None else len(section.servers)) == servers
@@ -129,6 +129,15 @@ def test_rollouts_are_generated_in_the_ranks_by_actors_or_by_servers_and_only_th
 @pytest.mark.parametrize(("ranks", "parallel", "sharded"), [(1, "fsdp", False), (2, "ddp", False), (2, "fsdp", True)])
 def test_a_model_is_sharded_over_several_ranks_under_fsdp_alone(load, ranks, parallel, sharded):
     assert is_sharded(load({"learner.world_size": ranks, "learner.parallel": parallel})) == sharded
+
+
+def test_servers_that_are_left_in_the_file_beside_a_learner_that_generates_itself_are_remarked_on(load):
+    """The messages about a server that fails say to switch to one of the two: it is one key."""
+    listed = {"rollout_matching.vllm.server": {"servers": [{"base_url": "http://a:8000", "group_port": 0}]}, "stage2_ab.channel_b.enable_pipeline": False}
+    assert remarks(load({**listed, "rollout_matching.vllm.mode": "server"})) == ()
+    for switched in ({"rollout_matching.vllm.mode": "colocate"}, {"rollout_matching.vllm.mode": "server", "rollout_matching.rollout_backend": "hf"}):
+        (remark,) = remarks(load({**listed, **switched}))
+        assert remark.startswith("rollout_matching.vllm.server: no effect, because the learner generates itself; ")
 
 
 def test_a_learning_rate_that_only_rises_is_remarked_on_and_not_refused(load):

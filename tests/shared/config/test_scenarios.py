@@ -234,5 +234,7 @@ def test_sync_mode_is_full_unless_adapters_are_asked_for_and_can_be_served(load,
 def test_non_full_sync_mode_fails_fast_under_multi_process_learner(problems, mode):
     lora = {"model.adapter": {"kind": "lora"}, f"{MATCHING}.vllm.enable_lora": True, "learner.world_size": 2}
     (line,) = problems({**lora, f"{MATCHING}.vllm.sync.mode": mode})
-    assert line.startswith(f"{MATCHING}.vllm.sync.mode: '{mode}' syncs adapters alone, which 2 learner ranks cannot; set {MATCHING}.vllm.sync.mode: full")
+    assert line.startswith(
+        f"{MATCHING}.vllm.sync.mode: '{mode}' sends adapters alone, which works with one learner rank only, not 2; set {MATCHING}.vllm.sync.mode: full"
+    )
     assert problems({**lora, f"{MATCHING}.vllm.sync.mode": "full"}) == []
