@@ -20,9 +20,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 
+from launch.composition import as_mapping
+from shared.config import load_config
+from shared.errors import ConfigError
+
 TRIALS = "trials.jsonl"
-END_S = 120.0
-"""Longest time that a trial has to end after the sweep was interrupted: it saves its weights, and its processes end."""
+MARGIN_S = 60.0
+"""Given to an interrupted trial beyond its `timeouts.interrupt_s`, in which it saves its weights: its processes end, one after the other."""
 
 
 def is_sweep() -> bool:
@@ -30,13 +34,13 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def run_trial(console: Console) -> None:
-    """The trial that Hydra is at, as a process. Its failure is written down, and that is all it does to the sweep."""
+def run_trial(composed: DictConfig, console: Console) -> None:
+    """The trial that Hydra is at, as a process; `composed` is its configuration. Its failure is written down, and that is all it does to the sweep."""
     trial = HydraConfig.get()
     overrides, folder = list(trial.overrides.task), Path(trial.runtime.output_dir)
     console.print(f"trial     {trial.job.num}: {' '.join(overrides)}", markup=False, highlight=False)
     started_s = time.monotonic()
-    exit_code = _call([sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"])
+    exit_code = _call([sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"], end_s=end_s(composed))
     line = {
         "trial": trial.job.num,
         "overrides": overrides,
@@ -49,15 +53,24 @@ def run_trial(console: Console) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _call(command: list[str]) -> int:
-    """Wait for the command. Where the wait is interrupted, the command is told to end, and given the time for it."""
+def end_s(composed: DictConfig) -> float:
+    """Longest time in seconds that the trial has to end after the sweep was interrupted."""
+    try:
+        config = load_config(as_mapping(composed))
+    except ConfigError:
+        return MARGIN_S  # the trial says so itself, and has nothing to save
+    return config.timeouts.interrupt_s + MARGIN_S
+
+
+def _call(command: list[str], *, end_s: float) -> int:
+    """Wait for the command. Where the wait is interrupted, the command is told to end, and killed after `end_s` seconds."""
     process = subprocess.Popen(command)
     try:
         return process.wait()
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(timeout=END_S)
+            process.wait(timeout=end_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

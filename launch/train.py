@@ -25,7 +25,7 @@ def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
     with explained(console):
         if is_sweep():
-            run_trial(console)
+            run_trial(composed, console)
             return
         run(load_config(as_mapping(composed)), console)
 

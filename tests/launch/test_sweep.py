@@ -6,9 +6,11 @@ import signal
 
 import pytest
 from command_support import Command, adopt_orphans
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from launch.sweep import SweepSummary
+from launch.composition import CONF
+from launch.sweep import MARGIN_S, SweepSummary, end_s
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +51,11 @@ def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_
 def test_a_sweep_that_is_interrupted_in_its_first_trial_ends_without_an_error_of_its_own(tmp_path, capsys):
     SweepSummary().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
     assert "sweep     0 of 0 trials finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("override", "expected"), [("timeouts.interrupt_s=600.0", 600 + MARGIN_S), ("training.learning_rate=-1.0", MARGIN_S)])
+def test_an_interrupted_trial_has_the_time_of_its_own_configuration_to_save_its_weights(override, expected):
+    """A trial whose configuration is refused has nothing to save."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", overrides=["+experiment=stage2_3v1", f"++{override}"])
+    assert end_s(composed) == expected
