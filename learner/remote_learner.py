@@ -101,12 +101,14 @@ class RemoteLearner:
         self._wait(call, [self._actors[0].fall_back_to_full.remote()])
 
     def stop(self, *, timeout_s: float) -> int:
-        """The run is being ended: every rank leaves what it is learning after its present row. Returns when all are free.
+        """The run is being ended: every rank leaves what it is learning after its present row, and what it is generating before the next token. Returns when
+        all are free.
 
         The number is that of the finished updates, which the weights are of. `timeout_s` is the configuration's timeouts.interrupt_s.
         """
         call = _Wait("stop", timeout_s, "timeouts.interrupt_s")
-        self._all(call, lambda rank: self._actors[rank].stop.remote())
+        # Not waited for by itself: a rank that has not been told does not become free, and the limit is one for both.
+        self._together(lambda: [actor.stop.remote() for actor in self._actors])
         num_updates: int = self._all(call, lambda rank: self._actors[rank].num_updates.remote())[0]
         return num_updates
 

@@ -83,7 +83,7 @@ def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_beh
 
 
 def test_an_answer_that_does_not_come_names_the_phase_the_key_and_what_to_check(learner):
-    with pytest.raises(LearnerError, match=r"next_requests on the learner: no answer from it after timeouts\.learn_s = 0\.5 s; check its stack"):
+    with pytest.raises(LearnerError, match=r"next_requests on the learner: no answer from the learner after timeouts\.learn_s = 0\.5 s; check its stack"):
         learner(learn_s=0.5).next_requests(StepPlan(0, "A", 1, 1, False, False))
 
 
@@ -175,4 +175,4 @@ def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call
         remote.finish_step()
     with pytest.raises(TypeError):  # nobody answers here
         remote.stop(timeout_s=1.0)
-    assert asked == [("finish_step", 0), ("finish_step", 1), ("stop", 0), ("stop", 1)]
+    assert asked == [(call, rank) for call in ("finish_step", "stop", "num_updates") for rank in (0, 1)]
