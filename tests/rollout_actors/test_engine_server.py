@@ -20,7 +20,7 @@ from serve_process import ServeProcess, ServerPool, serve_process
 from rollout_actors.backends.server_command import serve_arguments
 from rollout_actors.backends.vllm_server import ServerClient
 from rollout_actors.server import messages
-from shared.errors import RolloutError, WeightSyncError
+from shared.errors import RolloutError, UnreachableError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.weight_sync import sync_weights
 
@@ -93,6 +93,17 @@ def test_a_server_refuses_what_its_engine_would(pool: ServerPool, learner: Small
     with pytest.raises(RolloutError, match=r"refused the call: HTTP 400: requests\[0\]\.prompt_token_ids"):
         pool.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 64)])
     assert len(pool.generate([request])) == 1
+
+
+def test_an_image_that_its_engine_cannot_decode_is_final_and_the_server_goes_on(pool: ServerPool, learner: SmallLearner) -> None:
+    sound = learner.request(0)
+    (image,) = sound.images
+    assert image.data is not None
+    cut_off = replace(sound, images=(replace(image, data=image.data[: len(image.data) // 2]),))
+    with pytest.raises(RolloutError, match=rf"refused the call: HTTP 422: image 0 of sample {sound.sample_id} .*cannot be decoded") as caught:
+        pool.generate([cut_off])
+    assert not isinstance(caught.value, UnreachableError)
+    assert len(pool.generate([sound])) == 1
 
 
 @pytest.mark.parametrize("phase", ["rendezvous", "wire"])
