@@ -81,8 +81,8 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
         return [Resources(cpus=float(len(os.sched_getaffinity(0))), gpus=float(torch.cuda.device_count()))]
     import ray
 
+    connect(config)
     try:
-        connect(config)
         return nodes_there()
     finally:
         ray.shutdown()

@@ -100,8 +100,9 @@ def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_proces
 def test_a_killed_actor_ends_the_run_with_its_name_and_leaves_no_process(command):
     run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
     run.wait_for("step    2/500")
-    engines = [pid for pid, line in run.processes().items() if "VLLM::EngineCore" in line]
-    assert len(engines) == 3
+    processes = run.processes()
+    engines = [pid for pid, line in processes.items() if "VLLM::EngineCore" in line]
+    assert len(engines) == 3, f"{processes}\n{run.output}"
     # What an actor's own process is called changes with its task.
     os.kill(psutil.Process(engines[0]).ppid(), signal.SIGKILL)
     assert run.process.wait(timeout=120) == 1, run.output
