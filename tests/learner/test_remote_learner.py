@@ -167,7 +167,15 @@ class Asked:
         self._asked.append((self._name, self._rank))
 
 
-def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call(ray_cluster):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where the tests were started in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call(ray_cluster, interruptible):
     """Else one rank would be in the collectives of a step's end, and the other in those of the checkpoint that follows."""
     asked = []
     remote = RemoteLearner([Asked(rank, asked) for rank in (0, 1)], TimeoutsSection())
