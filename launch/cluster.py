@@ -11,9 +11,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from launch.machine import connect, nodes_there
 from launch.placement import Placement, Resources, plan_placement
 from launch.rank_rollouts import RankRollouts
+from launch.ray_connection import connect, nodes_there
 from launch.run_engines import settings_of_run
 from learner.actor import STOPPING, LearnerActor
 from learner.place import LearnerPlace, ReceiverGroup

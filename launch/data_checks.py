@@ -24,6 +24,16 @@ class DataFacts:
     num_val_skipped: int
     """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
 
+    @classmethod
+    def of(cls, train: Dataset, val: Dataset | None) -> DataFacts:
+        samples = [sample for dataset in (train, val) if dataset is not None for sample in dataset]
+        return cls(
+            max_images=max(len(sample.images) for sample in samples),
+            max_image_pixels=max(sample.width * sample.height for sample in samples),
+            num_train_skipped=train.num_skipped,
+            num_val_skipped=0 if val is None else val.num_skipped,
+        )
+
     def describe(self) -> list[str]:
         """One line about the rows that were left out; none where none was."""
         if not self.num_train_skipped + self.num_val_skipped:
@@ -32,7 +42,12 @@ class DataFacts:
 
 
 def check_data(config: RunConfig) -> DataFacts:
-    """Read every row of the run's data files and, where `data.check_images`, every image, as the learner will.
+    """What `load_data` finds, without keeping it. Raises as it does."""
+    return DataFacts.of(*load_data(config))
+
+
+def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
+    """Training and validation data. Read every row of the run's data files and, where `data.check_images`, every image, as the learner will.
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
@@ -42,17 +57,11 @@ def check_data(config: RunConfig) -> DataFacts:
         raise ConfigError(problems)
     train = load_checked(config, "data.train", config.data.train)
     val = None if config.data.val is None else load_checked(config, "data.val", config.data.val)
-    samples = [sample for dataset in (train, val) if dataset is not None for sample in dataset]
-    return DataFacts(
-        max_images=max(len(sample.images) for sample in samples),
-        max_image_pixels=max(sample.width * sample.height for sample in samples),
-        num_train_skipped=train.num_skipped,
-        num_val_skipped=0 if val is None else val.num_skipped,
-    )
+    return train, val
 
 
 def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
-    """The file that `key` names, read as `check_data` does, with its errors."""
+    """The file that `key` names, read as `load_data` does, with its errors."""
     if not path.is_file():
         raise ConfigError(
             f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for data=demo_polygons), or set {key} to a JSONL file"

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.placement import Placement
 from learner.logits import LOGIT_CHUNK
 from learner.parts import Part, find_part, part_of, section_of
 from rollout_actors.engine_settings import Device
 from shared.config import RunConfig
-from shared.config.derive import is_sharded, resolved_sync_mode
+from shared.config.derive import is_sharded, resolved_sync_mode, rollout_servers
 from shared.errors import ConfigError
+from shared.transports import Transport
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CACHE_BLOCK = 128
@@ -175,6 +177,14 @@ def shared_device_estimate(config: RunConfig, learner: Estimate, engine: Estimat
         Estimate("learner rank and engine on one GPU, while the engine works", at_work),
         key=lambda estimate: estimate.total,
     )
+
+
+def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> int:
+    """Bytes of memory that the learner keeps for its syncs beside its weights: all of them, merged, where engines of its own machine read them there."""
+    section = rollout_servers(config)
+    reads_here = bool(placement.engines) if section is None else any(server.is_loopback for server in section.servers)
+    shares = reads_here and placement.transport == Transport.GLOO and resolved_sync_mode(config) == "full"
+    return shape.num_parameters * BYTES[config.model.dtype] if shares else 0
 
 
 def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:

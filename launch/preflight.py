@@ -6,10 +6,11 @@ Prints what will be placed where and what it is going to need, then every proble
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import hydra
 from omegaconf import DictConfig
@@ -17,17 +18,22 @@ from rich.console import Console
 
 from launch.command import explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.machine import Needs, cluster_nodes, device_memory
-from launch.memory_estimate import ModelShape, engine_estimate, learner_estimate, sequences_in_cache, shared_device_estimate
+from launch.data_checks import DataFacts, load_data
+from launch.device_memory import DeviceMemory, Needs, device_memory
+from launch.memory_estimate import ModelShape, engine_estimate, in_gib, learner_estimate, sequences_in_cache, shared_device_estimate, synced_bytes
 from launch.path_checks import path_problems
 from launch.placement import Placement, Resources, plan_placement
+from launch.ray_connection import cluster_nodes
 from launch.run_engines import settings_of_run
 from launch.server_checks import ask_servers, port_problems
 from launch.version_checks import version_problems
-from rollout_actors.engine_settings import Device
+from rollout_actors.engine_settings import Device, EngineSettings
 from shared.config import RunConfig, load_config
 from shared.config.derive import batch_algebra, engine_devices, rank_name, remarks, rollout_servers
+from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -36,10 +42,20 @@ class Findings:
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    max_images: int = 1
-    """Of a sample of the data; 1 where they could not be read."""
-    max_image_pixels: int = 0
-    """Of an image of the data; 0 where they could not be read."""
+
+    def check(self, find: Callable[[], Iterable[str]]) -> None:
+        """Note the problems that `find` gives, or those that it ends with."""
+        self.problems += self.attempt(lambda: list(find())) or ()
+
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """What `make` returns; None where it ends with problems, which are noted."""
+        try:
+            return make()
+        except ConfigError as error:
+            self.problems += error.problems
+        except RecordError as error:
+            self.problems.append(str(error))
+        return None
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -64,66 +80,56 @@ def preflight(config: RunConfig) -> Findings:
     if engine_devices(config) is not None:
         findings.lines += batch_algebra(config).describe()
     findings.lines += (f"note      {remark}" for remark in remarks(config))
-    for find in (version_problems, path_problems, port_problems, partial(_data_problems, findings)):
-        findings.problems += _all_of(find, config)
-    placement = _placement(config, findings)
-    findings.problems += _all_of(lambda config: _servers(config, placement, findings), config)
+    for find in (version_problems, path_problems, port_problems):
+        findings.check(partial(find, config))
+    data = findings.attempt(lambda: load_data(config))
+    facts = None if data is None else DataFacts.of(*data)
+    if data is not None:
+        findings.attempt(lambda: _require_learnable(config, *data))
+    shape = findings.attempt(lambda: ModelShape.read(Path(config.model.path)))
+    nodes = findings.attempt(lambda: cluster_nodes(config))
+    placement = None if nodes is None else findings.attempt(lambda: plan_placement(config, nodes))
+    expected = None
+    if nodes is not None and placement is not None:
+        findings.lines += _describe(config, placement, nodes)
+        findings.attempt(lambda: _require_offload(config, placement))
+        if shape is not None:
+            findings.check(lambda: _memory(config, placement, shape, len(nodes), findings))
+            expected = settings_of_run(config, placement, max_images=1 if facts is None else facts.max_images)
+    findings.check(lambda: _servers(config, expected, 0 if facts is None else facts.max_image_pixels, findings))
     return findings
 
 
-def _all_of(find: Callable[[RunConfig], Iterable[str]], config: RunConfig) -> list[str]:
-    """The problems of one check, raised or returned."""
-    try:
-        return list(find(config))
-    except ConfigError as error:
-        return list(error.problems)
-    except RecordError as error:
-        return [str(error)]
-
-
-def _data_problems(findings: Findings, config: RunConfig) -> Iterable[str]:
-    """As `launch.train` finds them, and what the learner would: coord tokens, and samples that are too long."""
-    from launch.data_checks import check_data
+def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -> None:
+    """What the learner would find: coord tokens that are missing, and samples that are too long."""
     from learner.heldout import HeldOut
     from learner.lengths import require_lengths
     from learner.loading import load_tokens
-    from learner.samples import load_samples
     from learner.segments import PromptEncoder
     from shared.config.derive import num_b_steps
 
-    facts = check_data(config)
-    findings.max_images, findings.max_image_pixels = facts.max_images, facts.max_image_pixels
     tokens = load_tokens(config)
     encoder = PromptEncoder(tokens.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
     longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
-    require_lengths(load_samples(config, config.data.train), encoder, tokens.codec, max_new_tokens=longest, global_max_length=config.global_max_length)
-    if config.data.val is not None:
-        HeldOut.of(config, load_samples(config, config.data.val), tokens)
-    return []
+    require_lengths(train, encoder, tokens.codec, max_new_tokens=longest, global_max_length=config.global_max_length)
+    if val is not None:
+        HeldOut.of(config, val, tokens)
 
 
-def _placement(config: RunConfig, findings: Findings) -> Placement | None:
-    """What will be placed where, what it needs there, and whether that is there. None: that cannot be said."""
-    try:
-        nodes = cluster_nodes(config)
-        placement = plan_placement(config, nodes)
-        shape = ModelShape.read(Path(config.model.path))
-    except ConfigError as error:
-        findings.problems += error.problems
-        return None
-    findings.lines += _describe(config, placement, nodes)
-    findings.problems += _all_of(lambda config: _offload(config, placement), config)
-    findings.problems += _memory(config, placement, shape, findings)
-    return placement
+def _require_offload(config: RunConfig, placement: Placement) -> None:
+    import torch
+
+    from learner.offload import require_offload
+
+    require_offload(config, torch.device(placement.learner_device))
 
 
-def _servers(config: RunConfig, placement: Placement | None, findings: Findings) -> Iterable[str]:
-    """What the servers say, and what that makes of the run's rounds."""
+def _servers(config: RunConfig, expected: EngineSettings | None, max_image_pixels: int, findings: Findings) -> Iterator[str]:
+    """What the servers say, and what that makes of the run's rounds. What is expected of them, and the largest image, as `ask_servers` wants them."""
     section = rollout_servers(config)
     if section is None:
         return
-    settings = None if placement is None else settings_of_run(config, placement, max_images=findings.max_images)
-    answers = ask_servers(section, settings, max_image_pixels=findings.max_image_pixels)
+    answers = ask_servers(section, expected, max_image_pixels=max_image_pixels)
     findings.lines += answers.lines
     yield from answers.problems
     if answers.devices is not None:
@@ -131,15 +137,6 @@ def _servers(config: RunConfig, placement: Placement | None, findings: Findings)
             findings.lines += batch_algebra(config, answers.devices).describe()
         except ValueError as error:
             yield f"rollout_matching.decode_batch_size: {error}"
-
-
-def _offload(config: RunConfig, placement: Placement) -> Iterable[str]:
-    import torch
-
-    from learner.offload import require_offload
-
-    require_offload(config, torch.device(placement.learner_device))
-    return []
 
 
 def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> list[str]:
@@ -167,24 +164,41 @@ def _devices(placement: Placement) -> str:
     return "1 device" if placement.devices_per_engine == 1 else f"{placement.devices_per_engine} devices"
 
 
-def _memory(config: RunConfig, placement: Placement, shape: ModelShape, findings: Findings) -> list[str]:
+def _memory(config: RunConfig, placement: Placement, shape: ModelShape, num_nodes: int, findings: Findings) -> Iterator[str]:
+    """What the processes need, against the memory of this machine's devices as far as these are theirs."""
     there = device_memory(placement.learner_device)
-    learner = learner_estimate(config, shape)
-    findings.lines.append(f"memory    {learner.describe()}")
-    if not _starts_engines(config):
-        return there.problems(Needs(learner, len(placement.ranks)))
+    needs = Needs(learner_estimate(config, shape), len(placement.ranks), synced=synced_bytes(config, placement, shape))
+    findings.lines.append(f"memory    {needs.learner.describe()}")
+    if there is None:
+        findings.lines.append("memory    not compared, and engines not estimated: this machine has no GPU to ask; preflight on a node that has one does both")
+        return
+    if _starts_engines(config):
+        needs = _with_engines(config, placement, shape, there, needs)
+        assert needs.engine is not None
+        fit, asked = sequences_in_cache(config, shape, needs.engine, placement.devices_per_engine), config.rollout_matching.decode_batch_size
+        is_sized = config.rollout_matching.vllm.kv_cache_memory_bytes is None and there.device is Device.CPU
+        sized = " (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as these)" if is_sized else ""
+        decoded = f"the cache holds {fit} of the longest sequences, {asked * placement.devices_per_engine} are decoded{sized}"
+        findings.lines += [f"memory    {needs.engine.describe()}; {decoded}", *(f"memory    {shared.describe()}" for shared in (needs.shared,) if shared)]
+        if fit < 1:
+            yield "rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"
+    if needs.synced:
+        findings.lines.append(f"memory    weights in shared memory, for syncs on this machine: {in_gib(needs.synced)}")
+    if num_nodes == 1:
+        yield from there.problems(needs)
+    elif there.device is Device.CUDA:
+        findings.lines.append("memory    compared with this machine's GPUs: those of the other nodes are taken to be like them")
+        yield from there.problems(needs)
+    else:
+        findings.lines.append(f"memory    not compared: which of the {num_nodes} nodes a process comes to, and what the other nodes have, is not known here")
+
+
+def _with_engines(config: RunConfig, placement: Placement, shape: ModelShape, there: DeviceMemory, needs: Needs) -> Needs:
     in_ranks, devices = not placement.engines, placement.devices_per_engine
     engine = engine_estimate(config, shape, devices, there.device, there.total)
-    fit, asked = sequences_in_cache(config, shape, engine, devices), config.rollout_matching.decode_batch_size
-    is_sized = config.rollout_matching.vllm.kv_cache_memory_bytes is None and there.device is Device.CPU
-    sized = " (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as these)" if is_sized else ""
-    findings.lines.append(f"memory    {engine.describe()}; the cache holds {fit} of the longest sequences, {asked * devices} are decoded{sized}")
-    shared = shared_device_estimate(config, learner, engine) if in_ranks and there.device is Device.CUDA else None
-    if shared is not None:
-        findings.lines.append(f"memory    {shared.describe()}")
-    no_room = "rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"
+    shared = shared_device_estimate(config, needs.learner, engine) if in_ranks and there.device is Device.CUDA else None
     num_engines = len(placement.ranks) if in_ranks else len(placement.engines)
-    return ([no_room] if fit < 1 else []) + there.problems(Needs(learner, len(placement.ranks), engine, devices * num_engines, shared))
+    return replace(needs, engine=engine, num_engine_devices=devices * num_engines, shared=shared)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,17 @@ from safetensors.torch import save_file
 from tiny_qwen import FAMILIES, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
-from launch.machine import DeviceMemory, Needs
-from launch.memory_estimate import Estimate, ModelShape, engine_estimate, learner_estimate, num_trainable, sequences_in_cache, shared_device_estimate
+from launch.device_memory import DeviceMemory, Needs, container_limits, device_memory
+from launch.memory_estimate import (
+    Estimate,
+    ModelShape,
+    engine_estimate,
+    learner_estimate,
+    num_trainable,
+    sequences_in_cache,
+    shared_device_estimate,
+    synced_bytes,
+)
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
 from learner.loading import load_model
@@ -149,3 +158,51 @@ def test_on_cpu_all_processes_share_the_machine():
     assert DeviceMemory(Device.CPU, 2 * 120 + 3 * 60).problems(needs) == []
     (problem,) = DeviceMemory(Device.CPU, 2 * 120 + 3 * 60 - 1).problems(needs)
     assert problem.startswith("cluster.address: the processes need about")
+
+
+def test_on_cpu_the_weights_that_a_sync_shares_are_counted_too():
+    needs = Needs(LEARNER, 2, ENGINE, 3, synced=70)
+    total = 2 * LEARNER.total + 3 * ENGINE.total + 70
+    assert DeviceMemory(Device.CPU, total).problems(needs) == []
+    (problem,) = DeviceMemory(Device.CPU, total - 1).problems(needs)
+    assert "weights in shared memory" in problem
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ({"mode": "actors"}, True),
+        ({"mode": "actors", "enable_lora": True, "sync": {"mode": "adapter"}}, False),
+        ({"mode": "server", "server": {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}}, True),
+        ({"mode": "server", "server": {"servers": [{"base_url": "http://10.0.0.2:1", "group_port": 0}]}}, False),
+        ({"mode": "colocate"}, False),
+    ],
+)
+def test_weights_are_shared_with_engines_of_the_same_machine_that_take_all_of_them(config, shape, backend, expected):
+    changes = {"model__adapter": {"kind": "lora", "rank": 4}} if "enable_lora" in backend else {}
+    run = config(rollout_matching__vllm=backend, stage2_ab__channel_b__enable_pipeline=backend["mode"] != "colocate", **changes)
+    synced = synced_bytes(run, plan_placement(run, [Resources(cpus=8, gpus=0)]), shape)
+    assert synced == (4 * shape.num_parameters if expected else 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limits"),
+    [
+        ("0::/\n", {"memory.max": "1000\n"}, [1000]),
+        ("0::/a/b\n", {"memory.max": "max\n", "a/memory.max": "700\n", "a/b/memory.max": "max\n"}, [700]),
+        ("0::/not/mounted/here\n", {"memory.max": "500\n"}, [500]),
+        ("4:memory:/x\n3:cpuset:/x\n0::/\n", {"memory/x/memory.limit_in_bytes": "300\n", "memory/memory.limit_in_bytes": "9000\n"}, [300, 9000]),
+        ("0::/\n", {}, []),
+    ],
+)
+def test_a_containers_limit_is_read_from_every_control_group_around_the_process(tmp_path, monkeypatch, own, files, limits):
+    """Of either version of control groups; without them there is no limit."""
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text)
+    monkeypatch.setattr("launch.device_memory.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("launch.device_memory.CGROUPS", tmp_path / "cgroup")
+    assert list(container_limits()) == limits
+    there = device_memory(Device.CPU)
+    assert there is not None and (there.total == min(limits) if limits else there.total > 2**30)

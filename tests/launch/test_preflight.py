@@ -17,11 +17,13 @@ from fastapi import FastAPI
 from PIL import Image
 from ray.exceptions import AuthenticationError
 
-from launch.machine import DeviceMemory
+from launch.device_memory import DeviceMemory
 from launch.path_checks import path_problems
+from launch.placement import Resources
 from launch.preflight import preflight
 from launch.server_checks import ask_servers, port_problems
 from launch.version_checks import version_problems
+from learner.samples import load_samples
 from rollout_actors.server.app import make_app
 from shared.config.derive import rollout_servers
 
@@ -253,6 +255,50 @@ def test_a_cache_that_is_too_small_hides_no_other_lack_of_memory(config, monkeyp
     monkeypatch.setattr("launch.preflight.device_memory", lambda device: DeviceMemory(device, 2**20))
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
     assert [problem.split(": ")[0] for problem in findings.problems] == ["rollout_matching.vllm.kv_cache_memory_bytes", "cluster.address"]
+
+
+def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_memory_not_compared(config, monkeypatch):
+    """A head or login node: what hangs there is not the run's."""
+    monkeypatch.setattr("launch.preflight.cluster_nodes", lambda config: [Resources(cpus=4, gpus=0), Resources(cpus=16, gpus=4)])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    findings = preflight(config())
+    assert findings.problems == []
+    text = "\n".join(findings.lines)
+    assert "place     rollout-actor-0: 1 GPU" in text and "weights   travel by nccl" in text
+    assert "memory    learner rank: " in text
+    assert findings.lines[-1].startswith("memory    not compared, and engines not estimated: this machine has no GPU to ask; ")
+
+
+def test_the_processes_of_several_cpu_nodes_are_not_held_against_the_memory_of_one_machine(config, monkeypatch):
+    monkeypatch.setattr("launch.preflight.device_memory", lambda device: DeviceMemory(device, 2**20))
+    one, two = ([Resources(cpus=8, gpus=0)] * number for number in (1, 2))
+    monkeypatch.setattr("launch.preflight.cluster_nodes", lambda config: one)
+    assert [problem.split(": ")[0] for problem in preflight(config()).problems] == ["cluster.address"]
+    monkeypatch.setattr("launch.preflight.cluster_nodes", lambda config: two)
+    findings = preflight(config())
+    assert findings.problems == []
+    assert findings.lines[-1].startswith("memory    not compared: which of the 2 nodes a process comes to")
+
+
+def test_gpus_of_other_nodes_are_said_to_be_taken_for_ones_like_this_machines(config, monkeypatch):
+    monkeypatch.setattr("launch.preflight.cluster_nodes", lambda config: [Resources(cpus=16, gpus=4)] * 2)
+    monkeypatch.setattr("launch.preflight.device_memory", lambda device: DeviceMemory(device, 2**20))
+    findings = preflight(config())
+    assert findings.lines[-1] == "memory    compared with this machine's GPUs: those of the other nodes are taken to be like them"
+    assert [problem.split(": ")[0] for problem in findings.problems] == ["learner.gpus", "rollout_matching.vllm.kv_cache_memory_bytes"]
+
+
+def test_the_data_are_read_once(config, monkeypatch):
+    read = []
+
+    def load(config, path):
+        read.append(path)
+        return load_samples(config, path)
+
+    monkeypatch.setattr("launch.data_checks.load_samples", load)
+    run = config()
+    assert preflight(run).problems == []
+    assert read == [run.data.train, run.data.val]
 
 
 def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(demo_checkpoint, demo_data, tmp_path):
