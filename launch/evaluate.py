@@ -45,6 +45,7 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
     # Whatever generated in the run: a checkpoint is evaluated by actors of this command's own, which serve it as it is.
     "rollout_matching.rollout_backend": "vllm",
     "rollout_matching.vllm.mode": "actors",
+    "rollout_matching.vllm.server": None,
     "rollout_matching.vllm.tensor_parallel_size": None,
     "rollout_matching.vllm.enable_lora": False,
     "rollout_matching.vllm.sync.mode": "full",

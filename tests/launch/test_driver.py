@@ -268,11 +268,11 @@ def test_with_staleness_1_generation_and_learning_wait_for_each_other_only_at_th
 
 def test_with_staleness_1_no_round_is_begun_early_across_a_channel_a_step(tmp_path):
     world = World()
-    run(tmp_path, world, **STALE | {"stage2_ab__schedule__b_ratio": 0.5, "training__max_steps": 6})
+    run(tmp_path, world, **STALE | {"stage2_ab__schedule__b_ratio": 0.75, "training__max_steps": 6})
     channels = [event[2] for event in world.log if event[0] == "begin"]
-    assert channels == ["A", "B"] * 3
+    assert channels == ["A", "B", "B", "B", "A", "B"]
     versions = dict(submissions(world))
-    assert {step: {version for s, version in submissions(world) if s == step} for step in versions} == {1: {2}, 3: {3}, 5: {4}}
+    assert {step: {version for s, version in submissions(world) if s == step} for step in versions} == {1: {2}, 2: {2, 3}, 3: {3, 4}, 5: {5}}
 
 
 def test_without_the_queue_or_staleness_every_round_has_its_own_steps_weights(tmp_path):
