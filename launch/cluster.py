@@ -124,7 +124,9 @@ class Cluster:
             )
             for rank, resources in enumerate(placement.ranks)
         ]
-        return RemoteLearner(actors, self._config.timeouts)
+        learner = RemoteLearner(actors, self._config.timeouts)
+        self._ends.callback(learner.close)
+        return learner
 
     def _place_actors(self, placement: Placement, group: PlacementGroup) -> ActorPool:
         config = self._config

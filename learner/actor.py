@@ -83,6 +83,12 @@ class LearnerActor:
         """Beside whatever else the rank is doing."""
         self._learner.stop()
 
+    @ray.method(concurrency_group=STOPPING)
+    def close(self) -> None:
+        """End the backend beside the learner, if there is one, whatever it is doing: this process is going to be killed."""
+        if self._backend is not None:
+            self._backend.close()
+
     def num_updates(self) -> int:
         return self._learner.num_updates
 

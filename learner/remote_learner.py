@@ -18,7 +18,7 @@ from shared.config import RunConfig
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, LearnerError, ended, late
 from shared.evaluation import Scene
-from shared.protocols import MakeBackend
+from shared.protocols import CLOSE_S, MakeBackend
 from shared.reports import RankReport, StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
@@ -50,6 +50,7 @@ class RemoteLearner:
         # Its thread starts here: an interruption of a start would make the pool forget the thread, and start another beside it.
         self._asking.submit(int).result()
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner")
+        self._has_backends = False
         self.num_threads = 0
         """Of torch in each rank's process, once they have started."""
         self.received_version = 0
@@ -57,6 +58,7 @@ class RemoteLearner:
 
     def start(self, config: RunConfig, places: Sequence[LearnerPlace], make_backend: MakeBackend | None = None) -> None:
         """Returns when every rank has loaded model and data and, where there is one, its backend. Raises what a rank finds wrong with them."""
+        self._has_backends = make_backend is not None
         starting = _Wait("start", self._timeouts.start_s, "timeouts.start_s")
         if len(places) > 1:
             (endpoint,) = self._wait(starting, [self._actors[0].open_rendezvous.remote(config)])
@@ -116,6 +118,11 @@ class RemoteLearner:
         """Every rank takes part; rank 0 writes. Raises StorageError. `timeout_s`: what is left of timeouts.interrupt_s when a run is being ended."""
         limit_s, key = (self._timeouts.learn_s, "timeouts.learn_s") if timeout_s is None else (timeout_s, "timeouts.interrupt_s")
         self._all(_Wait("save", limit_s, key), lambda rank: self._actors[rank].save.remote(folder))
+
+    def close(self) -> None:
+        """End the engines beside the ranks, in order and within `CLOSE_S`; whose process does not answer keeps its engine. Twice is harmless."""
+        closing = [actor.close.remote() for actor in self._actors if self._has_backends]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
 
     # Where the ranks generate their own rollouts
 

@@ -42,6 +42,7 @@ from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
 from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import RolloutError
+from shared.protocols import CLOSE_S
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import SyncPhase
@@ -138,7 +139,7 @@ class ColocatedLLM:
 
     def shut_down(self) -> None:
         """End the engine, its processes and its hold on memory."""
-        self._llm.llm_engine.engine_core.shutdown()
+        self._llm.llm_engine.engine_core.shutdown(timeout=CLOSE_S)
         del self._llm, self._updates, self._intake
         gc.collect()
 

@@ -60,6 +60,10 @@ class EngineActor:
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))
 
+    async def close(self) -> None:
+        """End the engine's processes in order. Whatever is being generated fails."""
+        self._engine.close()
+
     async def _or_exit(self, work: Awaitable[T]) -> T:
         try:
             return await work

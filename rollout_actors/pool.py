@@ -16,7 +16,7 @@ from rollout_actors.backends.http_client import TRIES
 from rollout_actors.round_queue import Piece, RoundQueue
 from shared.chunking import chunk_size, cut_rounds
 from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError, ended, late
-from shared.protocols import Round
+from shared.protocols import CLOSE_S, Round
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync import MARGIN_S, SyncPhase
 
@@ -114,6 +114,7 @@ class ActorPool:
         self._decode_batch_size, self._learner_ranks = decode_batch_size, learner_ranks
         self._asks_next_on_failure = asks_next_on_failure
         self._version = 0
+        self._has_begun = False
         self._round: Future[Any] | None = None
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="actor-pool")
         self.devices: tuple[int, ...] = () if devices is None else tuple(devices)
@@ -125,6 +126,7 @@ class ActorPool:
         Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round.
         """
         call = _Call("start", self._timeouts.start, "the actor's log for what it is loading, and the machine's free memory", RolloutError)
+        self._has_begun = True
         self.devices = tuple(_all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()]))
         try:
             self._chunk()
@@ -164,7 +166,11 @@ class ActorPool:
         return self._threads.submit(self._receive, offer)
 
     def close(self) -> None:
-        """End every actor and with it its engine's processes. Whoever still waits is told so. Twice is harmless."""
+        """End every actor and with it its engine's processes: in order, all at once, and after `CLOSE_S` whatever is left of them. Whoever still waits is told
+        so. Twice is harmless."""
+        # One that was never asked to start has nothing to end, and may still be importing vllm.
+        closing = [actor.close.remote() for actor in self._actors if self._has_begun]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
         for actor in self._actors:
             ray.kill(actor)
         self._threads.shutdown(wait=True)

@@ -24,6 +24,7 @@ from rollout_actors.vllm_requests import engine_arguments, probe_params, probe_p
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError
+from shared.protocols import CLOSE_S
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
@@ -116,7 +117,8 @@ class VllmEngine:
     def close(self) -> None:
         """End the engine's processes. Twice is harmless."""
         if self._llm is not None:
-            self._llm.shutdown()
+            # vLLM's own limit is less than what it waits for inside.
+            self._llm.shutdown(timeout=CLOSE_S)
         self._llm = self._intake = None
         self._shut = "it was closed"
 

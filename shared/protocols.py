@@ -13,6 +13,11 @@ Round = list[list[Any]]
 """References to the requests, or then to the rollouts, of one round: those of each learner rank, in position order."""
 
 
+CLOSE_S = 15.0
+"""Given to engines to end in order, before their processes are killed: what has a name in the system, such as the memory that the processes of an engine
+over several devices share, is left behind by a kill. vLLM gives each of those processes up to 9 s; an engine of one device ends at once."""
+
+
 class RolloutBackend(Protocol):
     """Something that turns requests into rollouts and takes weights."""
 

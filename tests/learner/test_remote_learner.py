@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -13,6 +14,7 @@ from learner.place import LearnerPlace, ReceiverGroup
 from learner.remote_learner import RemoteLearner
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError, WeightSyncError
+from shared.protocols import CLOSE_S
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
 
@@ -53,6 +55,10 @@ class Shell:
 
     @ray.method(concurrency_group=STOPPING)
     def stop(self):
+        self.told_to_stop.set()
+
+    @ray.method(concurrency_group=STOPPING)
+    def close(self):
         self.told_to_stop.set()
 
     def num_updates(self):
@@ -184,3 +190,19 @@ def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call
     with pytest.raises(TypeError):  # nobody answers here
         remote.stop(timeout_s=1.0)
     assert asked == [(call, rank) for call in ("finish_step", "stop", "num_updates") for rank in (0, 1)]
+
+
+def test_closing_reaches_a_rank_that_is_busy_and_does_not_wait_for_one_that_has_ended(learner):
+    closed = learner()
+    with pytest.raises(ConfigError):
+        closed.start(None, [LearnerPlace("inproc", ())], make_backend=dict)
+    with ThreadPoolExecutor(1) as threads:
+        busy = threads.submit(closed.score, [[]])
+        time.sleep(1)
+        closed.close()
+        assert busy.result(timeout=20) == [], "it was told while it worked"
+    with pytest.raises(LearnerError):
+        closed.finish_step()
+    started = time.monotonic()
+    closed.close()
+    assert time.monotonic() - started < CLOSE_S

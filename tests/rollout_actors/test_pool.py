@@ -12,6 +12,7 @@ from fake_actors import create_fake_actor
 
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.errors import ConfigError, RolloutError, WeightSyncError
+from shared.protocols import CLOSE_S
 from shared.rollouts import WeightOffer
 
 pytestmark = pytest.mark.ray
@@ -175,3 +176,12 @@ def test_closing_twice_is_harmless_and_ends_whoever_still_waits(make_pool: MakeP
     pool.close()
     with pytest.raises(RolloutError, match="its process has ended"):
         waiting.result(timeout=60)
+
+
+@pytest.mark.parametrize(("trouble", "seconds"), [("", 0.0), ("slow", 1.0), ("fail", 0.0), ("die", 0.0), ("sleep", CLOSE_S)])
+def test_every_actor_may_end_its_engine_in_order_and_none_is_waited_for_longer_than_the_limit(make_pool: MakePool, trouble: str, seconds: float) -> None:
+    pool = make_pool("close", trouble)
+    pool.start()
+    started = time.monotonic()
+    pool.close()
+    assert seconds <= time.monotonic() - started < seconds + 4

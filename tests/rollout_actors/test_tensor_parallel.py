@@ -15,13 +15,21 @@ from shared.weight_sync import sync_weights
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 
+def named_memory() -> set[str]:
+    """Python's, and that of vLLM's own kernels."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm_"))}
+
+
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[ActorPool]:
+    before = named_memory()
     actor = create_actor("actor-0", small_settings(demo_checkpoint, tensor_parallel_size=2), 0)
     pool = ActorPool([actor], ["actor-0"], TIMEOUTS, decode_batch_size=4)
     pool.start()
     yield pool
+    assert {"psm", "vllm"} <= {name.split("_")[0] for name in named_memory() - before}, "what the engine's processes share while they live"
     pool.close()
+    assert named_memory() <= before, "a kill alone would have left it behind"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from shared.weight_sync import SyncPhase
 
 
 class FakeActor:
-    """`trouble` is `slow`, `sleep`, `die`, `fail`, `unreachable` or nothing, in `phase`: `start`, `generate` or one of a sync."""
+    """`trouble` is `slow`, `sleep`, `die`, `fail`, `unreachable` or nothing, in `phase`: `start`, `generate`, `close` or one of a sync."""
 
     def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
         self._name, self._phase, self._trouble = name, phase, trouble
@@ -32,6 +32,9 @@ class FakeActor:
         await self._reach(phase)
         seconds = {"actor-0": 1.0, "actor-1": 2.0}[self._name]
         return SyncReport(offer.version, 10, {"wire": seconds}, canary_max_abs=seconds * 1e-6) if phase is SyncPhase.CANARY else None
+
+    async def close(self) -> None:
+        await self._reach("close")
 
     async def _reach(self, phase: str) -> None:
         if phase != self._phase:
