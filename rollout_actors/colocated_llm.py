@@ -84,7 +84,7 @@ class ColocatedLLM:
         self.sleeps = sleep and current_platform.is_sleep_mode_available()
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
         self._require_going_on = self._llm.require_going_on = require_going_on
-        require_guard(self._llm.collective_rpc("active_guard"), settings.repeat_guard, name)
+        require_guard(self.collective_rpc("active_guard"), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
         self._adapter = AdapterIntake(enabled=settings.enable_lora)
         devices = engine_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
@@ -121,6 +121,11 @@ class ColocatedLLM:
         # Both ends are here: what the engine waited for is the making of the weights and their checksums.
         phase_s = {phase: seconds for phase, seconds in report.phase_s.items() if phase != SyncPhase.WIRE}
         return replace(report, phase_s=phase_s | {"gather": handed.gather_s, "verify": phase_s["verify"] + handed.verify_s})
+
+    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """What this method of its workers returns, one for each device."""
+        answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
+        return answers
 
     async def _take(self, offer: WeightOffer) -> None:
         for phase in SyncPhase:

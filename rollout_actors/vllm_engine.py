@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -55,7 +56,7 @@ class VllmEngine:
         Raises RolloutError where the repeat guard is configured and not active.
         """
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
-        require_guard(await self._llm.collective_rpc("active_guard"), self._settings.repeat_guard, self.name)
+        require_guard(await self.collective_rpc("active_guard"), self._settings.repeat_guard, self.name)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version(str(self._version))
         self._intake = WeightIntake(
@@ -69,6 +70,12 @@ class VllmEngine:
         )
         self._shut = ""
         return self._settings.tensor_parallel_size
+
+    async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """What this method of its workers returns, one for each device."""
+        assert self._llm is not None, "start comes first"
+        answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+        return answers
 
     @property
     def is_dead(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -115,6 +115,11 @@ class ColocatedBackend:
             report = llm.take_weights(offer, self._host.weights())
         self._version, self._shut = offer.version, ""
         return report
+
+    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """What this method of the engine's workers returns, one for each device."""
+        with self._context.entered():
+            return self._engine.collective_rpc(method, *arguments)
 
     @property
     def version(self) -> int:
