@@ -41,12 +41,16 @@ END_S = 3.0
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(Console(stderr=True, soft_wrap=True)):
         options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
-        settings = settings_of(options)
-        # Bound before the engine loads: a port that is taken is known at once. Taken out of the environment, which the engine's processes inherit.
-        listening, token = _listen(options), None if options.token_env is None else os.environ.pop(options.token_env)
-        # Before anything imports torch or vllm.
-        os.environ.update(engine_environment(settings))
-        _serve(options, settings, token, listening)
+        serve(options, settings_of(options))
+
+
+def serve(options: ServeOptions, settings: EngineSettings) -> None:
+    """An engine with these settings behind HTTP until a signal, which is raised as KeyboardInterrupt. Raises ConfigError, and RolloutError of the engine."""
+    # Bound before the engine loads: a port that is taken is known at once. Taken out of the environment, which the engine's processes inherit.
+    listening, token = _listen(options), None if options.token_env is None else os.environ.pop(options.token_env)
+    # Before anything imports torch or vllm.
+    os.environ.update(engine_environment(settings))
+    _serve(options, settings, token, listening)
 
 
 def _listen(options: ServeOptions) -> socket.socket:

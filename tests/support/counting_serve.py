@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
-import launch.serve
+from launch.arguments import read_arguments
+from launch.serve import serve
 from launch.serve_options import ServeOptions, settings_of
-from rollout_actors.engine_settings import EngineSettings
-
-
-def counting(options: ServeOptions) -> EngineSettings:
-    return replace(settings_of(options), worker_extension="counting_worker.CountingWorker")
-
 
 if __name__ == "__main__":
-    launch.serve.settings_of = counting
-    launch.serve.main()
+    options = read_arguments(ServeOptions, sys.argv[1:])
+    serve(options, replace(settings_of(options), worker_extension="counting_worker.CountingWorker"))
