@@ -40,13 +40,14 @@ from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
+from shared.config.timeouts import TimeoutsSection
 from shared.errors import WeightSyncError
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SendReport, sync_weights
 
 ROOT = Path(__file__).parent.parent
-TIMEOUTS = PoolTimeouts.of_actors(start_s=240.0, generate_s=120.0, sync_phase_s=60.0)
+TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=60.0))
 NUM_CANARY_TOKENS = 12
 NUM_GREEDY_TOKENS = 12
 CORRUPTED = "model.language_model.layers.1.mlp.gate_proj.weight"

@@ -18,19 +18,22 @@ from launch.run_engines import settings_of_run
 from learner.actor import STOPPING, LearnerActor
 from learner.place import LearnerPlace, ReceiverGroup
 from learner.remote_learner import RemoteLearner
-from rollout_actors.backends.http_client import server_addresses
+from rollout_actors.backends.http_client import TRIES, server_addresses
 from rollout_actors.backends.remote_engine import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import engine_environment
-from rollout_actors.pool import ActorPool, Limit, PoolTimeouts
+from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config import RunConfig
 from shared.config.derive import EnginePlace, engines_in, rank_name, rollout_servers
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Limit
 from shared.protocols import MakeBackend
 
 Rollouts = ActorPool | RankRollouts
+
+GRACE_S = 60.0
+"""Beyond the limits that a server's client keeps itself: for what is neither waiting nor asking."""
 
 
 class Cluster:
@@ -144,9 +147,7 @@ class Cluster:
             )
             for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
-        limits = config.timeouts
-        timeouts = PoolTimeouts.of_actors(start_s=limits.start_s, generate_s=limits.generate_s, sync_phase_s=limits.sync_phase_s)
-        return self._pool(actors, names, timeouts, asks_next_on_failure=False)
+        return self._pool(actors, names, PoolTimeouts.of_actors(config.timeouts), asks_next_on_failure=False)
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> ActorPool:
         """An actor for each server that was launched elsewhere: it needs a process to wait in, and no resources.
@@ -197,8 +198,8 @@ def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTi
     key, limit_s = "rollout_matching.vllm.server", section.infer_timeout_s
     return PoolTimeouts(
         start=Limit(section.timeout_s + timeouts.start_s, f"{key}.timeout_s + timeouts.start_s"),
-        generate=Limit(2 * limit_s + 60.0 if limit_s is not None and limit_s > 0 else None, f"2 x {key}.infer_timeout_s + 60"),
-        sync_phase=Limit(timeouts.sync_phase_s, "timeouts.sync_phase_s"),
+        generate=Limit(TRIES * limit_s + GRACE_S, f"{TRIES} x {key}.infer_timeout_s + {GRACE_S:g}") if limit_s is not None and limit_s > 0 else None,
+        sync_phase=timeouts.limit("sync_phase_s"),
     )
 
 

@@ -20,7 +20,7 @@ class LocalHeldOut:
 
     def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection, *, fetch: Callable[..., Any] = ray.get) -> None:
         """`fetch(references, timeout=seconds)` waits for rollouts."""
-        self._held_out, self._timeouts, self._fetch = held_out, timeouts, fetch
+        self._held_out, self._limit, self._fetch = held_out, timeouts.limit("generate_s"), fetch
 
     def held_out_requests(self, step: int) -> list[list[ray.ObjectRef]]:
         """Of one rank."""
@@ -31,10 +31,10 @@ class LocalHeldOut:
         (rollouts,) = done
         try:
             # The pool hands out references when the shares are complete, so this waits for a copy at most.
-            shares = self._fetch(list(rollouts), timeout=self._timeouts.generate_s)
+            shares = self._fetch(list(rollouts), timeout=self._limit.seconds)
         except GetTimeoutError as error:
-            told = late(f"the {ENGINES}", "timeouts.generate_s", self._timeouts.generate_s, _CHECK)
-            raise RolloutError(f"{told}, or raise timeouts.generate_s", actor=ENGINES, phase="collect") from error
+            told = late(f"the {ENGINES}", self._limit, _CHECK)
+            raise RolloutError(f"{told}, or raise {self._limit.key}", actor=ENGINES, phase="collect") from error
         except RayError as error:
             raise RolloutError(f"finished rollouts were lost ({error}); check {_CHECK}", actor=ENGINES, phase="collect") from error
         return self._held_out.score(list(itertools.chain(*shares)))

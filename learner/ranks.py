@@ -17,7 +17,7 @@ import torch
 from torch.distributed import AllreduceOptions, DistError, PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, TCPStore
 
 from learner.place import LearnerPlace
-from shared.errors import CollectiveError, LearnerError, late
+from shared.errors import CollectiveError, LearnerError, Limit, late
 
 GROUP_NAME = "rollmatch.learner"
 BUCKET_ELEMENTS = 2**24
@@ -130,7 +130,7 @@ def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s:
         group = _open_group(place, store, timeout)
     except (DistError, RuntimeError) as error:
         others = f"the other learner ranks at {place.rendezvous}"
-        told = late(others, "timeouts.learn_s", timeout_s, "the rank that failed first, and whether nodes reach each other")
+        told = late(others, Limit(timeout_s, "timeouts.learn_s"), "the rank that failed first, and whether nodes reach each other")
         raise CollectiveError(f"rank {place.rank} of {place.world_size}: {told} ({error})", phase="start") from error
     return DistributedRanks(place.rank, place.world_size, group, timeout_s=timeout_s, sums_in_backward=sums_in_backward)
 

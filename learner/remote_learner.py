@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,27 +16,18 @@ from ray.exceptions import RayError, RayTaskError
 from learner.place import LearnerPlace
 from shared.config import RunConfig
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import CollectiveError, LearnerError, ended, late
+from shared.errors import CollectiveError, LearnerError, Limit, ended, late
 from shared.evaluation import Scene
 from shared.protocols import CLOSE_S, MakeBackend
 from shared.reports import RankReport, StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
-from shared.weight_sync import MARGIN_S, SendReport, SyncPhase, all_phases_s
+from shared.weight_sync import SendReport, SyncPhase, all_phases_s, sender_s
 
 T = TypeVar("T")
 
 GRACE_S = 3.0
 """Given to the other ranks when one has failed: the one whose connection broke often speaks before the one that broke it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """What all ranks are asked at once, and how long that may take."""
-
-    phase: str
-    timeout_s: float
-    timeout_key: str
 
 
 class RemoteLearner:
@@ -59,12 +50,12 @@ class RemoteLearner:
     def start(self, config: RunConfig, places: Sequence[LearnerPlace], make_backend: MakeBackend | None = None) -> None:
         """Returns when every rank has loaded model and data and, where there is one, its backend. Raises what a rank finds wrong with them."""
         self._has_backends = make_backend is not None
-        starting = _Wait("start", self._timeouts.start_s, "timeouts.start_s")
+        limit = self._timeouts.limit("start_s")
         if len(places) > 1:
-            (endpoint,) = self._wait(starting, [self._actors[0].open_rendezvous.remote(config)])
+            (endpoint,) = self._wait("start", limit, [self._actors[0].open_rendezvous.remote(config)])
             places = [replace(place, rendezvous=endpoint) for place in places]
         refs = [actor.start.remote(config, place, make_backend) for actor, place in zip(self._actors, places, strict=True)]
-        self.num_threads = self._wait(starting, refs)[0]
+        self.num_threads = self._wait("start", limit, refs)[0]
 
     def next_requests(self, plan: StepPlan) -> list[list[ray.ObjectRef]]:
         return self._learn("next_requests", lambda rank: self._actors[rank].next_requests.remote(plan))
@@ -90,8 +81,8 @@ class RemoteLearner:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         """Rank 0 sends, and keeps the limits of a sync's phases itself: it takes part in two, and says first what was late."""
         ref = self._actors[0].send_weights.remote(offer)
-        call = _Wait("send_weights", 2 * self._timeouts.sync_phase_s + 5 * MARGIN_S, "timeouts.sync_phase_s")
-        return self._threads.submit(lambda: self._wait(call, [ref])[0])
+        limit = Limit(sender_s(self._timeouts.sync_phase_s), "timeouts.sync_phase_s")
+        return self._threads.submit(lambda: self._wait("send_weights", limit, [ref])[0])
 
     def sync_done(self) -> None:
         """Every rank knows that the offered version is the one that is served."""
@@ -99,8 +90,7 @@ class RemoteLearner:
 
     def fall_back_to_full(self) -> None:
         """Rank 0, which alone has an adapter to offer, offers full weights from now on."""
-        call = _Wait("fall_back_to_full", self._timeouts.sync_phase_s, "timeouts.sync_phase_s")
-        self._wait(call, [self._actors[0].fall_back_to_full.remote()])
+        self._wait("fall_back_to_full", self._timeouts.limit("sync_phase_s"), [self._actors[0].fall_back_to_full.remote()])
 
     def stop(self, *, timeout_s: float) -> int:
         """The run is being ended: every rank leaves what it is learning after its present row, and what it is generating before the next token. Returns when
@@ -108,16 +98,15 @@ class RemoteLearner:
 
         The number is that of the finished updates, which the weights are of. `timeout_s` is the configuration's timeouts.interrupt_s.
         """
-        call = _Wait("stop", timeout_s, "timeouts.interrupt_s")
         # Not waited for by itself: a rank that has not been told does not become free, and the limit is one for both.
         self._together(lambda: [actor.stop.remote() for actor in self._actors])
-        num_updates: int = self._all(call, lambda rank: self._actors[rank].num_updates.remote())[0]
+        num_updates: int = self._all("stop", Limit(timeout_s, "timeouts.interrupt_s"), lambda rank: self._actors[rank].num_updates.remote())[0]
         return num_updates
 
     def save(self, folder: Path, *, timeout_s: float | None = None) -> None:
         """Every rank takes part; rank 0 writes. Raises StorageError. `timeout_s`: what is left of timeouts.interrupt_s when a run is being ended."""
-        limit_s, key = (self._timeouts.learn_s, "timeouts.learn_s") if timeout_s is None else (timeout_s, "timeouts.interrupt_s")
-        self._all(_Wait("save", limit_s, key), lambda rank: self._actors[rank].save.remote(folder))
+        limit = self._timeouts.limit("learn_s") if timeout_s is None else Limit(timeout_s, "timeouts.interrupt_s")
+        self._all("save", limit, lambda rank: self._actors[rank].save.remote(folder))
 
     def close(self) -> None:
         """End the engines beside the ranks, in order and within `CLOSE_S`; whose process does not answer keeps its engine. Twice is harmless."""
@@ -131,10 +120,9 @@ class RemoteLearner:
         sent = self._together(
             lambda: {rank: self._actors[rank].generate.options(num_returns=2).remote(*requests) for rank, requests in enumerate(round_) if requests}
         )
-        call = _Wait("generate", self._timeouts.generate_s, "timeouts.generate_s")
 
         def collect() -> list[list[ray.ObjectRef]]:
-            self._wait(call, [count for _, count in sent.values()])
+            self._wait("generate", self._timeouts.limit("generate_s"), [count for _, count in sent.values()])
             return [[sent[rank][0]] if rank in sent else [] for rank in range(len(round_))]
 
         return self._threads.submit(collect)
@@ -144,10 +132,10 @@ class RemoteLearner:
         shared_offer = ray.put(offer)
         refs = self._together(lambda: [actor.receive_weights.remote(shared_offer) for actor in self._actors])
         # A backend waits for nobody and keeps no limits of its own: this one bounds the whole sync.
-        call = _Wait("receive_weights", all_phases_s(self._timeouts.sync_phase_s), f"{len(SyncPhase)} x timeouts.sync_phase_s")
+        limit = Limit(all_phases_s(self._timeouts.sync_phase_s), f"{len(SyncPhase)} x timeouts.sync_phase_s")
 
         def collect() -> SyncReport:
-            report = SyncReport.of_slowest(self._wait(call, refs))
+            report = SyncReport.of_slowest(self._wait("receive_weights", limit, refs))
             self.received_version = offer.version
             return report
 
@@ -157,13 +145,13 @@ class RemoteLearner:
         return "its" if len(self._actors) == 1 else f"rank {refs.index(ref)}'s"
 
     def _learn(self, phase: str, ask: Callable[[int], Any]) -> list[Any]:
-        return self._all(_Wait(phase, self._timeouts.learn_s, "timeouts.learn_s"), ask)
+        return self._all(phase, self._timeouts.limit("learn_s"), ask)
 
     def _sync(self, phase: str, ask: Callable[[int], Any]) -> list[Any]:
-        return self._all(_Wait(phase, self._timeouts.sync_phase_s, "timeouts.sync_phase_s"), ask)
+        return self._all(phase, self._timeouts.limit("sync_phase_s"), ask)
 
-    def _all(self, call: _Wait, ask: Callable[[int], Any]) -> list[Any]:
-        return self._wait(call, self._together(lambda: [ask(rank) for rank in range(len(self._actors))]))
+    def _all(self, phase: str, limit: Limit, ask: Callable[[int], Any]) -> list[Any]:
+        return self._wait(phase, limit, self._together(lambda: [ask(rank) for rank in range(len(self._actors))]))
 
     def _together(self, ask: Callable[[], T]) -> T:
         """`ask()`, which asks several ranks, in a thread, where no signal is handled: an interruption between two of them would leave the ranks in
@@ -171,15 +159,15 @@ class RemoteLearner:
         """
         return self._asking.submit(ask).result()
 
-    def _wait(self, call: _Wait, refs: list[Any]) -> list[Any]:
+    def _wait(self, phase: str, limit: Limit, refs: list[Any]) -> list[Any]:
         """Every rank's answer, or the error that says most."""
-        deadline = time.monotonic() + call.timeout_s
+        deadline = time.monotonic() + limit.seconds
         waiting, errors = list(refs), []
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            error = _error_of(ready[0], call.phase, self._whose(refs, ready[0]))
+            error = _error_of(ready[0], phase, self._whose(refs, ready[0]))
             if error is not None:
                 errors.append(error)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -188,8 +176,8 @@ class RemoteLearner:
             raise min(errors, key=lambda error: isinstance(error, CollectiveError))
         if waiting:
             who = "the learner" if len(self._actors) == 1 else f"rank {', '.join(str(refs.index(ref)) for ref in waiting)}"
-            told = late(who, call.timeout_key, call.timeout_s, "its stack in the Ray dashboard or with `py-spy dump`")
-            raise LearnerError(f"{told}, or raise {call.timeout_key}", phase=call.phase)
+            told = late(who, limit, "its stack in the Ray dashboard or with `py-spy dump`")
+            raise LearnerError(f"{told}, or raise {limit.key}", phase=phase)
         return ray.get(refs)
 
 

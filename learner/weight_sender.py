@@ -20,10 +20,10 @@ from learner.weight_source import WeightSource
 from learner.wires import WIRES, Wire
 from shared.canary import CanaryProbe
 from shared.checksummed_weights import ChecksummedWeights
-from shared.errors import LEARNER, ConfigError, WeightSyncError, late
+from shared.errors import LEARNER, ConfigError, Limit, WeightSyncError, late
 from shared.rollouts import WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import MARGIN_S, OFFER, SendReport, SyncPhase
+from shared.weight_sync import ENGINE_MARGIN_S, OFFER, SendReport, SyncPhase
 from shared.weight_terms import FullTerms, Group, TensorSpec
 
 GROUP_PORT = "rollout_matching.vllm.server.servers[{index}].group_port"
@@ -150,14 +150,14 @@ class WeightSender:
 
     def _result(self, work: Future[T], phase: SyncPhase) -> T:
         try:
-            return work.result(timeout=self._timeout_s + MARGIN_S)
+            return work.result(timeout=self._timeout_s + ENGINE_MARGIN_S)
         except Exception as error:
             num_receivers = sum(group.num_workers for group in self._receivers)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)
             check = f"that every rollout engine is alive and reaches {addresses}"
             told = f"{error}; check {check}"
             if isinstance(error, TimeoutError):
-                told = late(f"{num_receivers} receivers", "timeouts.sync_phase_s", self._timeout_s, check)
+                told = late(f"{num_receivers} receivers", Limit(self._timeout_s, "timeouts.sync_phase_s"), check)
             raise WeightSyncError(told, actor=LEARNER, phase=phase) from error
 
 

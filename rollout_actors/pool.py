@@ -15,22 +15,14 @@ from ray.exceptions import RayActorError, RayTaskError
 from rollout_actors.backends.http_client import TRIES
 from rollout_actors.round_queue import Piece, RoundQueue
 from shared.chunking import chunk_size, cut_rounds
-from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError, ended, late
+from shared.config.timeouts import TimeoutsSection
+from shared.errors import ConfigError, Limit, RolloutError, UnreachableError, WeightSyncError, ended, late
 from shared.protocols import CLOSE_S, Round
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_sync import MARGIN_S, SyncPhase
+from shared.weight_sync import POOL_MARGIN_S, SyncPhase
 
 _LOGGER = logging.getLogger(__name__)
 Error = RolloutError | WeightSyncError
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The longest that a wait may take, and what the configuration calls it."""
-
-    seconds: float | None
-    """None: the engines keep their own limit."""
-    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +30,13 @@ class PoolTimeouts:
     """Of a pool's waits."""
 
     start: Limit
-    generate: Limit
+    generate: Limit | None
+    """None: the engines keep a limit of their own."""
     sync_phase: Limit
 
     @classmethod
-    def of_actors(cls, *, start_s: float, generate_s: float, sync_phase_s: float) -> PoolTimeouts:
-        """The configuration's section `timeouts`."""
-        return cls(Limit(start_s, "timeouts.start_s"), Limit(generate_s, "timeouts.generate_s"), Limit(sync_phase_s, "timeouts.sync_phase_s"))
+    def of_actors(cls, timeouts: TimeoutsSection) -> PoolTimeouts:
+        return cls(timeouts.limit("start_s"), timeouts.limit("generate_s"), timeouts.limit("sync_phase_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +44,16 @@ class _Call:
     """One call to every actor that takes part: what to say when it does not end well."""
 
     phase: str
-    limit: Limit
+    limit: Limit | None
+    """None: the engine keeps one itself."""
     check: str
     error: type[Error]
     margin_s: float = 0.0
     """Waited beyond the limit, where the actor keeps the same timeout itself and can say more."""
 
     def deadline(self) -> float | None:
-        """Of what is asked now, by the monotonic clock; None: the engine keeps a limit itself."""
-        return None if self.limit.seconds is None else time.monotonic() + self.limit.seconds + self.margin_s
+        """Of what is asked now, by the monotonic clock; None: there is none."""
+        return None if self.limit is None else time.monotonic() + self.limit.seconds + self.margin_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +218,7 @@ class ActorPool:
         check = "that the learner and every other actor are alive"
         # Phase by phase over all actors: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
-            call = _Call(phase, self._timeouts.sync_phase, check, WeightSyncError, margin_s=2 * MARGIN_S)
+            call = _Call(phase, self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
             answers = _all_answers(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
         self._version = offer.version
         return SyncReport.of_slowest(answers)
@@ -252,8 +245,8 @@ def _next_answer(call: _Call, waiting: Mapping[Any, _Asked]) -> Any:
     if ready:
         return ready[0]
     silent = list(dict.fromkeys(asked.name for asked in waiting.values() if asked.deadline == min(deadlines)))
-    assert call.limit.seconds is not None, "there is a deadline"
-    raise call.error(late(", ".join(silent), call.limit.key, call.limit.seconds, call.check), actor=silent[0], phase=call.phase)
+    assert call.limit is not None, "there is a deadline"
+    raise call.error(late(", ".join(silent), call.limit, call.check), actor=silent[0], phase=call.phase)
 
 
 def _value(call: _Call, name: str, answer: Any) -> Any:

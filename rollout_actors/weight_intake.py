@@ -10,10 +10,10 @@ from typing import Any, Literal, Protocol
 
 from rollout_actors.receipt import Receipt, check_receipts
 from shared.canary import CanaryProbe, Scores
-from shared.errors import RolloutError, WeightSyncError, late
+from shared.errors import Limit, RolloutError, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import MARGIN_S, SyncPhase
+from shared.weight_sync import ENGINE_MARGIN_S, SyncPhase
 from shared.weight_terms import AdapterTerms, FullTerms, terms_of
 
 
@@ -221,11 +221,11 @@ class WeightIntake:
 
     async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(work, timeout_s + MARGIN_S)
+            await asyncio.wait_for(work, timeout_s + ENGINE_MARGIN_S)
         except self._passed_on:
             raise
         except TimeoutError as error:
-            told = late("the engine", "timeouts.sync_phase_s", timeout_s, "that the learner and every other engine are alive")
+            told = late("the engine", Limit(timeout_s, "timeouts.sync_phase_s"), "that the learner and every other engine are alive")
             raise self._error(told, phase) from error
         except RolloutError as error:
             raise self._error(error.message, phase) from error

@@ -7,14 +7,23 @@ The others are failures of a running system. All of them cross process boundarie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 LEARNER, ENGINES = "learner", "rollout engines"
 """Whose an error is where it is the learner's, or that of all engines together."""
 
 
-def late(who: str, key: str, seconds: float, check: str) -> str:
-    """What is said of a wait that came to its limit, which the configuration calls `key`."""
-    return f"no answer from {who} after {key} = {round(seconds, 1):g} s; check {check}"
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The longest that a wait may take, and what the configuration calls it."""
+
+    seconds: float
+    key: str
+
+
+def late(who: str, limit: Limit, check: str) -> str:
+    """What is said of a wait that came to its limit."""
+    return f"no answer from {who} after {limit.key} = {round(limit.seconds, 1):g} s; check {check}"
 
 
 def ended(whose: str, reason: object = None) -> str:

@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from shared.errors import ENGINES, LEARNER, WeightSyncError, late
+from shared.errors import ENGINES, LEARNER, Limit, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_terms import AdapterTerms, terms_of
 
-MARGIN_S = 2.0
-"""Every layer waits this much longer than the one inside it, so that the innermost error, which knows most, is the one reported."""
+ENGINE_MARGIN_S, CLIENT_MARGIN_S, POOL_MARGIN_S, SYNC_MARGIN_S = 2.0, 3.0, 4.0, 6.0
+"""What each layer waits in a phase beyond its `timeout_s`: the engine or the sender, a server's client, the pool or whoever waits for the sender, the whole
+sync. An outer one waits longer, so that the innermost error, which knows most, is the one reported."""
 
 
 OFFER = "offer"
@@ -59,8 +60,13 @@ def all_phases_s(timeout_s: float) -> float:
 
 
 def whole_sync_s(timeout_s: float) -> float:
-    """The outermost limit of a sync: above that of any receiver, whose layers wait up to 3 margins longer in every phase."""
-    return (len(SyncPhase) + 1) * (timeout_s + 3 * MARGIN_S)
+    """The outermost limit of a sync: above that of any receiver."""
+    return (len(SyncPhase) + 1) * (timeout_s + SYNC_MARGIN_S)
+
+
+def sender_s(timeout_s: float) -> float:
+    """The limit of whoever waits for the sender, which takes part in two phases."""
+    return 2 * (timeout_s + POOL_MARGIN_S)
 
 
 class SendsWeights(Protocol):
@@ -128,13 +134,13 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights, offer: WeightOffer) -> 
     sides: tuple[Future[Any], Future[Any]] = (receiving, sending)
     limit_s = whole_sync_s(timeout_s)
     wait(sides, timeout=limit_s, return_when=FIRST_EXCEPTION)
-    wait(sides, timeout=3 * MARGIN_S)
+    wait(sides, timeout=SYNC_MARGIN_S)
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
     if errors:
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
     for side, who in zip(sides, (ENGINES, LEARNER), strict=True):
         if not side.done():
-            told = late(f"the {who}", f"{limit_s / timeout_s:.1f} x timeouts.sync_phase_s", limit_s, "that its process is alive")
+            told = late(f"the {who}", Limit(limit_s, f"{limit_s / timeout_s:.1f} x timeouts.sync_phase_s"), "that its process is alive")
             raise WeightSyncError(told, actor=who, phase=SyncPhase.WIRE)
     sent, report = sending.result(), receiving.result()
     learner.sync_done()

@@ -17,7 +17,7 @@ from rollout_actors.engine_settings import EngineSettings, model_type
 from rollout_actors.server import messages
 from shared.errors import WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import MARGIN_S, SyncPhase
+from shared.weight_sync import CLIENT_MARGIN_S, SyncPhase
 from shared.weight_terms import FullTerms, terms_of
 
 
@@ -64,7 +64,7 @@ class ServerClient(RemoteEngine):
             offer = replace(offer, rendezvous={"terms": terms.for_group(self._index)})
         is_rendezvous = phase is SyncPhase.RENDEZVOUS
         # The server keeps the phase's limit itself and can say more.
-        limit_s = terms.timeout_s + 1.5 * MARGIN_S
+        limit_s = terms.timeout_s + CLIENT_MARGIN_S
         try:
             answer = await self._http.post(
                 "/init_communicator/" if is_rendezvous else f"/sync/{phase}/",

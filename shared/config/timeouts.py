@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import PositiveFloat
 
 from shared.config.base import Section
+from shared.errors import Limit
 
 
 class TimeoutsSection(Section):
@@ -23,3 +26,6 @@ class TimeoutsSection(Section):
     interrupt_s: PositiveFloat = 60.0
     """From Ctrl-C, SIGTERM or a failed rollout or sync until the weights of the last finished update are saved: the row that is being learned, the token that
     a learner rank is generating itself or the sync that is running, and the writing."""
+
+    def limit(self, key: Literal["start_s", "generate_s", "learn_s", "sync_phase_s", "interrupt_s"]) -> Limit:
+        return Limit(self.model_dump()[key], f"timeouts.{key}")

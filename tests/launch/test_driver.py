@@ -296,9 +296,7 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
             "training__per_device_eval_batch_size": per_device_eval_batch_size,
         }
         config = load_config(mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes))
-        pool = ActorPool(
-            [], [], PoolTimeouts.of_actors(start_s=1.0, generate_s=1.0, sync_phase_s=1.0), decode_batch_size=decode_batch_size, devices=engine_devices(config)
-        )
+        pool = ActorPool([], [], PoolTimeouts.of_actors(config.timeouts), decode_batch_size=decode_batch_size, devices=engine_devices(config))
         world = World()
         rollouts = Rollouts(world, round_size=0)
         rollouts.split = pool.split

@@ -11,10 +11,9 @@ from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
 from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
 from rollout_actors.engine_settings import Device
-from rollout_actors.pool import Limit
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Limit
 
 GPUS = [Resources(cpus=16, gpus=4)]
 CPUS = [Resources(cpus=16, gpus=0)]
@@ -179,4 +178,4 @@ def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(given, second
     section = ServerSection.model_validate({"servers": servers, "timeout_s": 240.0, "infer_timeout_s": given})
     timeouts = server_timeouts(section, TimeoutsSection(start_s=300.0))
     assert timeouts.start == Limit(540.0, "rollout_matching.vllm.server.timeout_s + timeouts.start_s")
-    assert timeouts.generate == Limit(seconds, "2 x rollout_matching.vllm.server.infer_timeout_s + 60")
+    assert timeouts.generate == (None if seconds is None else Limit(seconds, "2 x rollout_matching.vllm.server.infer_timeout_s + 60"))

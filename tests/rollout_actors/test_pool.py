@@ -11,6 +11,7 @@ import ray
 from fake_actors import create_fake_actor
 
 from rollout_actors.pool import ActorPool, PoolTimeouts
+from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.protocols import CLOSE_S
 from shared.rollouts import WeightOffer
@@ -33,7 +34,7 @@ def make_pool(ray_cluster: None) -> Iterator[MakePool]:
             ActorPool(
                 actors,
                 names,
-                PoolTimeouts.of_actors(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s),
+                PoolTimeouts.of_actors(TimeoutsSection(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s)),
                 **{"decode_batch_size": 2, "devices": (1, 1), **options},
             )
         )

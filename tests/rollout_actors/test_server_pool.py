@@ -14,6 +14,7 @@ from fake_server import ObedientEngine, address, offer, request, serving_engine,
 from rollout_actors.backends.remote_engine import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor
 from rollout_actors.pool import ActorPool, PoolTimeouts
+from shared.config.timeouts import TimeoutsSection
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout
 from shared.weight_sync import SyncPhase
@@ -39,7 +40,7 @@ def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
             pool = ActorPool(
                 actors,
                 names,
-                PoolTimeouts.of_actors(start_s=60.0, generate_s=60.0, sync_phase_s=10.0),
+                PoolTimeouts.of_actors(TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)),
                 decode_batch_size=2,
                 asks_next_on_failure=True,
                 **options,

@@ -14,7 +14,7 @@ from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import LearnerError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import MARGIN_S, SendReport, SyncPhase, all_phases_s, sync_weights, whole_sync_s
+from shared.weight_sync import CLIENT_MARGIN_S, ENGINE_MARGIN_S, POOL_MARGIN_S, SendReport, SyncPhase, all_phases_s, sender_s, sync_weights, whole_sync_s
 from shared.weight_terms import CHECKSUMS, AdapterTerms, FullTerms, Group, TensorSpec, buckets, offsets
 
 TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
@@ -181,8 +181,9 @@ def test_when_both_fail_the_receivers_error_is_raised_from_the_senders() -> None
 
 @pytest.mark.parametrize("timeout_s", [0.1, 60.0, 3600.0])
 def test_the_innermost_limit_ends_first(timeout_s: float) -> None:
-    of_a_pool = len(SyncPhase) * (timeout_s + 3 * MARGIN_S)
-    assert max(of_a_pool, all_phases_s(timeout_s)) < whole_sync_s(timeout_s)
+    assert ENGINE_MARGIN_S < CLIENT_MARGIN_S < POOL_MARGIN_S
+    of_a_pool = len(SyncPhase) * (timeout_s + POOL_MARGIN_S)
+    assert max(of_a_pool, all_phases_s(timeout_s), sender_s(timeout_s)) < whole_sync_s(timeout_s)
 
 
 @pytest.mark.parametrize(("sent", "received", "shown"), [(SENDER_ERROR, RECEIVED, "connection closed"), (SENT, RECEIVER_ERROR, "no room")])

@@ -26,13 +26,14 @@ from rollout_actors.engine_settings import Device, EngineSettings, engine_enviro
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from rollout_actors.repeat_rule import require_guard
 from shared.canary import CanaryProbe
+from shared.config.timeouts import TimeoutsSection
 from shared.records import ImageRef
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
 from shared.weight_sync import SendReport
 
 SUPPORT = Path(__file__).parent
-TIMEOUTS = PoolTimeouts.of_actors(start_s=240.0, generate_s=120.0, sync_phase_s=30.0)
+TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=30.0))
 
 
 def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
