@@ -74,14 +74,14 @@ class Learner:
         self._track = rank_name(place.rank, place.world_size)
         with self._ranks.of_phase("start"):
             self.loaded, self.parallel = load_parallel(config, torch.device(place.device), self._ranks)
-        self._rules = target_rules(config)
-        self._encoder = PromptEncoder(self.loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+        self.rules = target_rules(config)
+        self.encoder = PromptEncoder(self.loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
         self._decode = config.rollout_matching.decode_settings(stop_token_ids=(self.loaded.codec.eos_token_id,), banned_token_ids=self.loaded.banned_token_ids)
         self._train = load_samples(config, config.data.train)
         self._stream = SampleStream(len(self._train), seed=config.training.seed, shuffle=config.data.shuffle)
         require_lengths(
             self._train,
-            self._encoder,
+            self.encoder,
             self.loaded.codec,
             max_new_tokens=config.rollout_matching.max_new_tokens if RunSchedule(config).num_b_steps else 0,
             global_max_length=config.global_max_length,
@@ -97,14 +97,15 @@ class Learner:
         self._logprob_tolerance = LogprobTolerance.of(config)
         self.updater = Updater(self.loaded.model, config.training, self._ranks)
         # The learner's fixed sequence: it proves a sync, and a rank without a row of its own computes it beside the others' rows.
-        self._fixed = Segment(0, self._encoder.encode(self._train[0]), ground_truth_target(self._train[0], self.loaded.codec, self._rules))
+        self._fixed = Segment(0, self.encoder.encode(self._train[0]), ground_truth_target(self._train[0], self.loaded.codec, self.rules))
         response = self._fixed.target.token_ids[:_CANARY_TOKENS]
         tolerance, proves_adapter = config.canary_tolerance, resolved_sync_mode(config) == "adapter"
         canary = Canary(self.loaded, self._fixed.prompt, self._train[0].images, response, tolerance=tolerance, proves_adapter=proves_adapter)
         self.publisher = WeightPublisher(self._ranks, self.loaded, self.parallel, make_sender(config, place, self.loaded, self.parallel), canary)
         self.num_updates = 0
         """Finished updates: what the weights are of."""
-        self._steps: deque[StepInProgress] = deque()
+        self.steps: deque[StepInProgress] = deque()
+        """Begun and not ended, oldest first."""
         self._told_to_stop = threading.Event()
         with self._ranks.of_phase("start"):
             self._require_same_data()
@@ -113,7 +114,7 @@ class Learner:
 
     def next_requests(self, plan: StepPlan) -> list[RolloutRequest]:
         """Draw the step's samples and ask for the rollouts of this rank's share, in position order; channel A asks for nothing."""
-        assert len(self._steps) <= self._config.rollout_matching.max_staleness, "finish_step ends a step before the next begins"
+        assert len(self.steps) <= self._config.rollout_matching.max_staleness, "finish_step ends a step before the next begins"
         started_s = time.time()
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
         indexes = self._stream.take(plan.num_samples)
@@ -122,8 +123,8 @@ class Learner:
         min_fill_ratio = self._config.training.packing_min_fill_ratio if self._config.training.packing else 0.0
         tally = StepTally(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio)
         step = StepInProgress(plan, share, samples, tally, self._track)
-        self._steps.append(step)
-        if len(self._steps) == 1:
+        self.steps.append(step)
+        if len(self.steps) == 1:
             self._begin_log()
         requests = [] if plan.channel is Channel.A else [self._request(step, position) for position in share]
         step.mark("draw samples", started_s)
@@ -155,8 +156,8 @@ class Learner:
             update = self.updater.update(step.plan.step, denominator)
             step.mark("finish step", started_s)
             self.num_updates = step.plan.step + 1
-            self._steps.popleft()
-            if self._steps:
+            self.steps.popleft()
+            if self.steps:
                 self._begin_log()
             waits = self._ranks.take_times()
             return step.report(self.publisher.version, update.metrics(), waits, denominator=denominator, num_carried=self._rows.num_carried)
@@ -194,8 +195,8 @@ class Learner:
 
     @property
     def _current(self) -> StepInProgress:
-        assert self._steps, "next_requests begins a step"
-        return self._steps[0]
+        assert self.steps, "next_requests begins a step"
+        return self.steps[0]
 
     def _load_held_out(self) -> HeldOut | None:
         path = self._config.data.val
@@ -219,7 +220,7 @@ class Learner:
             step=step.plan.step,
             position=position,
             sample_id=sample.sample_id,
-            prompt_token_ids=self._encoder.request_ids(sample),
+            prompt_token_ids=self.encoder.request_ids(sample),
             images=sample.images,
             decode=self._decode,
             seed=request_seed(self._config.training.seed, step.plan.step, position),
@@ -232,9 +233,9 @@ class Learner:
         for rollout in rollouts:
             assert rollout.position == step.next_position, f"expected position {step.next_position}, got {rollout.position}: rounds arrive in order"
             sample = step.next_sample
-            prompt = self._encoder.encode(sample)
+            prompt = self.encoder.encode(sample)
             check_prompt(rollout, prompt)
-            target = rollout_target(rollout, sample, self.loaded.codec, self._rules)
+            target = rollout_target(rollout, sample, self.loaded.codec, self.rules)
             assert target.reading is not None
             staleness = self.publisher.version - rollout.weight_version
             step.tally.add_rollout(rollout, target.reading, len(sample.objects), staleness=staleness)
@@ -245,7 +246,7 @@ class Learner:
         step = self._current
         if step.plan.channel is Channel.A:
             for sample in step.samples:
-                yield from self._take(self._encoder.encode(sample), ground_truth_target(sample, self.loaded.codec, self._rules))
+                yield from self._take(self.encoder.encode(sample), ground_truth_target(sample, self.loaded.codec, self.rules))
         assert step.num_targets == len(step.share), f"{step.num_targets} of {len(step.share)} samples came back"
         yield from self._rows.finish_step()
 

@@ -17,8 +17,9 @@ from learner.weight_sender import WeightSender
 from learner.weight_source import weight_source
 from shared.canary import CanaryProbe
 from shared.config.model import AdapterSection
+from shared.config.pipeline import Channel
 from shared.errors import WeightSyncError
-from shared.schedule import RunSchedule
+from shared.schedule import StepPlan
 from shared.transports import Transport
 from shared.weight_terms import AdapterTerms, FullTerms
 
@@ -49,8 +50,8 @@ def learner(demo_checkpoint, demo_data, tmp_path):
 
 
 def steps(learner, count):
-    for plan in list(RunSchedule(learner._config).plans())[:count]:
-        learner.next_requests(plan)
+    for step in range(count):
+        learner.next_requests(StepPlan(step, Channel.A, num_samples=4, rollout_seed_base=0, evaluate_before=False, sync_after=False))
         yield learner.finish_step()
 
 

@@ -6,6 +6,9 @@ from config_support import configuration
 from learner_support import finish_step, half_right, make_learner
 
 from learner.collate import collate
+from learner.objectives.coord_math import Normalizer
+from learner.objectives.registry import build_objectives
+from learner.rules import text_weights
 from learner.segments import Segment
 from learner.step import backward_row
 from learner.targets import rollout_target
@@ -69,14 +72,16 @@ def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(config):
     """Against each sample alone in its own row, averaged by hand."""
     _, (report, *_) = run_steps(config(global_max_length=4096), 1)
     assert report.metrics["packing/num_segments"] == 8
-    learner = make_learner(config(global_max_length=4096))
-    rollouts = half_right(learner, RunSchedule(config()).plan(0))
+    settings = config(global_max_length=4096)
+    learner, pipeline = make_learner(settings), settings.rollout_matching.pipeline
+    weights, objectives = text_weights(pipeline, Channel.B), build_objectives(pipeline, Channel.B, learner.loaded.coord_ids_C)
+    rollouts = half_right(learner, RunSchedule(settings).plan(0))
     losses = []
-    for rollout, sample in zip(rollouts, learner._current.samples, strict=True):
-        target = rollout_target(rollout, sample, learner.loaded.codec, learner._rules)
-        segment = Segment(rollout.position, learner._encoder.encode(sample), target)
-        row = collate([segment], text_weights=learner._text_weights[Channel.B], rope_index=learner.loaded.model.model.get_rope_index)
-        losses.append(backward_row(learner.loaded.model, row, learner._objectives[Channel.B], learner._sampled_under).loss)
+    for rollout, sample in zip(rollouts, learner.steps[0].samples, strict=True):
+        target = rollout_target(rollout, sample, learner.loaded.codec, learner.rules)
+        segment = Segment(rollout.position, learner.encoder.encode(sample), target)
+        row = collate([segment], text_weights=weights, rope_index=learner.loaded.model.model.get_rope_index)
+        losses.append(backward_row(learner.loaded.model, row, objectives, Normalizer(1.0, learner.loaded.banned_token_ids)).loss)
     assert report.metrics["loss/total"] == pytest.approx(sum(losses) / 8, rel=1e-5)
 
 

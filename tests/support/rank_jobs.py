@@ -44,8 +44,9 @@ def learn(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig,
     learned = Learned([], {}, [], [], 0)
     for plan in list(RunSchedule(config).plans())[:num_steps]:
         rollouts = half_right(learner, plan)
-        learned.sample_ids.append([sample.sample_id for sample in learner._current.samples])
-        learned.positions.append(list(learner._current.share))
+        (step,) = learner.steps
+        learned.sample_ids.append([sample.sample_id for sample in step.samples])
+        learned.positions.append(list(step.share))
         if plan.channel is Channel.B:
             shares = [len(rank_share(plan.num_samples, place.world_size, rank)) for rank in range(place.world_size)]
             for round_ in rank_rounds(shares, chunk):
