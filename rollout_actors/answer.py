@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.repeat_guard import RepeatRule, mark_forced
 from shared.rollouts import DecodeSettings, FinishReason, Rollout, RolloutRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """When a share arrived at its engine, by both clocks."""
+
+    unix_s: float
+    counter_s: float
+    """By `time.perf_counter`."""
+
+    @classmethod
+    def now(cls) -> Started:
+        return cls(time.time(), time.perf_counter())
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the rollouts of one share have in common."""
+
+    actor: str
+    version: int
+    """Of the weights."""
+    rule: RepeatRule | None
+    """The repeat guard's; None: the engine has none."""
+    started: Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +54,8 @@ class Answer:
         logprobs_asked_for = logprobs[: len(kept)] if decode.return_logprobs else None
         return cls(prompt_token_ids, kept, logprobs_asked_for, FinishReason.STOP if stopped else FinishReason.LENGTH)
 
-    def rollout(self, request: RolloutRequest, *, actor: str, version: int, rule: RepeatRule | None, started_s: float, generate_s: float) -> Rollout:
-        """Of weights `version`; `rule` is the repeat guard's, None where the engine has none. Times as in `Rollout`.
-
-        Raises RolloutError where the guard should have ended the response and did not.
-        """
+    def rollout(self, request: RolloutRequest, origin: Origin, end_s: float) -> Rollout:
+        """`end_s` is the response's own end, by `time.perf_counter`. Raises RolloutError where the guard should have ended the response and did not."""
         stopped = self.finish_reason is FinishReason.STOP
         end = len(self.token_ids) - stopped
         rollout = Rollout(
@@ -46,15 +69,15 @@ class Answer:
             stop_token_logprob=self.logprobs[-1] if stopped and self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             forced_positions=(),
-            weight_version=version,
-            actor=actor,
+            weight_version=origin.version,
+            actor=origin.actor,
             attempt=0,
             seed=request.seed,
-            generate_s=generate_s,
-            started_s=started_s,
+            generate_s=end_s - origin.started.counter_s,
+            started_s=origin.started.unix_s,
         )
         # Without a stop token there was nothing to force.
-        return mark_forced(rollout, rule) if rule is not None and request.decode.stop_token_ids else rollout
+        return mark_forced(rollout, origin.rule) if origin.rule is not None and request.decode.stop_token_ids else rollout
 
 
 def cut_behind_stop(token_ids: Sequence[int], decode: DecodeSettings) -> list[int]:

@@ -23,14 +23,13 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 
 from rollout_actors.adapter_intake import AdapterIntake
-from rollout_actors.answer import Answer
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.answer import Answer, Origin, Started
+from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from rollout_actors.ipc_handles import engine_devices
 from rollout_actors.llm_updates import LLMUpdates
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.sampling import BAN, finish_reason
 from rollout_actors.vllm_requests import (
-    engine_arguments,
     probe_params,
     probe_prompt,
     probe_scores,
@@ -92,18 +91,14 @@ class ColocatedLLM:
         self._intake = WeightIntake(name, self._updates, transport=settings.transport, rank_offset=0, score=self._score, adapter=self._adapter)
         self._asleep = False
 
-    def generate(self, requests: Sequence[RolloutRequest], *, version: int, started_s: float, started: float) -> list[Rollout]:
-        """One rollout of weights `version` per request, in order, at most `max_num_seqs` sequences at a time.
-
-        `started_s` and `started`: when the requests arrived, by `time.time` and by `time.perf_counter`.
-        """
+    def generate(self, requests: Sequence[RolloutRequest], *, version: int, started: Started) -> list[Rollout]:
+        """One rollout of weights `version` per request, in order, at most `max_num_seqs` sequences at a time."""
+        origin = Origin(self._name, version, self._rule, started)
         rollouts: list[Rollout] = []
         for beam_decode, group in groupby(requests, key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None):
             alike = list(group)
             answers = self._complete(alike, version) if beam_decode is None else self._beams(alike, beam_decode)
-            for request, (answer, end) in zip(alike, answers, strict=True):
-                generate_s = end - started
-                rollouts.append(answer.rollout(request, actor=self._name, version=version, rule=self._rule, started_s=started_s, generate_s=generate_s))
+            rollouts += [answer.rollout(request, origin, end) for request, (answer, end) in zip(alike, answers, strict=True)]
         return rollouts
 
     def take_weights(self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:

@@ -19,9 +19,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_actors.adapter_intake import AdapterIntake
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.answer import Origin, Started
+from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from rollout_actors.repeat_rule import engine_rule, require_guard
-from rollout_actors.vllm_requests import engine_arguments, probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
+from rollout_actors.vllm_requests import probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError
@@ -101,8 +102,8 @@ class VllmEngine:
             return []
         if self._shut:
             raise RolloutError(f"the engine serves no rollouts: {self._shut}", actor=self.name, phase="generate")
-        started_s, started = time.time(), time.perf_counter()
-        tasks = [asyncio.create_task(self._rollout(request, started_s, started)) for request in requests]
+        origin = Origin(self.name, self._version, self._rule, Started.now())
+        tasks = [asyncio.create_task(self._rollout(request, origin)) for request in requests]
         try:
             return await self._all(tasks)
         finally:
@@ -141,16 +142,15 @@ class VllmEngine:
                 raise self._llm.dead_error
         return [task.result() for task in tasks]
 
-    async def _rollout(self, request: RolloutRequest, started_s: float, started: float) -> Rollout:
+    async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)
         try:
             output = await self._complete(prompt, params, f"{request.step}/{request.position}", self._adapter.request)
         except VLLMClientError as error:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
-        generate_s = time.perf_counter() - started
+        end = time.perf_counter()
         self._num_finished_tokens += len(output.outputs[0].token_ids)
-        answer = read_answer(output, request, actor=self.name, version=self._version)
-        return answer.rollout(request, actor=self.name, version=self._version, rule=self._rule, started_s=started_s, generate_s=generate_s)
+        return read_answer(output, request, actor=self.name, version=origin.version).rollout(request, origin, end)
 
     async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str, adapter: LoRARequest | None) -> RequestOutput:
         assert self._llm is not None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from rollout_actors.answer import Answer, cut_behind_stop
+from rollout_actors.answer import Answer, Origin, Started, cut_behind_stop
 from rollout_actors.backends.hf_decoding import BeamScores, Chooser, LeavesOff
 from rollout_actors.images import decode_images
 from rollout_actors.random_state import random_state_kept
@@ -71,16 +71,13 @@ class HFBackend:
         """Leaves off between two tokens where the host raises."""
         if self._closed and requests:
             raise RolloutError("the backend was closed", actor=self._name, phase="generate")
-        started_s, started = time.time(), time.perf_counter()
+        origin = Origin(self._name, self._version, self._rule, Started.now())
         rollouts: list[Rollout] = []
         with random_state_kept(), evaluating(self._host.model), torch.no_grad():
             for batch in self._batches(requests):
                 encoded = [self._encode(request) for request in batch]
-                for request, (answer, end) in zip(batch, self._decode(batch, encoded), strict=True):
-                    generate_s = end - started
-                    rollouts.append(
-                        answer.rollout(request, actor=self._name, version=self._version, rule=self._rule, started_s=started_s, generate_s=generate_s)
-                    )
+                answers = self._decode(batch, encoded)
+                rollouts += [answer.rollout(request, origin, end) for request, (answer, end) in zip(batch, answers, strict=True)]
         return rollouts
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:

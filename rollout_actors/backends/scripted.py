@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from rollout_actors.answer import Answer
+from rollout_actors.answer import Answer, Origin, Started
 from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 
@@ -29,13 +29,10 @@ class ScriptedBackend:
             return []
         if self._closed:
             raise RolloutError("the backend was closed", actor=self._name, phase="generate")
-        started_s, started = time.time(), time.perf_counter()
+        origin = Origin(self._name, self._version, None, Started.now())
         time.sleep(self._latency_s)
-        generate_s = time.perf_counter() - started
-        return [
-            self._answer(request).rollout(request, actor=self._name, version=self._version, rule=None, started_s=started_s, generate_s=generate_s)
-            for request in requests
-        ]
+        end = time.perf_counter()
+        return [self._answer(request).rollout(request, origin, end) for request in requests]
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """There are no weights to take: only the version is."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rollout_actors.answer import Origin, Started
 from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, all_answers, another_answer
 from rollout_actors.backends.remote_engine import RemoteEngine, ServerFacts
 from rollout_actors.backends.stock_command import stock_command
@@ -60,16 +61,12 @@ class StockClient(RemoteEngine):
             return []
         if self._shut:
             raise self._http.error(f"serves no rollouts: {self._shut}", "generate")
-        started_s, started = time.time(), time.perf_counter()
+        origin = Origin(self._http.name, self._version, self._rule, Started.now())
         bodies = [rollout_body(request, self._http.name) for request in requests]
         answers, attempt = await self._http.asked_twice(lambda: self._share(requests, bodies))
-        label = self._engine.label(str(self._version))
-        rollouts = []
-        for request, (answer, ended) in zip(requests, answers, strict=True):
-            read = read_answer(answer, request, actor=self._http.name, label=label)
-            of = read.rollout(request, actor=self._http.name, version=self._version, rule=self._rule, started_s=started_s, generate_s=ended - started)
-            rollouts.append(replace(of, attempt=attempt))
-        return rollouts
+        label = self._engine.label(str(origin.version))
+        read = [(read_answer(answer, request, actor=origin.actor, label=label), end) for request, (answer, end) in zip(requests, answers, strict=True)]
+        return [replace(answer.rollout(request, origin, end), attempt=attempt) for request, (answer, end) in zip(requests, read, strict=True)]
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """By the server's own routes, each called once: a phase is not what it was once it has been tried."""

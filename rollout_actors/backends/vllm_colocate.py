@@ -5,11 +5,11 @@ Imports neither torch nor vllm: importing the latter costs ten seconds and chang
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollout_actors.answer import Started
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.protocols import BackendHost
@@ -98,10 +98,10 @@ class ColocatedBackend:
             return []
         if shut := self._over or self._shut:
             raise RolloutError(f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate")
-        started_s, started = time.time(), time.perf_counter()
+        started = Started.now()
         with self._host.away(), self._context.entered():
             llm = self._engine
-            return self._guarded("generate", lambda: self._rollouts(llm, requests, started_s, started))
+            return self._guarded("generate", lambda: self._rollouts(llm, requests, started))
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Afterwards no rollout is served until a sync has succeeded, where this one has not."""
@@ -151,10 +151,10 @@ class ColocatedBackend:
 
         return ColocatedLLM(self._name, self._settings, sleep=self._sleep, require_going_on=self._host.require_going_on)
 
-    def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started_s: float, started: float) -> list[Rollout]:
+    def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started: Started) -> list[Rollout]:
         llm.wake()
         try:
-            return llm.generate(requests, version=self._version, started_s=started_s, started=started)
+            return llm.generate(requests, version=self._version, started=started)
         finally:
             # Also behind a refused request: the host comes back to the device in any case.
             llm.fall_asleep()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollout_actors.answer import Answer
+from rollout_actors.answer import Answer, Origin, Started
 from rollout_actors.sampling import finish_reason, sampling_fields
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
@@ -20,7 +20,7 @@ LOGPROBS = (-0.1, -0.2, -0.3, -0.4, -0.5)
 
 
 def rollout(answer: Answer, *, rule: RepeatRule | None = None, request: RolloutRequest = REQUEST) -> Rollout:
-    return answer.rollout(request, actor="a-0", version=2, rule=rule, started_s=100.0, generate_s=0.5)
+    return answer.rollout(request, Origin("a-0", 2, rule, Started(unix_s=100.0, counter_s=7.0)), 7.5)
 
 
 def test_the_stop_token_is_kept_apart_with_its_log_probability() -> None:
