@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.make_demo_model import make_demo_model
-from rollout_actors.engine_settings import GUARD_CONFIG, Device, EngineSettings, engine_environment
+from rollout_actors.engine_settings import GUARD_CONFIG, Device, EngineSettings, engine_arguments, engine_environment
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 
@@ -35,7 +35,6 @@ def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tu
     from vllm import LLM
 
     from rollout_actors.repeat_guard_vllm import GuardV1
-    from rollout_actors.vllm_requests import engine_arguments
 
     torch.set_num_threads(1)
 

@@ -68,6 +68,31 @@ def model_type(model_path: str) -> str:
     return str(json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))["model_type"])
 
 
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`, and so of `LLM` and of `AsyncEngineArgs`."""
+    return {
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        # Stated, because inside a Ray placement group vLLM would choose "ray".
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enforce_eager": settings.enforce_eager,
+        "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
+        "generation_config": "vllm",  # a checkpoint's sampling defaults do not leak into the requests
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": settings.transport},
+        "worker_extension_cls": settings.worker_extension,
+        "disable_log_stats": True,
+        **guard_arguments(settings.repeat_guard),
+        **lora_arguments(settings),
+    }
+
+
 def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
     """The engine arguments for one adapter; nothing where there is none."""
     if not settings.enable_lora:

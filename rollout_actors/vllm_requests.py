@@ -6,45 +6,18 @@ No engine here, so that `AsyncLLM` (actors, servers) and `LLM` (colocate) give t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_actors.answer import Answer
-from rollout_actors.engine_settings import EngineSettings, guard_arguments, lora_arguments
 from rollout_actors.images import decode_images
 from rollout_actors.sampling import PROBE_FIELDS, finish_reason, sampling_fields
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError
 from shared.records import ImageRef
 from shared.rollouts import DecodeSettings, RolloutRequest
-
-
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`, and so of `LLM` and of `AsyncEngineArgs`."""
-    return {
-        "model": settings.model_path,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "seed": settings.seed,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        # Stated, because inside a Ray placement group vLLM would choose "ray".
-        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
-        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "enforce_eager": settings.enforce_eager,
-        "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
-        "generation_config": "vllm",  # a checkpoint's sampling defaults do not leak into the requests
-        "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": {"backend": settings.transport},
-        "worker_extension_cls": settings.worker_extension,
-        "disable_log_stats": True,
-        **guard_arguments(settings.repeat_guard),
-        **lora_arguments(settings),
-    }
 
 
 def request_prompt(request: RolloutRequest, actor: str) -> TokensPrompt:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 from urllib.parse import urlsplit
 
-from rollout_actors.engine_settings import EngineSettings, engine_environment, guard_arguments
+from rollout_actors.engine_settings import EngineSettings, engine_arguments, engine_environment
+
+NOT_SAID = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
+"""Engine arguments that are no flags here: the model comes first, a server that is in no placement group chooses how its devices work together, and the
+counters behind /metrics are how a run sees that the engine gets on."""
 
 
 def stock_command(settings: EngineSettings, base_url: str) -> str:
@@ -22,26 +27,20 @@ def stock_environment(settings: EngineSettings) -> dict[str, str]:
 
 
 def stock_arguments(settings: EngineSettings) -> list[str]:
-    """Of `vllm serve`, behind the model: `rollout_actors.vllm_requests.engine_arguments` as flags, and the routes that have to be opened."""
-    values = {
-        "dtype": settings.dtype,
-        "max-model-len": settings.max_model_len,
-        "max-num-seqs": settings.max_num_seqs,
-        "seed": settings.seed,
-        "tensor-parallel-size": settings.tensor_parallel_size,
-        "gpu-memory-utilization": settings.gpu_memory_utilization,
-        "limit-mm-per-prompt": json.dumps({"image": settings.max_images_per_prompt, "video": 0}),
-        "generation-config": "vllm",
-        "logprobs-mode": "processed_logprobs",
-        "weight-transfer-config": json.dumps({"backend": settings.transport}),
-        "worker-extension-cls": settings.worker_extension,
-    }
-    if settings.kv_cache_memory_bytes is not None:
-        values["kv-cache-memory-bytes"] = settings.kv_cache_memory_bytes
-    guard = guard_arguments(settings.repeat_guard)
-    if guard:
-        values["logits-processors"] = " ".join(guard["logits_processors"])
-        values["additional-config"] = json.dumps(guard["additional_config"])
-    # No --disable-log-stats: the counters behind /metrics are how a run sees that the engine gets on.
-    switches = ["--enable-scale-out", *(["--enforce-eager"] if settings.enforce_eager else [])]
-    return [*switches, *(part for name, value in values.items() for part in (f"--{name}", str(value)))]
+    """Of `vllm serve`, behind the model: the engine's arguments as flags, and the routes that have to be opened."""
+    values = {name: value for name, value in engine_arguments(settings).items() if name not in NOT_SAID}
+    return ["--enable-scale-out", *(part for name, value in values.items() for part in _flag(f"--{name.replace('_', '-')}", value))]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    match value:
+        case None | False:
+            return []
+        case True:
+            return [name]
+        case dict():
+            return [name, json.dumps(value)]
+        case list():
+            return [name, *value]
+        case _:
+            return [name, str(value)]

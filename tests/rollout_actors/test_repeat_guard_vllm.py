@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rollout_actors.engine_settings import GUARD_PROCESSOR, guard_arguments
+from rollout_actors.engine_settings import GUARD_PROCESSOR, engine_arguments, guard_arguments
 from rollout_actors.repeat_rule import repeat_rule, require_guard
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
@@ -324,7 +324,7 @@ def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module:
     """The guard is an argument of the engine's start. What is sent with a request does not know of it."""
     from engine_support import small_settings
 
-    from rollout_actors.vllm_requests import engine_arguments, sampling_params
+    from rollout_actors.vllm_requests import sampling_params
     from shared.rollouts import DecodeMode, DecodeSettings
 
     guarded, free = (engine_arguments(small_settings(demo_checkpoint, repeat_guard=guard)) for guard in (SETTINGS, None))

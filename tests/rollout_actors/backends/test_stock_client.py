@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 
 from rollout_actors.backends.remote_engine import ServerEngineSpec
 from rollout_actors.backends.stock_client import StockClient
-from rollout_actors.backends.stock_command import stock_arguments, stock_environment
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.backends.stock_command import NOT_SAID, stock_arguments, stock_environment
+from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
@@ -353,7 +353,7 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: En
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from rollout_actors.sampling import PROBE_FIELDS, sampling_fields
-    from rollout_actors.vllm_requests import engine_arguments, probe_params, sampling_params
+    from rollout_actors.vllm_requests import probe_params, sampling_params
 
     decode = replace(request(0).decode, banned_token_ids=(5, 6), top_k=4)
     for fields, own in ((sampling_fields(decode, 3), sampling_params(decode, 3)), (PROBE_FIELDS, probe_params())):
@@ -363,12 +363,11 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: En
 
     full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1 << 20)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    switches = {"--enable-scale-out"}  # of the server, not of the engine
-    parts = [part for part in stock_arguments(full) if part not in switches]
-    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", full.model_path, *parts]))
+    of_server, *of_engine = stock_arguments(full)
+    assert of_server == "--enable-scale-out"
+    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", full.model_path, *of_engine]))
     for name, value in engine_arguments(full).items():
-        # A server is in no placement group, and chooses for itself; and its client watches what it counts.
-        if name in ("distributed_executor_backend", "disable_log_stats"):
+        if name in NOT_SAID:
             continue
         got = getattr(parsed, name)
         assert (got == value) or (name == "weight_transfer_config" and got.backend == value["backend"]), name
