@@ -22,19 +22,19 @@ class FastTokenizer:
     """The methods of transformers' tokenizers that the codec uses, without importing transformers, which takes seconds."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.backend_tokenizer = tokenizer
         self.added_tokens_decoder: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
 
     def get_vocab(self) -> dict[str, int]:
-        return self._tokenizer.get_vocab(with_added_tokens=True)
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def add_tokens(self, tokens: list[str], special_tokens: bool = False) -> int:
         added = [AddedToken(token, special=special_tokens, normalized=False) for token in tokens]
-        count = self._tokenizer.add_special_tokens(added) if special_tokens else self._tokenizer.add_tokens(added)
-        self.added_tokens_decoder = self._tokenizer.get_added_tokens_decoder()
+        count = self.backend_tokenizer.add_special_tokens(added) if special_tokens else self.backend_tokenizer.add_tokens(added)
+        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
         return count
 
 

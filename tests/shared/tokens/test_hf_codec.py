@@ -74,7 +74,7 @@ def test_a_vocabulary_that_is_not_byte_level_is_refused() -> None:
 def test_it_reads_the_fast_tokenizers_of_transformers(plain_tokenizer: Any) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer()._tokenizer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer().backend_tokenizer)
     assert add_coord_tokens(tokenizer) == 1001
     codec = HFTokenCodec(tokenizer)
     assert codec.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>") and codec.special_ids == {codec.eos_token_id}
