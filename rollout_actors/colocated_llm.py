@@ -25,7 +25,7 @@ from vllm.sampling_params import BeamSearchParams
 from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.answer import Answer, Origin, Started
 from rollout_actors.engine_settings import EngineSettings, engine_arguments
-from rollout_actors.ipc_handles import engine_devices
+from rollout_actors.ipc_handles import cuda_devices
 from rollout_actors.llm_updates import LLMUpdates
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.sampling import BAN, finish_reason
@@ -86,7 +86,7 @@ class ColocatedLLM:
         require_guard(self.collective_rpc("active_guard"), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
         self._adapter = AdapterIntake(enabled=settings.enable_lora)
-        devices = engine_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
+        devices = cuda_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
         self._updates = LLMUpdates(self._llm, transport=settings.transport, devices=devices)
         self._intake = WeightIntake(name, self._updates, transport=settings.transport, rank_offset=0, score=self._score, adapter=self._adapter)
         self._asleep = False

@@ -48,7 +48,7 @@ class EngineSettings:
     kv_cache_memory_bytes: int | None = None
     """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine refuses to start beside other processes."""
     enforce_eager: bool = True
-    worker_extension: str = "rollout_actors.weight_receiver.ReceiptWorker"
+    worker_extension: str = "rollout_actors.receipt_worker.ReceiptWorker"
     """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil, what a sync loads."""
     repeat_guard: RepeatGuardSettings | None = None
     """Which sequences are ended for repeating themselves; None: none is."""

@@ -41,7 +41,7 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
 
-def engine_devices(tensor_parallel_size: int) -> tuple[SharingDevice, ...]:
+def cuda_devices(tensor_parallel_size: int) -> tuple[SharingDevice, ...]:
     """The GPUs of an engine beside the learner: the first of those that this process sees, as vLLM gives them to its workers."""
     return tuple(CudaDevice(index) for index in range(tensor_parallel_size))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_actors.weight_receiver import LoadWatch
+from rollout_actors.receipt_worker import LoadWatch
 from shared.checksummed_weights import ChecksummedWeights
 from shared.weight_terms import FullTerms, TensorSpec
 

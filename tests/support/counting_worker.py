@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from counting_rows import ROWS_FILE
 from spoiling_worker import SpoilingWorker
 from torch import nn
 
-from rollout_actors.weight_receiver import LoadWatch
+from rollout_actors.receipt_worker import LoadWatch
 
 
 class CountingWorker(SpoilingWorker):
-    model_runner: Any
     _rows: list[int] | None = None
 
     def count_rows(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import nn
 
-from rollout_actors.weight_receiver import LoadWatch, ReceiptWorker
+from rollout_actors.receipt_worker import LoadWatch, ReceiptWorker
 
 
 class Fault(StrEnum):
@@ -48,12 +49,20 @@ class SpoilingWatch(LoadWatch):
 
 
 class SpoilingWorker(ReceiptWorker):
+    model_runner: Any
     _fault: Fault | None = None
     _spoiled = ""
 
     def arm(self, fault: str, name: str) -> None:
         """For the next sync alone: what happens to the parameter of this name."""
         self._fault, self._spoiled = Fault(fault), name
+
+    def fail_next_step(self) -> None:
+        def fail(module: nn.Module, args: tuple[Any, ...]) -> None:
+            hook.remove()
+            raise ZeroDivisionError("told to fail")
+
+        hook = self.model_runner.model.register_forward_pre_hook(fail)
 
     def make_watch(self, model: nn.Module, bucket_bytes: int) -> LoadWatch:
         watch = SpoilingWatch(model, bucket_bytes, self._fault, self._spoiled)

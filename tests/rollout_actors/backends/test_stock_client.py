@@ -119,7 +119,7 @@ class TestStart:
             ("scheduler_config.max_num_seqs", 4, "--max-num-seqs 8"),
             ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1"),
             ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
-            ("parallel_config.worker_extension_cls", "", r"--worker-extension-cls rollout_actors\.weight_receiver\.ReceiptWorker"),
+            ("parallel_config.worker_extension_cls", "", r"--worker-extension-cls rollout_actors\.receipt_worker\.ReceiptWorker"),
             ("weight_transfer_config", None, r"--weight-transfer-config '\{\"backend\": \"rollmatch_gloo\"\}'"),
             ("weight_transfer_config", {"backend": "nccl"}, "its weights come over nccl"),
         ],
