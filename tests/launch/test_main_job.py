@@ -166,7 +166,7 @@ def test_a_sync_reports_its_bytes_phases_and_canary(greedy_jobs):
 
 @pytest.mark.parametrize("tensor", ["model.language_model.layers.1.mlp.down_proj.weight", "model.visual.blocks.1.mlp.linear_fc1.weight"])
 def test_the_canary_stops_a_run_whose_sync_went_wrong(engine_pool, job, tensor):
-    engine_pool.spoil("actor-1", tensor)
+    engine_pool.arm("actor-1", "spoil", tensor)
     with pytest.raises(WeightSyncError, match="canary on actor-1") as caught:
         job(3)
     assert caught.value.quantity == "canary log-probability"

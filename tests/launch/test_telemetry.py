@@ -29,13 +29,13 @@ def config(tmp_path):
     return configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", telemetry__ray_metrics=False)
 
 
-def open_telemetry(config):
-    return Telemetry(config, Console(file=io.StringIO(), width=300))
+def open_telemetry(config, output=None):
+    return Telemetry(config, Console(file=output or io.StringIO(), width=300))
 
 
-def placed(config, devices=(1, 1)):
+def placed(config, devices=(1, 1), output=None):
     """Telemetry of a run whose engines `a` and `b` are up."""
-    telemetry = open_telemetry(config)
+    telemetry = open_telemetry(config, output)
     telemetry.placed(batch_algebra(config, devices), ("a", "b"), learner_threads=2)
     return telemetry
 
@@ -79,12 +79,13 @@ def test_server_mode_logs_reproducibility_metadata(tmp_path):
     vllm = {"mode": "server", "server": {"servers": SERVERS}, "enable_lora": True, "sync": {"mode": "adapter"}}
     changes = {"rollout_matching__vllm": vllm, "model__adapter": {"kind": "lora"}, "telemetry__ray_metrics": False}
     config = configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
-    with placed(config) as telemetry:
+    output = io.StringIO()
+    with placed(config, output=output) as telemetry:
         take_step(telemetry, config, 25)
         telemetry.sync(SyncReport(9, 1, {"wire": 0.01}, 0.0, fell_back="wire on b: [KeyError]"))
         take_step(telemetry, config, 26)
         first, second = lines(config, "plan.jsonl")
-        assert "the adapter sync failed, full weights are sent from now on: wire on b: [KeyError]" in telemetry._console.file.getvalue()
+        assert "the adapter sync failed, full weights are sent from now on: wire on b: [KeyError]" in output.getvalue()
     assert [(entry["base_url"], entry["group_port"]) for entry in first["servers"]] == [(entry["base_url"], entry["group_port"]) for entry in SERVERS]
     assert (first["rollout_seed_base"], first["sync_mode"]) == (request_seed(17, 25, 0), "adapter")
     assert (second["rollout_seed_base"], second["sync_mode"]) == (request_seed(17, 26, 0), "full")
@@ -126,10 +127,11 @@ def evaluation(step, num_right):
 
 
 def test_a_held_out_report_is_a_line_a_row_and_a_folder(config):
-    with open_telemetry(config) as telemetry:
+    output = io.StringIO()
+    with open_telemetry(config, output) as telemetry:
         telemetry.evaluation(evaluation(20, num_right=3))
         (row,) = lines(config, "evaluations.jsonl")
-        assert "held out  after 20 steps, 4 samples: F1@0.5 0.750, precision 0.750, recall 0.750, valid objects 1.000, " in telemetry._console.file.getvalue()
+        assert "held out  after 20 steps, 4 samples: F1@0.5 0.750, precision 0.750, recall 0.750, valid objects 1.000, " in output.getvalue()
     assert (row["step"], row["weight_version"], row["num_samples"]) == (20, 21, 4)
     assert (row["val/f1"], row["val/f1@0.75"], row["val/class_accuracy"]) == (0.75, 0.75, 1.0)
     assert 0 < row["val/coco_ap"] < 1

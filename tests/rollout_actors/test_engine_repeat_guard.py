@@ -12,6 +12,7 @@ import ray
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
 from rollout_actors.pool import ActorPool
+from rollout_actors.repeat_rule import require_guard
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
@@ -28,7 +29,7 @@ LONGEST = 48
 def guarded(ray_cluster: None, demo_checkpoint: Path) -> Iterator[Any]:
     """One more engine, with the guard, on the checkpoint's weights."""
     actor = create_actor("guarded", small_settings(demo_checkpoint, repeat_guard=SETTINGS), 0)
-    assert ray.get(actor.start.remote(), timeout=TIMEOUTS.start.seconds) == 1
+    assert ray.get(actor.start.remote(), timeout=TIMEOUTS.start.seconds) == (1, "")
     yield actor
     ray.kill(actor)
 
@@ -86,5 +87,6 @@ def test_a_guarded_engine_takes_weights_and_agrees_with_the_learner_about_its_ca
 
 
 def test_an_engine_that_was_started_without_the_guard_is_refused_by_what_its_workers_answer(engine_pool: EnginePool) -> None:
+    answers = ray.get(engine_pool.actors["actor-1"].ask.remote("active_guard"))
     with pytest.raises(RolloutError, match="start on actor-1: the V1 model runner of worker 0 holds no repeat guard"):
-        ray.get(engine_pool.actors["actor-1"].check_guard.remote(SETTINGS))
+        require_guard(answers, SETTINGS, "actor-1")

@@ -53,6 +53,12 @@ def client(server: StockProcess, settings: EngineSettings) -> StockClient:
 
 
 @pytest.fixture(scope="module")
+def routes(server: StockProcess) -> StockRoutes:
+    """To the server, beside the client's."""
+    return StockRoutes(HttpClient("server-0", server.address(), command=""), run="none")
+
+
+@pytest.fixture(scope="module")
 def pool(client: StockClient) -> Iterator[ServerPool]:
     pool = ServerPool(client)
     assert pool.start() == 1
@@ -92,8 +98,7 @@ def test_the_same_requests_get_the_same_rollouts_from_a_stock_server_and_from_ac
     assert by_server == what_was_said(pool.generate(requests[:4]) + pool.generate(requests[4:]))
 
 
-def test_the_server_counts_the_tokens_that_it_samples(server: StockProcess, pool: ServerPool, learner: SmallLearner) -> None:
-    routes = StockRoutes(HttpClient("server-0", server.address(), command=""), run="none")
+def test_the_server_counts_the_tokens_that_it_samples(routes: StockRoutes, pool: ServerPool, learner: SmallLearner) -> None:
     before = asyncio.run(routes.num_tokens())
     assert before is not None
     (rollout,) = pool.generate([learner.request(0, max_new_tokens=32)])
@@ -123,9 +128,9 @@ def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: ServerPool, e
 
 
 def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sync_succeeds(
-    pool: ServerPool, client: StockClient, learner: SmallLearner
+    pool: ServerPool, routes: StockRoutes, learner: SmallLearner
 ) -> None:
-    asyncio.run(client._engine.collective_rpc("arm", args=("spoil", VISION_TENSOR)))
+    asyncio.run(routes.collective_rpc("arm", args=("spoil", VISION_TENSOR)))
     learner.learn(81)
     with pytest.raises(WeightSyncError, match="canary on server-0"):
         sync_weights(learner, pool)
@@ -136,10 +141,10 @@ def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sy
 
 
 def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_this_one(
-    pool: ServerPool, client: StockClient, server: StockProcess, settings: EngineSettings, learner: SmallLearner
+    pool: ServerPool, routes: StockRoutes, server: StockProcess, settings: EngineSettings, learner: SmallLearner
 ) -> None:
     request = learner.request(0)
-    asyncio.run(client._engine.collective_rpc("arm", args=("fail", VISION_TENSOR)))
+    asyncio.run(routes.collective_rpc("arm", args=("fail", VISION_TENSOR)))
     with pytest.raises(WeightSyncError, match=r"wire on server-0.*told to fail"):
         sync_weights(learner, pool)
     another = ServerPool(StockClient("server-0", server.address(), index=0, expected=settings))
@@ -164,7 +169,7 @@ def test_what_the_server_refuses_names_the_sample(pool: ServerPool, learner: Sma
     assert len(pool.generate([request])) == 1
 
 
-def test_a_cancelled_share_ends_in_the_server_too(client: StockClient, pool: ServerPool, learner: SmallLearner) -> None:
+def test_a_cancelled_share_ends_in_the_server_too(client: StockClient, routes: StockRoutes, learner: SmallLearner) -> None:
     requests = [learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(8)]
     requests = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
 
@@ -176,9 +181,9 @@ def test_a_cancelled_share_ends_in_the_server_too(client: StockClient, pool: Ser
         await asyncio.sleep(whole_s / 4)
         share.cancel()
         started = time.perf_counter()
-        await client._engine.pause_generation(mode="wait", clear_cache=False)
+        await routes.pause_generation(mode="wait", clear_cache=False)
         waited_s = time.perf_counter() - started
-        await client._engine.resume_generation()
+        await routes.resume_generation()
         return whole_s, waited_s
 
     whole_s, waited_s = asyncio.run(seconds())

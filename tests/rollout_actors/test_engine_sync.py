@@ -29,10 +29,6 @@ def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLea
     learner.close()
 
 
-def arm(engine_pool: EnginePool, name: str, fault: str, tensor: str) -> None:
-    ray.get(engine_pool.actors[name].arm.remote(fault, tensor))
-
-
 def test_after_a_sync_every_actor_generates_what_the_learner_would(engine_pool: EnginePool, learner: SmallLearner) -> None:
     for seed in (11, 12):  # the second goes over the group that the first has opened
         learner.learn(seed)
@@ -64,7 +60,7 @@ def test_tied_embeddings_are_renewed_at_the_output_too(engine_pool: EnginePool, 
 
 def test_a_tensor_that_is_damaged_on_its_way_is_caught_by_its_buckets_checksum(engine_pool: EnginePool, learner: SmallLearner) -> None:
     learner.learn(31)
-    arm(engine_pool, "actor-0", "corrupt", LANGUAGE_TENSOR)
+    engine_pool.arm("actor-0", "corrupt", LANGUAGE_TENSOR)
     with pytest.raises(WeightSyncError, match=r"verify on actor-0: buckets \[\d+\] of \d+ did not arrive as they were sent") as caught:
         sync_weights(learner, engine_pool.pool)
     assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == ("actor-0", "verify", "bucket checksums", 1)
@@ -76,7 +72,7 @@ def test_a_tensor_that_is_damaged_on_its_way_is_caught_by_its_buckets_checksum(e
 def test_a_tensor_that_is_damaged_after_its_checksum_is_caught_by_the_canary(engine_pool: EnginePool, learner: SmallLearner, tensor: str) -> None:
     learner.learn(31)
     served = engine_pool.pool.version
-    arm(engine_pool, "actor-1", "spoil", tensor)
+    engine_pool.arm("actor-1", "spoil", tensor)
     with pytest.raises(WeightSyncError, match="canary on actor-1") as caught:
         sync_weights(learner, engine_pool.pool)
     assert (caught.value.actor, caught.value.phase, caught.value.quantity) == ("actor-1", "canary", "canary log-probability")
@@ -91,7 +87,7 @@ def test_a_tensor_that_is_damaged_after_its_checksum_is_caught_by_the_canary(eng
 
 def test_an_error_in_one_receiver_blocks_nobody_and_the_next_sync_succeeds(engine_pool: EnginePool, learner: SmallLearner) -> None:
     learner.learn(41)
-    arm(engine_pool, "actor-2", "fail", VISION_TENSOR)
+    engine_pool.arm("actor-2", "fail", VISION_TENSOR)
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="told to fail") as caught:
         sync_weights(learner, engine_pool.pool)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 import torch
 from PIL import Image
@@ -24,11 +25,9 @@ from learner.weight_source import FullWeights
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
-from rollout_actors.repeat_rule import require_guard
 from shared.canary import CanaryProbe
 from shared.config.timeouts import TimeoutsSection
 from shared.records import ImageRef
-from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
 from shared.weight_sync import SendReport
 
@@ -52,16 +51,14 @@ def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
     return replace(settings, **changes)
 
 
-class SpoilableActor(EngineActor):
-    """An ordinary actor whose worker can be told to spoil its next sync, and which tells its processes."""
+class OpenActor(EngineActor):
+    """An ordinary actor whose workers can be asked, and which tells its processes."""
 
-    async def arm(self, fault: str, tensor: str) -> None:
-        """What `spoiling_worker.Fault` names happens to this tensor in the next sync."""
-        await self._engine._llm.collective_rpc("arm", args=(fault, tensor))
+    _engine: Any
 
-    async def check_guard(self, settings: RepeatGuardSettings) -> None:
-        """What the engine's start does when these settings are asked for."""
-        require_guard(await self._engine._llm.collective_rpc("active_guard"), settings, self._engine.name)
+    async def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """What this method of the engine's workers returns, one for each device."""
+        return await self._engine.collective_rpc(method, *arguments)
 
     async def keep_adapters(self, folder: Path | None) -> None:
         """From now on an adapter stays in this folder, and a full sync does not take it away; None: as it should be."""
@@ -79,12 +76,13 @@ class SpoilableActor(EngineActor):
         self._engine._adapter = self._engine._intake._adapter = IdleAdapters(enabled=True)
 
     async def process_ids(self) -> list[int]:
-        return [os.getpid(), *(process.pid for process in self._engine._llm.engine_core.resources.engine_manager.processes)]
+        """Its own, then its engine's."""
+        return [os.getpid(), *(child.pid for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline()))]
 
 
 def create_actor(name: str, settings: EngineSettings, index: int) -> Any:
     environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
-    return ray.remote(SpoilableActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(VllmEngineSpec(name, settings, index))
+    return ray.remote(OpenActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(VllmEngineSpec(name, settings, index))
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,9 @@ class EnginePool:
         actors = [self.actors[name] for name in names]
         return ActorPool(actors, names, TIMEOUTS, decode_batch_size=decode_batch_size, learner_ranks=learner_ranks, devices=(1,) * len(names))
 
-    def spoil(self, name: str, tensor: str) -> None:
-        """Permute this tensor in this actor's engine in its next sync, after the checksum."""
-        ray.get(self.actors[name].arm.remote("spoil", tensor))
+    def arm(self, name: str, fault: str, tensor: str) -> None:
+        """What `spoiling_worker.Fault` names happens to this tensor in this actor's engine in its next sync."""
+        ray.get(self.actors[name].ask.remote("arm", fault, tensor))
 
     def generate(self, requests: Sequence[RolloutRequest], *names: str) -> list[Rollout]:
         pool = self.over(*names) if names else self.pool
@@ -118,6 +116,8 @@ def noise_image(seed: int) -> ImageRef:
 
 class SmallLearner:
     """transformers' model and processor, a sender, and nothing that is tested elsewhere."""
+
+    offers_adapter = False
 
     def __init__(self, checkpoint: Path, num_receivers: int) -> None:
         self.processor = AutoProcessor.from_pretrained(checkpoint)
@@ -202,11 +202,6 @@ class SmallLearner:
                 base_logprobs = self._scores(token_ids, image)[1]
         return CanaryProbe(token_ids, (image,), expanded, logprobs, self.canary_tolerance, base_logprobs)
 
-    def canary_logprobs(self) -> tuple[float, ...]:
-        logprobs = self.canary().expected_logprobs
-        assert logprobs is not None
-        return logprobs
-
     def _scores(self, token_ids: Sequence[int], image: ImageRef) -> tuple[tuple[int, ...], tuple[float, ...]]:
         expanded, logits_TV = self.logits(token_ids, image)
         logprobs = logits_TV[:-1].log_softmax(-1).gather(1, torch.tensor(expanded[1:])[:, None])[:, 0]
@@ -214,18 +209,13 @@ class SmallLearner:
 
     def offer_weights(self) -> WeightOffer:
         self.version += 1
-        if isinstance(self.sender, WeightSender) and self.sender.takes_time:
-            return self.sender.offer(self.version, replace(self.canary(), expected_logprobs=None), self.canary_logprobs)
-        return self.sender.offer(self.version, self.canary())
+        return self.sender.offer(self.version, ComputedCanary(self.canary()))
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self.sender.send, offer)
 
     def sync_done(self) -> None:
         pass
-
-    def fall_back_to_full(self) -> None:
-        raise AssertionError("only full weights are offered")
 
     def close(self) -> None:
         self.sender.close()

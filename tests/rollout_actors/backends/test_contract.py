@@ -20,7 +20,7 @@ import pytest
 import ray
 from backend_support import ModelHost, OfEngines, UnderTest, child_processes, colocated_settings, what_was_said
 from counting_rows import RowsFile
-from engine_support import SUPPORT, TIMEOUTS, SmallLearner, SpoilableActor, small_settings
+from engine_support import SUPPORT, TIMEOUTS, SmallLearner, create_actor, small_settings
 from process_family import is_alive
 from serve_process import ServeProcess, ServerPool, serve_process
 from stock_process import StockProcess, stock_process
@@ -33,8 +33,6 @@ from rollout_actors.backends.server_command import serve_arguments
 from rollout_actors.backends.stock_client import StockClient
 from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
 from rollout_actors.backends.vllm_server import ServerClient
-from rollout_actors.engine_actor import VllmEngineSpec
-from rollout_actors.engine_settings import engine_environment
 from rollout_actors.pool import ActorPool
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
@@ -44,11 +42,6 @@ BATCH = 4
 GUARD = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=None)
 SHORT = 8
 """Tokens: too few for the guard to look."""
-
-
-class CountedActor(SpoilableActor):
-    async def rows(self, method: str) -> list[int]:
-        return (await self._engine._llm.collective_rpc(method))[0]
 
 
 @contextmanager
@@ -79,24 +72,21 @@ def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     learner.sender = WeightSender(FullWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
     backend = ColocatedSpec(colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(ModelHost(learner))
     assert isinstance(backend, ColocatedBackend)
-    llm = backend._llm._llm
-    llm.collective_rpc("count_rows")
-    yield UnderTest("colocate", backend, learner, take_rows=lambda: llm.collective_rpc("take_rows")[0], guard=GUARD)
+    backend.collective_rpc("count_rows")
+    yield UnderTest("colocate", backend, learner, take_rows=lambda: backend.collective_rpc("take_rows")[0], guard=GUARD)
     backend.close()
 
 
 @contextmanager
 def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension="counting_worker.CountingWorker")
-    environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
-    remote = ray.remote(CountedActor).options(num_cpus=0, runtime_env={"env_vars": environment})
-    actor = remote.remote(VllmEngineSpec("actor", settings, 0))
+    actor = create_actor("actor", settings, 0)
     pool = ActorPool([actor], ["actor"], TIMEOUTS, decode_batch_size=BATCH)
     pool.start()
-    ray.get(actor.rows.remote("count_rows"))
+    ray.get(actor.ask.remote("count_rows"))
     processes = [psutil.Process(pid) for pid in ray.get(actor.process_ids.remote())]
     backend = OfEngines(pool, learner)
-    yield UnderTest("actors", backend, learner, take_rows=lambda: ray.get(actor.rows.remote("take_rows")), guard=GUARD, processes=processes)
+    yield UnderTest("actors", backend, learner, take_rows=lambda: ray.get(actor.ask.remote("take_rows"))[0], guard=GUARD, processes=processes)
     backend.close()
 
 

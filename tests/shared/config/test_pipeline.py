@@ -148,12 +148,16 @@ def test_a_diagnostic_that_does_not_exist_is_refused(problems):
     ]
 
 
-def test_this_test_and_the_refusals_know_every_module_of_the_schema():
+def test_this_test_and_the_refusals_know_every_module_of_the_schema(problems):
     entries = {get_args(one.model_fields["name"].annotation)[0]: one for one in (*get_args(schema.ObjectiveEntry), schema.CoordDiagEntry)}
     assert {name: list(one.model_fields["config"].annotation.model_fields) for name, one in entries.items()} == {
         name: list(config) for name, config in CONFIGS.items()
     }
-    assert (*schema._OBJECTIVES, *schema._DIAGNOSTICS) == tuple(entries)
+    told = {}
+    for path in (OBJECTIVE, DIAGNOSTICS):
+        (line,) = problems({f"{path}[0]": {"name": "policy_gradient"}})
+        told[path] = line.rpartition(" of this version are ")[2].split(", ")
+    assert told[OBJECTIVE] + told[DIAGNOSTICS] == list(entries)
 
 
 def test_boxes_alone_contribute_to_bbox_geo_so_the_aligned_variant_may_list_it(load):
