@@ -19,9 +19,11 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.adapters import adapted_layers, without_adapter
+from learner.canary import ComputedCanary
 from learner.place import ReceiverGroup
+from learner.publisher import Sender
 from learner.weight_sender import WeightSender
-from learner.weight_source import FullWeights
+from learner.weight_source import CheckpointWeights
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
@@ -128,8 +130,8 @@ class SmallLearner:
         self.canary_tolerance = 1e-4
         self.stop = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.banned = tuple(self.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]))
-        self.sender = WeightSender(
-            FullWeights(self.model),
+        self.sender: Sender = WeightSender(
+            CheckpointWeights(self.model),
             transport="rollmatch_gloo",
             receivers=(ReceiverGroup(num_receivers),),
             timeout_s=TIMEOUTS.sync_phase.seconds,

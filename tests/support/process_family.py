@@ -22,6 +22,12 @@ def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+def is_engine(command_line: str) -> bool:
+    """vLLM's core processes. The title that they give themselves does not show under every environment: setproctitle looks for its room in front of the first
+    variable, which vLLM may have moved by then."""
+    return "EngineCore" in command_line or "multiprocessing.spawn" in command_line
+
+
 @contextmanager
 def ended_with_its_family(process: subprocess.Popen[Any]) -> Iterator[None]:
     """At the end the process is asked to end, and what is left of its family is killed."""
