@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import ray
 
@@ -19,7 +19,17 @@ from shared.weight_sync import SyncPhase
 
 T = TypeVar("T")
 
-MakeEngine = Callable[[], RolloutEngine]
+
+class PooledEngine(RolloutEngine, Protocol):
+    """One of a pool's."""
+
+    @property
+    def process(self) -> str:
+        """From its start on: the same for every address of one server and for no other; empty where it does not say, and where nobody else can ask it."""
+        ...
+
+
+MakeEngine = Callable[[], PooledEngine]
 """Called in the actor's process; travels there, so it is picklable."""
 
 
@@ -32,7 +42,7 @@ class VllmEngineSpec:
     index: int
     """The engine's place among the engines of the run."""
 
-    def __call__(self) -> RolloutEngine:
+    def __call__(self) -> PooledEngine:
         # Here and not above: whoever places the actors imports this module, and need not pay for vllm.
         from rollout_actors.vllm_engine import VllmEngine
 
@@ -45,9 +55,9 @@ class EngineActor:
     def __init__(self, make_engine: MakeEngine) -> None:
         self._engine = make_engine()
 
-    async def start(self) -> int:
-        """The engine's rollout devices, once it is ready."""
-        return await self._or_exit(self._engine.start())
+    async def start(self) -> tuple[int, str]:
+        """The engine's rollout devices and its `process`, once it is ready."""
+        return await self._or_exit(self._engine.start()), self._engine.process
 
     async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Rollout], int]:
         """Called with references, which Ray resolves here. The rollouts are one object, which the driver passes on unread, their number another.

@@ -116,11 +116,13 @@ class ActorPool:
     def start(self) -> None:
         """Start every engine at once and wait for all.
 
-        Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round.
+        Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round, or one server has two names.
         """
         call = _Call("start", self._timeouts.start, "the actor's log for what it is loading, and the machine's free memory", RolloutError)
         self._has_begun = True
-        self.devices = tuple(_all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()]))
+        started = _all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()])
+        self.devices = tuple(devices for devices, _ in started)
+        _require_several([process for _, process in started])
         try:
             self._chunk()
         except ValueError as error:
@@ -225,6 +227,14 @@ class ActorPool:
 
     def _named(self) -> list[tuple[str, Any]]:
         return list(zip(self._names, self._actors, strict=True))
+
+
+def _require_several(processes: Sequence[str]) -> None:
+    """ConfigError where two of the engines are one server, which would take the second one's sync for another run's."""
+    for index, process in enumerate(processes):
+        if process and processes.index(process) != index:
+            server = f"rollout_matching.vllm.server.servers[{index}].base_url"
+            raise ConfigError(f"{server}: is the server of servers[{processes.index(process)}] by another name; list every server once")
 
 
 def _all_answers(call: _Call, answers: Iterable[tuple[str, Any]]) -> list[Any]:

@@ -79,6 +79,10 @@ class VllmEngine:
         return answers
 
     @property
+    def process(self) -> str:
+        return ""
+
+    @property
     def is_dead(self) -> bool:
         return self._llm is not None and self._llm.errored
 

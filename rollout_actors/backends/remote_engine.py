@@ -43,7 +43,7 @@ class ServerFacts:
     version: int
     """Of the weights that it holds; 0: the checkpoint's, or it does not say."""
     process: str
-    """The same for every address of one server and for no other; empty: it does not say."""
+    """As `PooledEngine.process`."""
     limits: CallLimits | None
     """Of one call; None: it has none of its own."""
     problems: tuple[str, ...]
@@ -56,6 +56,7 @@ class RemoteEngine(RolloutEngine, ABC):
     def __init__(self, http: HttpClient, *, index: int, expected: EngineSettings) -> None:
         self._http, self._index, self._expected = http, index, expected
         self._version = 0
+        self._process = ""
 
     async def start(self) -> int:
         """Waits for the server. Returns its rollout devices. Raises RolloutError(phase="start"), also where the server does not suit the run: with everything
@@ -65,6 +66,7 @@ class RemoteEngine(RolloutEngine, ABC):
         if facts.problems:
             raise self._http.error(f"does not suit the run: {'; '.join(facts.problems)}. All of it: `{self._http.command}`", "start")
         await self._claim(facts)
+        self._process = facts.process
         return facts.world_size
 
     @abstractmethod
@@ -80,6 +82,10 @@ class RemoteEngine(RolloutEngine, ABC):
 
     @abstractmethod
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None: ...
+
+    @property
+    def process(self) -> str:
+        return self._process
 
     @property
     def version(self) -> int:

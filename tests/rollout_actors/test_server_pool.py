@@ -15,7 +15,7 @@ from rollout_actors.backends.remote_engine import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import RolloutError, WeightSyncError
+from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import Rollout
 from shared.weight_sync import SyncPhase
 
@@ -29,9 +29,9 @@ def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
     """A started pool over a server for each of the engines."""
     with ExitStack() as ends:
 
-        def make(*engines: ObedientEngine, **options: Any) -> ActorPool:
+        def make(*engines: ObedientEngine, times: int = 1, **options: Any) -> ActorPool:
             expected = settings(tmp_path / "model", max_num_seqs=2)
-            urls = [ends.enter_context(serving_engine(engine, settings(tmp_path / "model", max_num_seqs=8))) for engine in engines]
+            urls = [ends.enter_context(serving_engine(engine, settings(tmp_path / "model", max_num_seqs=8))) for engine in engines] * times
             names = [f"server-{index}" for index in range(len(urls))]
             specs = [
                 ServerEngineSpec(name, address(url, infer_timeout_s=None), index, expected) for index, (name, url) in enumerate(zip(names, urls, strict=True))
@@ -77,6 +77,11 @@ def test_servers_of_several_devices_are_asked_how_many_and_take_in_proportion(ma
     assert pool.devices == (1, 3)
     generated(pool, 8)
     assert [positions(engine) for engine in engines] == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
+
+
+def test_one_server_under_two_addresses_is_told_at_the_start(make_pool: MakePool) -> None:
+    with pytest.raises(ConfigError, match=r"server\.servers\[1\]\.base_url: is the server of servers\[0\] by another name; list every server once"):
+        make_pool(ObedientEngine(), times=2)
 
 
 def test_a_server_without_a_share_is_sent_nothing_and_no_requests_are_sent_to_nobody(make_pool: MakePool) -> None:

@@ -20,9 +20,9 @@ class FakeActor:
     def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
         self._name, self._phase, self._trouble = name, phase, trouble
 
-    async def start(self) -> int:
+    async def start(self) -> tuple[int, str]:
         await self._reach("start")
-        return 1
+        return 1, ""
 
     async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Any], int]:
         await self._reach("generate")
