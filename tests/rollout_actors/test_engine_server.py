@@ -15,6 +15,7 @@ import pytest
 from backend_support import what_was_said
 from engine_support import EnginePool, SmallLearner, small_settings
 from fake_server import eventually
+from process_family import is_engine
 from serve_process import ServeProcess, ServerPool, serve_process
 
 from rollout_actors.backends.server_command import serve_arguments
@@ -128,7 +129,7 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint:
         assert pool.start() == 1, "the guard of the command line is the run's"
         pool.close()
         _, *children = one.family()
-        (core,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+        (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.kill()
         assert one.process.wait(30) == 1
         assert "the engine's process has ended" in one.errors.read_text()

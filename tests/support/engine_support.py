@@ -16,6 +16,7 @@ import psutil
 import ray
 import torch
 from PIL import Image
+from process_family import is_engine
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.adapters import adapted_layers, without_adapter
@@ -79,7 +80,7 @@ class OpenActor(EngineActor):
 
     async def process_ids(self) -> list[int]:
         """Its own, then its engine's."""
-        return [os.getpid(), *(child.pid for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline()))]
+        return [os.getpid(), *(child.pid for child in psutil.Process().children() if is_engine(" ".join(child.cmdline())))]
 
 
 def create_actor(name: str, settings: EngineSettings, index: int) -> Any:
