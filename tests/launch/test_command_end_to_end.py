@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -27,8 +28,8 @@ def orphans_come_to_this_process():
 def command(tmp_path, warm_checkpoint, demo_data):
     started = []
 
-    def start(*overrides):
-        started.append(Command(tmp_path, warm_checkpoint, demo_data, "rollout_matching.decode_batch_size=2", *overrides))
+    def start(*overrides, **options):
+        started.append(Command(tmp_path, warm_checkpoint, demo_data, "rollout_matching.decode_batch_size=2", *overrides, **options))
         return started[-1]
 
     yield start
@@ -96,6 +97,21 @@ def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_proces
     assert len(run.lines("metrics.jsonl")) in (num_steps - 1, num_steps), "the weights of the last finished update"
     AutoModelForImageTextToText.from_pretrained(checkpoint)
     assert f"saved     {checkpoint}" in run.output
+
+
+@pytest.mark.engines_extra
+def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_and_saves_its_weights(command):
+    """The weights would come behind the round, and `timeouts.interrupt_s` would be over."""
+    interrupt_s = 6.0
+    large = ("rollout_matching.decode_batch_size=96", "stage2_ab.channel_b.rollouts_per_step=96", "training.packing_buffer=96")
+    limits = ("training.max_steps=500", "stage2_ab.schedule.warmup_steps=1", f"timeouts.interrupt_s={interrupt_s}")
+    run = command(*limits, *large, "data.val=null", experiment="stage2_hf")
+    run.wait_for("step    1/500")
+    time.sleep(2.0)  # into the first round
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(timeout=60) == 130, run.output
+    run.assert_nothing_left()
+    assert f"saved     {run.run_dir / 'checkpoint_interrupted_000001'}" in run.output, run.output
 
 
 def test_a_killed_actor_ends_the_run_with_its_name_and_leaves_no_process(command):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,8 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-from rollout_actors.pool import ActorPool
+from rollout_actors.pool import ActorPool, PoolTimeouts
+from shared.config.timeouts import TimeoutsSection
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync import sync_weights
 
@@ -104,6 +106,24 @@ def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: Engi
         learner.learn(seed)
         sync_weights(learner, engine_pool.pool)
         assert engine_pool.generate([request], "actor-0")[0].response_token_ids == learner.greedy(request)[0]
+
+
+def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_they_begin(engine_pool: EnginePool, demo_checkpoint: Path) -> None:
+    """As under `max_staleness`: the next step's first round still runs when this step's weights are due."""
+    limits = TimeoutsSection(sync_phase_s=4.0)
+    pool = engine_pool.over(*engine_pool.actors, timeouts=PoolTimeouts.of_actors(limits))
+    learner = SmallLearner(demo_checkpoint, num_receivers=3, timeout_s=limits.sync_phase_s)
+    learner.version = served = engine_pool.pool.version
+    requests = [learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(72)]
+    endless = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
+    generating = pool.generate([[ray.put(request) for request in endless]])
+    report = sync_weights(learner, pool)
+    learner.close()
+    assert (report.version, pool.version) == (served + 1, served + 1)
+    rollouts = [rollout for share in ray.get(generating.result(timeout=0)[0]) for rollout in share]
+    assert {rollout.weight_version for rollout in rollouts} == {served}
+    seconds = max(rollout.started_s + rollout.generate_s for rollout in rollouts) - min(rollout.started_s for rollout in rollouts)
+    assert seconds > 1.5 * limits.sync_phase_s, "otherwise nothing was tested"
 
 
 def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner) -> None:

@@ -95,10 +95,10 @@ class EnginePool:
     actors: dict[str, Any]
     pool: ActorPool
 
-    def over(self, *names: str, decode_batch_size: int = 8, learner_ranks: int = 1) -> ActorPool:
+    def over(self, *names: str, decode_batch_size: int = 8, learner_ranks: int = 1, timeouts: PoolTimeouts = TIMEOUTS) -> ActorPool:
         """Another pool over some of the same actors, which have started. Not to be closed."""
         actors = [self.actors[name] for name in names]
-        return ActorPool(actors, names, TIMEOUTS, decode_batch_size=decode_batch_size, learner_ranks=learner_ranks, devices=(1,) * len(names))
+        return ActorPool(actors, names, timeouts, decode_batch_size=decode_batch_size, learner_ranks=learner_ranks, devices=(1,) * len(names))
 
     def arm(self, name: str, fault: str, tensor: str) -> None:
         """What `spoiling_worker.Fault` names happens to this tensor in this actor's engine in its next sync."""
@@ -122,7 +122,7 @@ class SmallLearner:
 
     offers_adapter = False
 
-    def __init__(self, checkpoint: Path, num_receivers: int) -> None:
+    def __init__(self, checkpoint: Path, num_receivers: int, *, timeout_s: float = TIMEOUTS.sync_phase.seconds) -> None:
         self.processor = AutoProcessor.from_pretrained(checkpoint)
         self.tokenizer = self.processor.tokenizer
         self.model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -135,7 +135,7 @@ class SmallLearner:
             CheckpointWeights(self.model),
             transport="rollmatch_gloo",
             receivers=(ReceiverGroup(num_receivers),),
-            timeout_s=TIMEOUTS.sync_phase.seconds,
+            timeout_s=timeout_s,
             bucket_bytes=1 << 20,
         )
         self._threads = ThreadPoolExecutor(1)
