@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.make_demo_model import make_demo_model
-from rollout_actors.engine_settings import GUARD_CONFIG, Device, EngineSettings, engine_arguments, engine_environment
+from rollout_actors.engine_settings import GUARD_CONFIG, EngineSettings, engine_arguments, engine_environment
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.transports import Device, Transport
 
 OUT_OF_REACH = 10**9
 
@@ -29,7 +30,7 @@ def settings(*, keys: bool) -> RepeatGuardSettings:
 
 def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tuple[Any, Any]:
     """vLLM's `LLM`, and the class of its guard, whose `spent_s` and `num_steps` grow."""
-    engine = EngineSettings(str(folder), "float32", 512, sequences, 0, "rollmatch_gloo", Device.CPU, 0.5, kv_cache_memory_bytes=1 << 30)
+    engine = EngineSettings(str(folder), "float32", 512, sequences, 0, Transport.GLOO, Device.CPU, 0.5, kv_cache_memory_bytes=1 << 30)
     os.environ.update(engine_environment(engine))
     import torch
     from vllm import LLM

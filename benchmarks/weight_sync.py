@@ -37,13 +37,14 @@ from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
 from learner.weight_source import FullWeights
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
-from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
+from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import WeightSyncError
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncReport, WeightOffer
+from shared.transports import Device, Transport
 from shared.weight_sync import SendReport, sync_weights
 
 ROOT = Path(__file__).parent.parent
@@ -245,7 +246,7 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
         max_model_len=256,
         max_num_seqs=4,
         seed=0,
-        transport="rollmatch_gloo",
+        transport=Transport.GLOO,
         device=Device.CPU,
         gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=64 << 20,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.memory_estimate import Estimate, in_gib
-from rollout_actors.engine_settings import Device
+from shared.transports import Device
 
 _SMALLER_LEARNER = "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or use learner.parallel: fsdp over more ranks"
 _SMALLER_ENGINE = "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the engine more devices"

@@ -16,11 +16,10 @@ from typing import Any
 from launch.placement import Placement
 from learner.logits import LOGIT_CHUNK
 from learner.parts import Part, find_part, part_of, section_of
-from rollout_actors.engine_settings import Device
 from shared.config import RunConfig
 from shared.config.derive import is_sharded, resolved_sync_mode, rollout_servers
 from shared.errors import ConfigError
-from shared.transports import Transport
+from shared.transports import Device, Transport
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CACHE_BLOCK = 128

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
-from rollout_actors.engine_settings import Device
 from shared.config import RunConfig
 from shared.config.derive import EnginePlace, engines_in
 from shared.errors import ConfigError
-from shared.transports import Sharing, choose_transport
+from shared.transports import Device, Sharing, Transport, choose_transport
 
 _ACTORS = "rollout_matching.vllm.actors"
 
@@ -52,8 +51,7 @@ class Placement:
     """Tensor-parallel devices of each engine that the run starts."""
     engine_device: Device
     learner_device: Device
-    transport: str
-    """How weights travel (`WeightOffer.transport`)."""
+    transport: Transport
 
     @property
     def bundles(self) -> list[Resources]:
@@ -112,7 +110,7 @@ def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool
 def _in_ranks(config: RunConfig, ranks: tuple[Resources, ...], nodes: Sequence[Resources]) -> Placement:
     device = _device(ranks[0])
     if config.rollout_matching.rollout_backend == "hf":
-        return Placement((), ranks, 1, device, device, "inproc")
+        return Placement((), ranks, 1, device, device, Transport.INPROC)
     visible = _gpus_per_rank(nodes, len(ranks)) if device is Device.CUDA else 1
     devices = colocate_tensor_parallel(config.rollout_matching.vllm.tensor_parallel_size, visible)
     if device is Device.CUDA:

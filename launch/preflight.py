@@ -27,11 +27,12 @@ from launch.ray_connection import cluster_nodes
 from launch.run_engines import settings_of_run
 from launch.server_checks import ask_servers, port_problems
 from launch.version_checks import version_problems
-from rollout_actors.engine_settings import Device, EngineSettings
+from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig, load_config
 from shared.config.derive import batch_algebra, engine_devices, rank_name, remarks, rollout_servers
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
+from shared.transports import Device
 
 T = TypeVar("T")
 

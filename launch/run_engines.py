@@ -6,8 +6,9 @@ from pathlib import Path
 
 from launch.memory_estimate import ModelShape, batch_cache_bytes
 from launch.placement import Placement
-from rollout_actors.engine_settings import Device, EngineSettings
+from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig
+from shared.transports import Device
 
 
 def settings_of_run(config: RunConfig, placement: Placement, *, max_images: int) -> EngineSettings:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError
 
 from learner.checkpoint_folder import checkpoint_problems
-from rollout_actors.engine_settings import Device, EngineSettings
+from rollout_actors.engine_settings import EngineSettings
 from shared.config.base import ConfigPath, Section, plain
 from shared.config.explain import explain
 from shared.config.repeat_terminate import RepeatTerminateSection
@@ -19,7 +19,7 @@ from shared.config.server import is_loopback
 from shared.errors import ConfigError
 from shared.lora import LORA_RANKS
 from shared.repeat_guard import RepeatGuardSettings
-from shared.transports import Sharing, Transport, choose_transport
+from shared.transports import Device, Sharing, Transport, choose_transport
 
 
 class ServeOptions(Section):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.transports import Device, Transport
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiverGroup:
@@ -18,14 +20,13 @@ class ReceiverGroup:
 class LearnerPlace:
     """Where one learner rank is, and who is around it."""
 
-    transport: str
+    transport: Transport
     """Of the weight sync (`WeightOffer.transport`)."""
     receivers: tuple[ReceiverGroup, ...]
     """One for all rollout actors, or one for each server; none where the engine lives in the learner's process."""
     address: str = "127.0.0.1"
     """Of this node, which the engines, and the other ranks, reach."""
-    device: str = "cpu"
-    """As torch names it."""
+    device: Device = Device.CPU
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from shared.lora import LORA_RANKS
 from shared.repeat_guard import RepeatGuardSettings
+from shared.transports import Device, Transport
 
 GUARD_PROCESSOR = "rollout_actors.repeat_guard_vllm:RepeatGuardProcessor"
 """The logits processor that is the repeat guard, as vLLM loads it."""
 GUARD_CONFIG = "repeat_terminate"
 """Its settings in vLLM's `additional_config`: the subtree of the same name of the run's configuration."""
-
-
-class Device(StrEnum):
-    """The kind of device that an engine, or the learner, computes on."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +31,8 @@ class EngineSettings:
     """Decoded at a time: the configuration's decode_batch_size for each of the engine's devices."""
     seed: int
     """Of the engine; every request brings its own."""
-    transport: str
-    """Of the weight sync, a `shared.transports.Transport`: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on a GPU, inproc on CPU."""
+    transport: Transport
+    """Of the weight sync: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on a GPU, inproc on CPU."""
     device: Device
     gpu_memory_utilization: float
     """Fraction of the device's memory that the engine may use; on CPU of the machine's. Ignored where `kv_cache_memory_bytes` is given."""

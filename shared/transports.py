@@ -1,4 +1,4 @@
-"""By which way weights go from the learner to an engine, chosen from where the two are (DESIGN 9)."""
+"""On what learner and engines compute, and by which way weights go from one to the other, chosen from where the two are (DESIGN 9)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from enum import StrEnum
 from shared.errors import ConfigError
 
 KEY = "rollout_matching.vllm.sync.transport"
-CPU, CUDA = "cpu", "cuda"
+
+
+class Device(StrEnum):
+    """The kind of device that an engine, or the learner, computes on, as torch names it."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Transport(StrEnum):
@@ -34,8 +40,8 @@ class Sharing(StrEnum):
     """The learner's own process."""
 
 
-def choose_transport(asked: str, learner_device: str, engine_device: str, sharing: Sharing, *, key: str = KEY) -> Transport:
-    """For full weights: the transport that was asked for by `key`, or with `auto` the one that fits; devices are `cpu` or `cuda`.
+def choose_transport(asked: str, learner_device: Device, engine_device: Device, sharing: Sharing, *, key: str = KEY) -> Transport:
+    """For full weights: the transport that was asked for by `key`, or with `auto` the one that fits.
 
     Raises ConfigError saying why the configured one cannot work and what to write instead, or that nothing can.
     """
@@ -54,18 +60,18 @@ def choose_transport(asked: str, learner_device: str, engine_device: str, sharin
     return transport
 
 
-def _fitting(learner_device: str, engine_device: str, sharing: Sharing) -> Transport | None:
+def _fitting(learner_device: Device, engine_device: Device, sharing: Sharing) -> Transport | None:
     """For every placement one at most: none of the others could work there."""
     if sharing is Sharing.PROCESS:
         return Transport.INPROC
-    if learner_device != engine_device:
+    if learner_device is not engine_device:
         return None
-    if engine_device == CPU:
+    if engine_device is Device.CPU:
         return Transport.GLOO
     return Transport.IPC if sharing is Sharing.DEVICE else Transport.NCCL
 
 
-def _objection(transport: Transport, learner_device: str, engine_device: str, sharing: Sharing) -> str:
+def _objection(transport: Transport, learner_device: Device, engine_device: Device, sharing: Sharing) -> str:
     where = f"the learner is on {learner_device} and the engine on {engine_device}"
     if sharing is Sharing.PROCESS:
         return {
@@ -77,7 +83,7 @@ def _objection(transport: Transport, learner_device: str, engine_device: str, sh
         return "hands weights over within one process, but the engine has a process of its own"
     if transport is Transport.GLOO:
         return f"loads weights in host memory into CPU engines, but {where}"
-    if engine_device == CPU:
+    if engine_device is Device.CPU:
         return f"moves weights between GPUs, but {where}" if transport is Transport.NCCL else f"shares GPU memory, but {where}"
     if transport is Transport.NCCL:
         return "cannot have two ranks on one GPU, but the engine is on the learner's own"

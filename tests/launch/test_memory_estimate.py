@@ -21,8 +21,8 @@ from launch.memory_estimate import (
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
 from learner.loading import load_model
-from rollout_actors.engine_settings import Device
 from shared.errors import ConfigError
+from shared.transports import Device
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from launch.cluster import here, server_timeouts
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
 from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
-from rollout_actors.engine_settings import Device
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, Limit
+from shared.transports import Device
 
 GPUS = [Resources(cpus=16, gpus=4)]
 CPUS = [Resources(cpus=16, gpus=0)]

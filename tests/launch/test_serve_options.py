@@ -15,9 +15,10 @@ import pytest
 from launch.arguments import read_arguments
 from launch.serve_options import ServeOptions, settings_of
 from rollout_actors.backends.server_command import serve_arguments, serve_command
-from rollout_actors.engine_settings import Device, EngineSettings
+from rollout_actors.engine_settings import EngineSettings
 from shared.errors import ConfigError
 from shared.repeat_guard import RepeatGuardSettings
+from shared.transports import Device
 
 GUARD = {"enabled": True, "min_new_tokens": 5, "max_consecutive_token_repeats": 6, "ngram_size": 7, "ngram_repeats": 8, "max_object_keys": 9}
 

@@ -9,13 +9,11 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
+from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.vllm_plugin import register
-from shared.transports import Transport
+from shared.transports import Device, Transport
 
-SETTINGS = EngineSettings(
-    "model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport="rollmatch_gloo", device=Device.CPU, gpu_memory_utilization=0.5
-)
+SETTINGS = EngineSettings("model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport=Transport.GLOO, device=Device.CPU, gpu_memory_utilization=0.5)
 
 
 def test_the_plugin_is_installed_as_an_entry_point() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 import torch
-from engine_support import SmallLearner, small_settings
-from serve_process import ServerPool
+from engine_support import SmallLearner, generated, small_settings
+from serve_process import OneServer
 
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.pool import ActorPool
@@ -20,6 +19,7 @@ from shared.errors import RolloutError
 from shared.protocols import RolloutBackend
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.transports import Transport
 
 
 class ModelHost:
@@ -70,7 +70,7 @@ class ModelHost:
 
 def colocated_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
     """Of engines in the tests' own process. They have one worker extension, because vLLM mixes the first into its worker's class for good."""
-    return small_settings(checkpoint, transport="inproc", worker_extension="counting_worker.CountingWorker", **changes)
+    return small_settings(checkpoint, transport=Transport.INPROC, worker_extension="counting_worker.CountingWorker", **changes)
 
 
 def what_was_said(rollouts: Sequence[Rollout]) -> list[tuple[object, ...]]:
@@ -93,6 +93,8 @@ class UnderTest:
     """How many sequences were decoded together in each step since the last time; None where nothing is decoded."""
     is_model: bool = True
     """Whether it runs the learner's model; a script does not."""
+    is_engine: bool = True
+    """Whether vLLM does."""
     guard: RepeatGuardSettings | None = None
     processes: list[psutil.Process] = field(default_factory=list)
     """Its own that are no children of this process."""
@@ -114,18 +116,12 @@ class UnderTest:
 class OfEngines:
     """Engines in processes of their own, as a backend: the driver's part of a round and of a sync is played here."""
 
-    def __init__(self, pool: ActorPool | ServerPool, learner: SmallLearner) -> None:
+    def __init__(self, pool: ActorPool | OneServer, learner: SmallLearner) -> None:
         self._pool = pool
         self._learner = learner
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        if isinstance(self._pool, ServerPool):
-            return self._pool.generate(requests)
-        rollouts: list[Rollout] = []
-        for round_ in self._pool.split([[ray.put(request) for request in requests]]):
-            (shares,) = self._pool.generate(round_).result()
-            rollouts += [rollout for share in ray.get(shares) for rollout in share]
-        return rollouts
+        return generated(self._pool, requests) if isinstance(self._pool, ActorPool) else self._pool.generate(requests)
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         receiving = self._pool.receive_weights(offer)

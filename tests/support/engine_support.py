@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ from learner.publisher import Sender
 from learner.weight_sender import WeightSender
 from learner.weight_source import CheckpointWeights
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
-from rollout_actors.engine_settings import Device, EngineSettings, engine_environment
+from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
 from shared.config.timeouts import TimeoutsSection
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
-from shared.weight_sync import SendReport
+from shared.transports import Device, Transport
+from shared.weight_sync import SendReport, sync_weights
 
 SUPPORT = Path(__file__).parent
 TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=30.0))
@@ -45,7 +47,7 @@ def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
         max_model_len=512,
         max_num_seqs=8,
         seed=0,
-        transport="rollmatch_gloo",
+        transport=Transport.GLOO,
         device=Device.CPU,
         gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=64 << 20,
@@ -105,9 +107,20 @@ class EnginePool:
         ray.get(self.actors[name].ask.remote("arm", fault, tensor))
 
     def generate(self, requests: Sequence[RolloutRequest], *names: str) -> list[Rollout]:
-        pool = self.over(*names) if names else self.pool
-        rounds = [pool.generate(round_).result() for round_ in pool.split([[ray.put(request) for request in requests]])]
-        return [rollout for (shares,) in rounds for share in ray.get(shares) for rollout in share]
+        return generated(self.over(*names) if names else self.pool, requests)
+
+    def learn(self, checkpoint: Path, seed: int) -> None:
+        """The engines get the weights that a small learner of this checkpoint has after this seed."""
+        with closing(SmallLearner(checkpoint, num_receivers=len(self.actors))) as learner:
+            learner.version = self.pool.version
+            learner.learn(seed)
+            sync_weights(learner, self.pool)
+
+
+def generated(pool: ActorPool, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    """A step of one learner rank, round by round."""
+    rounds = [pool.generate(round_).result() for round_ in pool.split([[ray.put(request) for request in requests]])]
+    return [rollout for (shares,) in rounds for share in ray.get(shares) for rollout in share]
 
 
 def noise_image(seed: int) -> ImageRef:

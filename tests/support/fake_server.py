@@ -22,13 +22,14 @@ from fastapi import FastAPI
 from PIL import Image
 
 from rollout_actors.backends.http_client import ServerAddress
-from rollout_actors.engine_settings import Device, EngineSettings
+from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import CallLimits
 from rollout_actors.server.service import RolloutService
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.transports import Device, Transport
 from shared.weight_sync import SyncPhase
 from shared.weight_terms import FullTerms, Group, TensorSpec
 
@@ -141,7 +142,7 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
         max_model_len=64,
         max_num_seqs=8,
         seed=0,
-        transport="rollmatch_gloo",
+        transport=Transport.GLOO,
         device=Device.CPU,
         gpu_memory_utilization=0.5,
     )

@@ -12,10 +12,11 @@ from shared.config import RunConfig
 from shared.reports import StepReport, merge_reports
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.schedule import StepPlan
+from shared.transports import Transport
 
 
 def make_learner(config: RunConfig) -> Learner:
-    return Learner(config, LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),)))
+    return Learner(config, LearnerPlace(Transport.GLOO, (ReceiverGroup(1),)))
 
 
 def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:

@@ -23,6 +23,7 @@ from shared.reports import StepReport, merge_reports
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
 from shared.timeline import Span
+from shared.transports import Transport
 from shared.weight_sync import SendReport
 
 
@@ -30,7 +31,7 @@ class LocalLearner:
     """What `learner.remote_learner.RemoteLearner` of one rank is, without a process of its own. Remembers every rollout."""
 
     def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
-        self.learner = Learner(config, LearnerPlace("rollmatch_gloo", (ReceiverGroup(receiver_ranks),)))
+        self.learner = Learner(config, LearnerPlace(Transport.GLOO, (ReceiverGroup(receiver_ranks),)))
         self.rollouts: list[Rollout] = []
         self.sent_s: list[float] = []
         """When each sync's weights were out, Unix time."""

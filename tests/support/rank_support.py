@@ -9,6 +9,7 @@ from typing import Any
 
 from learner.place import LearnerPlace, ReceiverGroup
 from shared.errors import CollectiveError
+from shared.transports import Transport
 
 RankJob = Callable[..., Any]
 """`job(place, rendezvous, *arguments)`, of a module that the processes can import."""
@@ -46,7 +47,7 @@ class RankProcesses:
             self._pipes[0].send("rendezvous")
             address = self._answer(self._pipes[0])
         for rank, pipe in enumerate(self._pipes):
-            place = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),), rank=rank, world_size=world_size, rendezvous=address)
+            place = LearnerPlace(Transport.GLOO, (ReceiverGroup(1),), rank=rank, world_size=world_size, rendezvous=address)
             pipe.send((job, place, arguments))
         return [self._answer(pipe) for pipe in self._pipes]
 
