@@ -12,11 +12,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from backend_support import what_was_said
-from engine_support import EnginePool, SmallLearner, small_settings
+from engine_support import SmallLearner, small_settings
 from fake_server import eventually
 from process_family import is_engine
-from serve_process import ServeProcess, ServerPool, serve_process
+from serve_process import OneServer, ServeProcess, serve_process
 
 from rollout_actors.backends.server_command import serve_arguments
 from rollout_actors.backends.vllm_server import ServerClient
@@ -35,21 +34,14 @@ def server(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="module")
-def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[ServerPool]:
-    pool = ServerPool(ServerClient("server-0", server.address(), index=0, expected=small_settings(demo_checkpoint)))
+def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[OneServer]:
+    pool = OneServer(ServerClient("server-0", server.address(), index=0, expected=small_settings(demo_checkpoint)))
     assert pool.start() == 1
     yield pool
     pool.close()
 
 
-@pytest.fixture(scope="module")
-def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
-    learner = SmallLearner(demo_checkpoint, num_receivers=1)
-    yield learner
-    learner.close()
-
-
-def test_server_mode_produces_token_ids_suitable_for_strict_alignment(pool: ServerPool, learner: SmallLearner) -> None:
+def test_server_mode_produces_token_ids_suitable_for_strict_alignment(pool: OneServer, learner: SmallLearner) -> None:
     requests = [learner.request(position) for position in range(2)]
     for request, rollout in zip(requests, pool.generate(requests), strict=True):
         assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
@@ -59,22 +51,7 @@ def test_server_mode_produces_token_ids_suitable_for_strict_alignment(pool: Serv
         assert len(rollout.logprobs) == len(rollout.response_token_ids)
 
 
-def test_the_same_requests_get_the_same_rollouts_from_a_server_and_from_actors(
-    pool: ServerPool, learner: SmallLearner, engine_pool: EnginePool, demo_checkpoint: Path
-) -> None:
-    learner.learn(61)
-    sync_weights(learner, pool)
-    other = SmallLearner(demo_checkpoint, num_receivers=3)
-    other.learn(61)
-    sync_weights(other, engine_pool.pool)
-    other.close()
-    requests = [other.request(position, temperature=1.0, max_new_tokens=32) for position in range(9)]
-    by_server = what_was_said(pool.generate(requests))
-    assert by_server == what_was_said(engine_pool.generate(requests))
-    assert by_server == what_was_said(pool.generate(requests[:4]) + pool.generate(requests[4:]))
-
-
-def test_health_counts_tokens_while_they_are_sampled(server: ServeProcess, pool: ServerPool, learner: SmallLearner) -> None:
+def test_health_counts_tokens_while_they_are_sampled(server: ServeProcess, pool: OneServer, learner: SmallLearner) -> None:
     def told() -> messages.Health:
         return messages.read(messages.Health, httpx.get(f"{server.url}/health/", trust_env=False).content)
 
@@ -89,14 +66,14 @@ def test_health_counts_tokens_while_they_are_sampled(server: ServeProcess, pool:
     assert len(seen - {0, num_tokens}) > 1
 
 
-def test_a_server_refuses_what_its_engine_would(pool: ServerPool, learner: SmallLearner) -> None:
+def test_a_server_refuses_what_its_engine_would(pool: OneServer, learner: SmallLearner) -> None:
     request = learner.request(0)
     with pytest.raises(RolloutError, match=r"refused the call: HTTP 400: requests\[0\]\.prompt_token_ids"):
         pool.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 64)])
     assert len(pool.generate([request])) == 1
 
 
-def test_an_image_that_its_engine_cannot_decode_is_final_and_the_server_goes_on(pool: ServerPool, learner: SmallLearner) -> None:
+def test_an_image_that_its_engine_cannot_decode_is_final_and_the_server_goes_on(pool: OneServer, learner: SmallLearner) -> None:
     sound = learner.request(0)
     (image,) = sound.images
     assert image.data is not None
@@ -108,7 +85,7 @@ def test_an_image_that_its_engine_cannot_decode_is_final_and_the_server_goes_on(
 
 
 @pytest.mark.parametrize("phase", ["rendezvous", "wire"])
-def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(pool: ServerPool, learner: SmallLearner, phase: str) -> None:
+def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(pool: OneServer, learner: SmallLearner, phase: str) -> None:
     if phase == "rendezvous":
         learner.sender.close()  # or the group that is open already would be kept
     offer = learner.offer_weights()
@@ -125,7 +102,7 @@ def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(p
 def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint: Path, tmp_path: Path) -> None:
     guarded = small_settings(demo_checkpoint, repeat_guard=RepeatGuardSettings(8, 4, 4, 3, None))
     with serve_process(serve_arguments(guarded, port=0), tmp_path) as one:
-        pool = ServerPool(ServerClient("server-0", one.address(), index=0, expected=guarded))
+        pool = OneServer(ServerClient("server-0", one.address(), index=0, expected=guarded))
         assert pool.start() == 1, "the guard of the command line is the run's"
         pool.close()
         _, *children = one.family()
@@ -143,7 +120,7 @@ def test_a_signal_ends_a_server_that_is_loading_and_all_its_processes(demo_check
         ends_on_a_signal(one, number)
 
 
-def test_a_signal_ends_a_server_and_all_its_processes(server: ServeProcess, pool: ServerPool) -> None:
+def test_a_signal_ends_a_server_and_all_its_processes(server: ServeProcess, pool: OneServer) -> None:
     """The module's server: last."""
     ends_on_a_signal(server, signal.SIGTERM)
 

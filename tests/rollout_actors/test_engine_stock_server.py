@@ -16,7 +16,7 @@ from backend_support import what_was_said
 from engine_support import EnginePool, SmallLearner, small_settings
 from fake_server import eventually
 from PIL import Image
-from serve_process import ServerPool
+from serve_process import OneServer
 from stock_process import StockProcess, stock_process
 
 from rollout_actors.backends.http_client import HttpClient
@@ -59,46 +59,29 @@ def routes(server: StockProcess) -> StockRoutes:
 
 
 @pytest.fixture(scope="module")
-def pool(client: StockClient) -> Iterator[ServerPool]:
-    pool = ServerPool(client)
+def pool(client: StockClient) -> Iterator[OneServer]:
+    pool = OneServer(client)
     assert pool.start() == 1
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="module")
-def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
-    learner = SmallLearner(demo_checkpoint, num_receivers=1)
-    yield learner
-    learner.close()
-
-
-@pytest.fixture(scope="module")
-def both(pool: ServerPool, engine_pool: EnginePool, learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
+def both(pool: OneServer, engine_pool: EnginePool, learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
     """Server and actors serve the same weights, which are this learner's."""
     learner.learn(71)
     sync_weights(learner, pool)
-    other = SmallLearner(demo_checkpoint, num_receivers=3)
-    other.learn(71)
-    sync_weights(other, engine_pool.pool)
-    other.close()
+    engine_pool.learn(demo_checkpoint, 71)
     return learner
 
 
-def test_a_server_that_nobody_sent_weights_serves_its_checkpoint(pool: ServerPool, learner: SmallLearner) -> None:
+def test_a_server_that_nobody_sent_weights_serves_its_checkpoint(pool: OneServer, learner: SmallLearner) -> None:
     request = learner.request(0)
     (rollout,) = pool.generate([request])
     assert (rollout.response_token_ids, rollout.weight_version) == (learner.greedy(request)[0], 0)
 
 
-def test_the_same_requests_get_the_same_rollouts_from_a_stock_server_and_from_actors(pool: ServerPool, engine_pool: EnginePool, both: SmallLearner) -> None:
-    requests = [both.request(position, temperature=1.0, max_new_tokens=32) for position in range(9)]
-    by_server = what_was_said(pool.generate(requests))
-    assert by_server == what_was_said(engine_pool.generate(requests))
-    assert by_server == what_was_said(pool.generate(requests[:4]) + pool.generate(requests[4:]))
-
-
-def test_the_server_counts_the_tokens_that_it_samples(routes: StockRoutes, pool: ServerPool, learner: SmallLearner) -> None:
+def test_the_server_counts_the_tokens_that_it_samples(routes: StockRoutes, pool: OneServer, learner: SmallLearner) -> None:
     before = asyncio.run(routes.num_tokens())
     assert before is not None
     (rollout,) = pool.generate([learner.request(0, max_new_tokens=32)])
@@ -107,13 +90,13 @@ def test_the_server_counts_the_tokens_that_it_samples(routes: StockRoutes, pool:
 
 
 @pytest.mark.parametrize("kind", ["transparent", "turned", "grey"])
-def test_the_server_sees_the_pixels_that_an_actor_sees(pool: ServerPool, engine_pool: EnginePool, both: SmallLearner, kind: str) -> None:
+def test_the_server_sees_the_pixels_that_an_actor_sees(pool: OneServer, engine_pool: EnginePool, both: SmallLearner, kind: str) -> None:
     request = both.request(0, max_new_tokens=32)
     request = replace(request, images=(odd_image(request.images[0], kind),))
     assert what_was_said(pool.generate([request])) == what_was_said(engine_pool.generate([request]))
 
 
-def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: ServerPool, engine_pool: EnginePool, both: SmallLearner) -> None:
+def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: OneServer, engine_pool: EnginePool, both: SmallLearner) -> None:
     requests = [both.request(position, max_new_tokens=96) for position in range(6)]
     ended = 0
     for guarded, free in zip(pool.generate(requests), engine_pool.generate(requests), strict=True):
@@ -128,7 +111,7 @@ def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: ServerPool, e
 
 
 def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sync_succeeds(
-    pool: ServerPool, routes: StockRoutes, learner: SmallLearner
+    pool: OneServer, routes: StockRoutes, learner: SmallLearner
 ) -> None:
     asyncio.run(routes.collective_rpc("arm", args=("spoil", VISION_TENSOR)))
     learner.learn(81)
@@ -141,13 +124,13 @@ def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sy
 
 
 def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_this_one(
-    pool: ServerPool, routes: StockRoutes, server: StockProcess, settings: EngineSettings, learner: SmallLearner
+    pool: OneServer, routes: StockRoutes, server: StockProcess, settings: EngineSettings, learner: SmallLearner
 ) -> None:
     request = learner.request(0)
     asyncio.run(routes.collective_rpc("arm", args=("fail", VISION_TENSOR)))
     with pytest.raises(WeightSyncError, match=r"wire on server-0.*told to fail"):
         sync_weights(learner, pool)
-    another = ServerPool(StockClient("server-0", server.address(), index=0, expected=settings))
+    another = OneServer(StockClient("server-0", server.address(), index=0, expected=settings))
     assert another.start() == 1
     with pytest.raises(RolloutError, match=r"serves no rollouts: it holds weights that another run has sent \(rollmatch-unverified\)"):
         another.generate([request])
@@ -160,7 +143,7 @@ def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_thi
     another.close()
 
 
-def test_what_the_server_refuses_names_the_sample(pool: ServerPool, learner: SmallLearner) -> None:
+def test_what_the_server_refuses_names_the_sample(pool: OneServer, learner: SmallLearner) -> None:
     request = learner.request(0)
     with pytest.raises(RolloutError, match=r"refused sample sample-0: HTTP 400.*maximum context length"):
         pool.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 60, images=request.images)])
@@ -213,7 +196,7 @@ def test_a_client_without_the_token_is_told_where_it_belongs(server: StockProces
         asyncio.run(client.start())
 
 
-def test_a_signal_ends_the_server_and_leaves_no_process(server: StockProcess, pool: ServerPool, learner: SmallLearner) -> None:
+def test_a_signal_ends_the_server_and_leaves_no_process(server: StockProcess, pool: OneServer, learner: SmallLearner) -> None:
     """The module's server: last."""
     family = server.family()
     server.process.send_signal(signal.SIGTERM)

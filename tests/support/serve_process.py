@@ -67,7 +67,7 @@ def serve_process(
         yield ServeProcess(process, first.split()[-1], errors)
 
 
-class ServerPool:
+class OneServer:
     """One client as `sync_weights` and a test need it: a loop in a thread. Closed, it refuses with a RuntimeError."""
 
     def __init__(self, client: RemoteEngine) -> None:

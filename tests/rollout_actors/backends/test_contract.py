@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,13 @@ import pytest
 import ray
 from backend_support import ModelHost, OfEngines, UnderTest, child_processes, colocated_settings, what_was_said
 from counting_rows import RowsFile
-from engine_support import SUPPORT, TIMEOUTS, SmallLearner, create_actor, small_settings
+from engine_support import SUPPORT, TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 from process_family import is_alive
-from serve_process import ServeProcess, ServerPool, serve_process
+from serve_process import OneServer, ServeProcess, serve_process
 from stock_process import StockProcess, stock_process
 
 from learner.weight_sender import WeightSender
-from learner.weight_source import FullWeights
+from learner.weight_source import CheckpointWeights
 from rollout_actors.backends.hf import HFBackend, HFBackendSpec
 from rollout_actors.backends.scripted import ScriptedBackend
 from rollout_actors.backends.server_command import serve_arguments
@@ -50,7 +50,7 @@ def scripted(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
         seed = request.seed if request.decode.temperature else request.position
         return [50 + (seed * 31 + i * 7) % 400 for i in range(SHORT + 4)]
 
-    yield UnderTest("scripted", ScriptedBackend("scripted", script), learner, is_model=False)
+    yield UnderTest("scripted", ScriptedBackend("scripted", script), learner, is_model=False, is_engine=False)
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def hf(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
     rows: list[int] = []
     hook = learner.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
     backend = HFBackendSpec(BATCH, GUARD)(ModelHost(learner, "hf"))
-    yield UnderTest("hf", backend, learner, take_rows=partial(taken, rows), guard=GUARD)
+    yield UnderTest("hf", backend, learner, is_engine=False, take_rows=partial(taken, rows), guard=GUARD)
     hook.remove()
 
 
@@ -69,7 +69,7 @@ def taken(rows: list[int]) -> list[int]:
 
 @contextmanager
 def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    learner.sender = WeightSender(FullWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner.sender = WeightSender(CheckpointWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
     backend = ColocatedSpec(colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(ModelHost(learner))
     assert isinstance(backend, ColocatedBackend)
     backend.collective_rpc("count_rows")
@@ -110,7 +110,7 @@ def stock(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 
 
 def served(name: str, client: ServerClient | StockClient, process: ServeProcess | StockProcess, rows: RowsFile, learner: SmallLearner) -> Iterator[UnderTest]:
-    pool = ServerPool(client)
+    pool = OneServer(client)
     pool.start()
     # The server is not the client's to end: closing it leaves the process to whoever started it.
     yield UnderTest(name, OfEngines(pool, learner), learner, take_rows=rows.take, guard=GUARD, servers=process.family())
@@ -131,14 +131,12 @@ BACKENDS: dict[str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[
 def under(request: pytest.FixtureRequest, demo_checkpoint: Path) -> Iterator[UnderTest]:
     if request.param == "actors":
         request.getfixturevalue("ray_cluster")
-    learner = SmallLearner(demo_checkpoint, num_receivers=1)
     before = child_processes()
     make, _ = BACKENDS[request.param]
-    with make(learner, demo_checkpoint) as under:
+    with closing(SmallLearner(demo_checkpoint, num_receivers=1)) as learner, make(learner, demo_checkpoint) as under:
         under.children_before = before
         under.sync()
         yield under
-    learner.close()
 
 
 def requests_of(under: UnderTest, positions: range | list[int], **decode: Any) -> list[RolloutRequest]:
@@ -201,6 +199,22 @@ def test_neighbours_do_not_matter(under: UnderTest) -> None:
         (alone,) = under.backend.generate([request])
         assert alone.response_token_ids == rollout.response_token_ids
         assert alone.logprobs == pytest.approx(rollout.logprobs, abs=1e-5)
+
+
+def test_an_engine_samples_what_actors_sample_to_the_bit_however_the_requests_are_cut(
+    under: UnderTest, demo_checkpoint: Path, request: pytest.FixtureRequest
+) -> None:
+    if not under.is_engine:
+        pytest.skip("it has no engine")
+    engine_pool: EnginePool = request.getfixturevalue("engine_pool")
+    engine_pool.learn(demo_checkpoint, 61)
+    under.learner.learn(61)
+    under.sync()
+    requests = requests_of(under, range(9), temperature=1.0, max_new_tokens=32)
+    said = what_was_said(engine_pool.generate(requests))
+    assert all(RepeatRule(GUARD).first_repetition(tokens) is None for *_, tokens, _, _, _, _, _ in said), "those actors have no guard"
+    assert what_was_said(under.backend.generate(requests)) == said
+    assert what_was_said(under.backend.generate(requests[:4]) + under.backend.generate(requests[4:])) == said
 
 
 def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under: UnderTest) -> None:

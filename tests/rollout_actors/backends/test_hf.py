@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,9 @@ from shared.rollouts import DecodeMode, FinishReason, RolloutRequest
 
 
 @pytest.fixture(scope="module")
-def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
-    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+def learner(learner: SmallLearner) -> SmallLearner:
     learner.learn(seed=1)
-    yield learner
-    learner.close()
+    return learner
 
 
 @pytest.fixture
