@@ -35,7 +35,7 @@ from transformers.utils import logging
 from launch.make_demo_model import make_config, make_processor, make_tokenizer
 from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
-from learner.weight_source import FullWeights
+from learner.weight_source import CheckpointWeights
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
@@ -95,7 +95,7 @@ class BenchLearner:
         self._threads = ThreadPoolExecutor(1)
         self.tokens = tuple(torch.randint(300, (NUM_CANARY_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist())
         self.sender = WeightSender(
-            FullWeights(model),
+            CheckpointWeights(model),
             transport="rollmatch_gloo",
             receivers=(ReceiverGroup(num_engines),),
             timeout_s=TIMEOUTS.sync_phase.seconds,

@@ -9,8 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import safetensors.torch
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
+from shared.lora import AdapterFiles
 
 NAME = "default"
 """What peft calls the one adapter."""
@@ -87,22 +87,6 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
             layer.scaling[NAME] = scaling
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """An adapter by itself, under the names by which peft and vLLM load it."""
-
-    tensors: bytes
-    """`adapter_model.safetensors`."""
-    config: dict[str, Any]
-    """`adapter_config.json`."""
-
-    def save(self, folder: Path) -> None:
-        """As `peft.PeftModel.from_pretrained(base model, folder)` takes it. Raises OSError."""
-        folder.mkdir(parents=True)
-        (folder / "adapter_model.safetensors").write_bytes(self.tensors)
-        (folder / "adapter_config.json").write_text(json.dumps(self.config, sort_keys=True))
-
-
 def adapter_files(model: Any) -> AdapterFiles | None:
     """The adapter as it is now; None where the model has none. Where the model is sharded, all ranks call it at once."""
     if not adapted_layers(model):
@@ -113,4 +97,4 @@ def adapter_files(model: Any) -> AdapterFiles | None:
         # The prefix is that of peft's wrapper, which this model does without.
         tensors[f"base_model.model.{name}"] = whole.detach().contiguous().cpu()
     config = replace(model.peft_config[NAME], inference_mode=True).to_dict()
-    return AdapterFiles(safetensors.torch.save(tensors), {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()})
+    return AdapterFiles(safetensors.torch.save(tensors), json.dumps(config, sort_keys=True, default=sorted))  # of sets, which JSON does not have

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,39 @@ from learner.loading import LoadedModel
 from learner.segments import EncodedPrompt
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
+
+
+class AsksCanary(Protocol):
+    """The proof of one offer."""
+
+    def question(self) -> CanaryProbe:
+        """The probe without its log-probabilities: no forward."""
+        ...
+
+    def logprobs(self) -> tuple[float, ...]:
+        """Of each token of the question but the first, under the learner's weights as they are now."""
+        ...
+
+    def probe(self) -> CanaryProbe:
+        """Both, and what the learner thinks without an adapter that is sent by itself."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedCanary:
+    """A probe that is there already."""
+
+    computed: CanaryProbe
+
+    def question(self) -> CanaryProbe:
+        return replace(self.computed, expected_logprobs=None)
+
+    def logprobs(self) -> tuple[float, ...]:
+        assert self.computed.expected_logprobs is not None
+        return self.computed.expected_logprobs
+
+    def probe(self) -> CanaryProbe:
+        return self.computed
 
 
 class Canary:
@@ -29,14 +63,13 @@ class Canary:
         self._base_logprobs: tuple[float, ...] | None = None
 
     def probe(self) -> CanaryProbe:
-        """Under the learner's weights as they are now: one forward of the model, and the first time another one, since what is under an adapter stays."""
+        """One forward of the model, and the first time another one, since what is under an adapter stays."""
         if self._proves_adapter and self._base_logprobs is None:
             with without_adapter(self._loaded.model):
                 self._base_logprobs = self.logprobs()
         return replace(self.question(), expected_logprobs=self.logprobs(), base_logprobs=self._base_logprobs)
 
     def question(self) -> CanaryProbe:
-        """The probe without its log-probabilities: no forward."""
         return CanaryProbe(
             token_ids=(*self._prompt.request_token_ids, *self._response_ids),
             images=self._images,
@@ -46,7 +79,7 @@ class Canary:
         )
 
     def logprobs(self) -> tuple[float, ...]:
-        """Of each token but the first, under the learner's weights as they are now: one forward of the model."""
+        """One forward of the model."""
         prompt, device = self._prompt, self._loaded.device
         modality = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(len(self._response_ids))])
         ids_1T = torch.tensor([(*prompt.token_ids, *self._response_ids)], device=device)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from learner.adapters import AdapterFiles
-from learner.weight_source import MergedWeights
+from learner.weight_source import CheckpointWeights
 from shared.errors import StorageError
+from shared.lora import AdapterFiles
 
 ADAPTER_FOLDER = "adapter"
 """Inside a checkpoint of a learner with an adapter: the adapter alone, in peft's format."""
@@ -33,7 +33,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
         if adapter is not None:
             # Merged, so that the checkpoint loads where nobody knows of adapters.
-            state_dict = state_dict or dict(MergedWeights(model).tensors())
+            state_dict = state_dict or dict(CheckpointWeights(model).tensors())
             adapter.save(partial / ADAPTER_FOLDER)
         model.save_pretrained(partial, state_dict=state_dict)
         if state_dict is not None:

@@ -31,7 +31,7 @@ from learner.optimizer import Updater
 from learner.parallel import load_parallel
 from learner.place import LearnerPlace
 from learner.progress import StepInProgress
-from learner.publisher import WeightPublisher, make_sender
+from learner.publisher import WeightPublisher, make_senders
 from learner.ranks import Rendezvous, join_ranks
 from learner.rollout_log import RolloutLog
 from learner.rows import Row, row_policy
@@ -101,7 +101,7 @@ class Learner:
         response = self._fixed.target.token_ids[:_CANARY_TOKENS]
         tolerance, proves_adapter = config.canary_tolerance, resolved_sync_mode(config) == "adapter"
         canary = Canary(self.loaded, self._fixed.prompt, self._train[0].images, response, tolerance=tolerance, proves_adapter=proves_adapter)
-        self.publisher = WeightPublisher(self._ranks, self.loaded, self.parallel, make_sender(config, place, self.loaded, self.parallel), canary)
+        self.publisher = WeightPublisher(self._ranks, self.loaded, self.parallel, make_senders(config, place, self.loaded, self.parallel), canary)
         self.num_updates = 0
         """Finished updates: what the weights are of."""
         self.steps: deque[StepInProgress] = deque()

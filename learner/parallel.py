@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from learner.loading import DTYPES, LoadedModel, load_model
 from learner.ranks import DistributedRanks, Ranks
-from learner.weight_source import WeightSource, weight_source
+from learner.weight_source import CheckpointWeights, WeightSource
 from shared.checksum import BucketChecksum
 from shared.config import RunConfig
 from shared.config.derive import EnginePlace, engines_in, is_sharded
@@ -209,10 +209,10 @@ def load_parallel(config: RunConfig, device: torch.device, ranks: Ranks) -> tupl
     if ranks.world_size > 1:
         _require_same(ranks, loaded.model, _whole_checksum)
     if not is_sharded(config):
-        return loaded, WholeModel(loaded.model, weight_source(loaded.model), ranks)
+        return loaded, WholeModel(loaded.model, CheckpointWeights(loaded.model), ranks)
     assert isinstance(ranks, DistributedRanks)
     dtype = DTYPES[config.model.dtype]
-    source = weight_source(loaded.model)
+    source = CheckpointWeights(loaded.model)
     parallel = ShardedModel(loaded.model, source, ranks, device=device, dtype=dtype, every_rank_sends=engines_in(config) is EnginePlace.RANKS)
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel
 

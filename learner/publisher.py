@@ -8,10 +8,11 @@ Every method but `send`, `fall_back_to_full` and `close` is called on all ranks,
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 from learner.adapter_sender import AdapterSender
 from learner.adapters import adapter_files
-from learner.canary import Canary
+from learner.canary import AsksCanary, Canary, ComputedCanary
 from learner.checkpoint import save_checkpoint
 from learner.loading import LoadedModel
 from learner.parallel import Parallel
@@ -23,18 +24,25 @@ from shared.config.derive import resolved_sync_mode
 from shared.rollouts import WeightOffer
 from shared.weight_sync import SendReport
 
-Sender = WeightSender | AdapterSender
+
+class Sender(Protocol):
+    def offer(self, version: int, canary: AsksCanary) -> WeightOffer: ...
+    def send(self, offer: WeightOffer) -> SendReport:
+        """Returns when the weights are out. Raises WeightSyncError."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class WeightPublisher:
     """One rank's part in it. The weights must not change between an offer and its `done`."""
 
-    def __init__(self, ranks: Ranks, loaded: LoadedModel, parallel: Parallel, sender: Sender | None, canary: Canary) -> None:
-        """`sender` is rank 0's; `canary` is the proof of arrival."""
+    def __init__(self, ranks: Ranks, loaded: LoadedModel, parallel: Parallel, senders: tuple[Sender, ...], canary: Canary) -> None:
+        """`senders` are rank 0's, each for the time after the one before it has failed; `canary` is the proof of arrival."""
         self._ranks = ranks
         self._loaded = loaded
         self._parallel = parallel
-        self._sender = sender
+        self._senders = senders
         self.canary = canary
         self.version = 0
         """That the engines serve; 0 before the first sync."""
@@ -48,25 +56,18 @@ class WeightPublisher:
             self._ranks.barrier()
             self._parallel.check()
             self._parallel.gather()
-            if self._parallel.holds_parts:
-                # Every rank computes it where none has the model alone.
-                probe = self._parallel.forward(self.canary.probe)
-                return None if self._sender is None else self._sender.offer(self.version + 1, probe)
-            if self._sender is None:
-                return None
-            if isinstance(self._sender, WeightSender) and self._sender.takes_time:
-                return self._sender.offer(self.version + 1, self.canary.question(), self.canary.logprobs)
-            return self._sender.offer(self.version + 1, self.canary.probe())
+            # Every rank computes it where none has the model alone.
+            canary = ComputedCanary(self._parallel.forward(self.canary.probe)) if self._parallel.holds_parts else self.canary
+            return self._senders[0].offer(self.version + 1, canary) if self._senders else None
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Returns when the weights are out. Raises WeightSyncError."""
-        assert self._sender is not None, "rank 0 sends"
-        return self._sender.send(offer)
+        return self._senders[0].send(offer)
 
     def fall_back_to_full(self) -> None:
-        """An adapter that was offered did not arrive: every later offer is of the merged weights."""
-        assert isinstance(self._sender, AdapterSender), "only an offer of an adapter falls back"
-        self._sender.fall_back_to_full()
+        """An adapter did not arrive: every later offer is of the merged weights."""
+        assert len(self._senders) > 1, "only adapters are followed by something else"
+        self._senders = self._senders[1:]
 
     def done(self) -> None:
         """The offered weights are served, everywhere: every rank holds the version that was offered."""
@@ -87,14 +88,14 @@ class WeightPublisher:
             self._ranks.barrier()
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        for sender in self._senders:
+            sender.close()
 
 
-def make_sender(config: RunConfig, place: LearnerPlace, loaded: LoadedModel, parallel: Parallel) -> Sender | None:
-    """Rank 0's, as the configuration says what is sent; None on the other ranks."""
+def make_senders(config: RunConfig, place: LearnerPlace, loaded: LoadedModel, parallel: Parallel) -> tuple[Sender, ...]:
+    """Rank 0's, as the configuration says what is sent; none on the other ranks."""
     if place.rank != 0:
-        return None
+        return ()
     sync, timeout_s = config.rollout_matching.vllm.sync, config.timeouts.sync_phase_s
     full = WeightSender(
         parallel.weights,
@@ -104,6 +105,4 @@ def make_sender(config: RunConfig, place: LearnerPlace, loaded: LoadedModel, par
         timeout_s=timeout_s,
         bucket_bytes=sync.bucket_bytes,
     )
-    if resolved_sync_mode(config) == "full":
-        return full
-    return AdapterSender(loaded.model, full, timeout_s=timeout_s, falls_back=sync.fallback_to_full)
+    return (full,) if resolved_sync_mode(config) == "full" else (AdapterSender(loaded.model, timeout_s=timeout_s), full)

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import AllreduceOptions, DistError, PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, TCPStore
 
 from learner.place import LearnerPlace
+from shared.chunking import cut_past
 from shared.errors import CollectiveError, LearnerError, Limit, late
 
 GROUP_NAME = "rollmatch.learner"
@@ -196,7 +197,7 @@ class DistributedRanks:
         if self._sums_in_backward:
             return
         started_s = time.time()
-        for bucket in _buckets(gradients):
+        for bucket in cut_past(gradients, BUCKET_ELEMENTS, torch.Tensor.numel):
             # In float32, whatever the gradients are: a sum over ranks must not lose more than the sum over rows.
             flat = torch.cat([gradient.reshape(-1).float() for gradient in bucket])
             self._all_reduce(flat, ReduceOp.SUM)
@@ -233,18 +234,6 @@ class DistributedRanks:
         options.reduceOp = how
         options.timeout = timedelta(seconds=self._timeout_s)
         self.group.allreduce([tensor], options).wait()
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In order, closed by the tensor that takes one past `BUCKET_ELEMENTS`."""
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        bucket.append(tensor)
-        if sum(member.numel() for member in bucket) > BUCKET_ELEMENTS:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:

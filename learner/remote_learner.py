@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from learner.place import LearnerPlace
 from shared.config import RunConfig
+from shared.config.derive import resolved_sync_mode
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, LearnerError, Limit, ended, late
 from shared.evaluation import Scene
@@ -42,6 +43,8 @@ class RemoteLearner:
         self._asking.submit(int).result()
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner")
         self._has_backends = False
+        self.offers_adapter = self.falls_back = False
+        """`shared.weight_sync.SendsWeights`."""
         self.num_threads = 0
         """Of torch in each rank's process, once they have started."""
         self.received_version = 0
@@ -50,6 +53,7 @@ class RemoteLearner:
     def start(self, config: RunConfig, places: Sequence[LearnerPlace], make_backend: MakeBackend | None = None) -> None:
         """Returns when every rank has loaded model and data and, where there is one, its backend. Raises what a rank finds wrong with them."""
         self._has_backends = make_backend is not None
+        self.offers_adapter, self.falls_back = resolved_sync_mode(config) == "adapter", config.rollout_matching.vllm.sync.fallback_to_full
         limit = self._timeouts.limit("start_s")
         if len(places) > 1:
             (endpoint,) = self._wait("start", limit, [self._actors[0].open_rendezvous.remote(config)])
@@ -90,6 +94,7 @@ class RemoteLearner:
 
     def fall_back_to_full(self) -> None:
         """Rank 0, which alone has an adapter to offer, offers full weights from now on."""
+        self.offers_adapter = False
         self._wait("fall_back_to_full", self._timeouts.limit("sync_phase_s"), [self._actors[0].fall_back_to_full.remote()])
 
     def stop(self, *, timeout_s: float) -> int:

@@ -9,16 +9,16 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 
+from learner.canary import AsksCanary
 from learner.place import ReceiverGroup
 from learner.weight_source import WeightSource
 from learner.wires import WIRES, Wire
-from shared.canary import CanaryProbe
 from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import LEARNER, ConfigError, Limit, WeightSyncError, late
 from shared.rollouts import WeightOffer
@@ -57,17 +57,12 @@ class WeightSender:
         self._listening: list[socket.socket] = []
         self._groups: tuple[Group, ...] = ()
         self._wire: Wire | None = None
-        self._logprobs: Callable[[], Sequence[float]] | None = None
+        self._canary: AsksCanary | None = None
 
-    @property
-    def takes_time(self) -> bool:
-        """Whether `send` has engines to wait for, which load meanwhile: time in which the canary's log-probabilities can be computed."""
-        return self._transport in WIRES
-
-    def offer(self, version: int, canary: CanaryProbe, logprobs: Callable[[], Sequence[float]] | None = None) -> WeightOffer:
+    def offer(self, version: int, canary: AsksCanary) -> WeightOffer:
         """What `send` will send: names, sizes, and where to join. The weights must not change before the sync's end.
 
-        Where the canary lacks its log-probabilities, which it may if `takes_time`, `send` asks `logprobs` for them.
+        Where there is a wire, engines load while `send` waits for them: time in which it has the canary's log-probabilities computed, which the offer lacks.
 
         Raises ConfigError where a configured port is taken, and WeightSyncError where no port can be opened at all.
         """
@@ -76,15 +71,11 @@ class WeightSender:
         tensors = tuple(
             TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize) for name, dtype, shape in self._source.specs()
         )
-        terms = FullTerms(
-            groups=self._groups,
-            timeout_s=self._timeout_s,
-            bucket_bytes=self._bucket_bytes,
-            tensors=tensors,
-            num_logprobs=0 if logprobs is None else canary.num_logprobs,
-        )
-        self._logprobs = logprobs
-        return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=canary)
+        self._canary = canary if self._transport in WIRES else None
+        probe = canary.probe() if self._canary is None else canary.question()
+        num_logprobs = 0 if self._canary is None else probe.num_logprobs
+        terms = FullTerms(self._groups, self._timeout_s, self._bucket_bytes, tensors, num_logprobs)
+        return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Send the offered weights; returns when they are out, not when they are verified. Raises WeightSyncError.
@@ -92,19 +83,18 @@ class WeightSender:
         Where there is no wire (ipc, inproc) the engine's backend lives in this process and takes the weights itself: nothing is left to do.
         """
         terms = FullTerms.of(offer)
-        if self._transport not in WIRES:
+        if self._canary is None:
             return SendReport(phase_s={})
         try:
             started = time.perf_counter()
             if self._wire is None:
                 self._wire = self._result(_in_thread(lambda: self._open(terms), SyncPhase.RENDEZVOUS), SyncPhase.RENDEZVOUS)
             joined = time.perf_counter()
-            logprobs: Future[Sequence[float]] = Future()
+            logprobs: Future[tuple[float, ...]] = Future()
             wire, checksummed = self._wire, ChecksummedWeights(self._source.tensors(), terms, torch, logprobs.result)
             sending = _in_thread(lambda: wire.send(checksummed, terms), SyncPhase.WIRE)
             # Beside the packing, and beside the engines' loading.
-            if self._logprobs is not None:
-                _run(self._logprobs, logprobs)
+            _run(self._canary.logprobs, logprobs)
             scored = time.perf_counter()
             self._result(sending, SyncPhase.WIRE)
             wire_s = time.perf_counter() - joined - checksummed.gather_s - checksummed.verify_s
@@ -112,7 +102,7 @@ class WeightSender:
             self.close()
             raise
         phase_s = {"send_gather": checksummed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": checksummed.verify_s}
-        return SendReport(phase_s=phase_s if self._logprobs is None else phase_s | {"send_canary": scored - joined})
+        return SendReport(phase_s | {"send_canary": scored - joined})
 
     def close(self) -> None:
         """Leave the groups; the next offer opens others. Also to be called when the set of receivers changes. Twice is harmless."""

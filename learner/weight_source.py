@@ -23,24 +23,9 @@ class WeightSource(Protocol):
         ...
 
 
-class FullWeights:
-    """A model whose parameters are the checkpoint's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.dtype, parameter.shape
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # Tied parameters appear once, under their first name, which is how the engine's loader knows them.
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.detach()
-
-
-class MergedWeights:
-    """A model with adapters, as the checkpoint it amounts to. Each merged matrix is computed when its turn comes and kept by nobody here.
+class CheckpointWeights:
+    """A model's parameters, and where it has adapters the checkpoint that it amounts to: each merged matrix is computed when its turn comes, and kept by
+    nobody here.
 
     Out of place: adding a product and taking it off again would change the learner's own weights by its rounding.
     """
@@ -49,18 +34,17 @@ class MergedWeights:
         self._model = model
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        for name, parameter in self._model.named_parameters():
-            if ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), parameter.dtype, parameter.shape
+        for _, name, parameter in self._parameters():
+            yield name, parameter.dtype, parameter.shape
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # Names of peft's making end here: `base_layer` goes, and what an adapted layer holds beside it is in the merged weight.
         layers = {f"{path}.base_layer.weight": layer for path, layer in adapted_layers(self._model).items()}
+        for own_name, name, parameter in self._parameters():
+            yield name, merged_weight(layers[own_name]) if own_name in layers else parameter.detach()
+
+    def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Name in the model, name in the checkpoint, values. Tied parameters appear once, under their first name, by which the engine's loader knows them."""
         for name, parameter in self._model.named_parameters():
+            # Names of peft's making end here: `base_layer` goes, and what an adapted layer holds beside it is in the merged weight.
             if ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), merged_weight(layers[name]) if name in layers else parameter.detach()
-
-
-def weight_source(model: nn.Module) -> WeightSource:
-    """Full weights of any learner's model, adapters merged."""
-    return MergedWeights(model) if adapted_layers(model) else FullWeights(model)
+                yield name, name.replace(".base_layer.", "."), parameter

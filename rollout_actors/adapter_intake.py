@@ -65,8 +65,7 @@ class AdapterIntake:
         self.request = None
         # Gone before the engine serves it: an actor that is killed later leaves nothing in memory.
         with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-", dir=_memory_folder(terms.num_bytes)) as folder:
-            Path(folder, "adapter_model.safetensors").write_bytes(terms.tensors)
-            Path(folder, "adapter_config.json").write_text(terms.config)
+            terms.files.save(Path(folder))
             yield LoRARequest(_NAME, ADAPTER_ID, folder, load_inplace=True)
             # Without `load_inplace`, or vLLM would load it again with every request.
             self.request = LoRARequest(_NAME, ADAPTER_ID, folder)

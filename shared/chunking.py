@@ -1,8 +1,8 @@
-"""How a step's requests are cut into rounds and shares (DESIGN 5, decisions 5, 15 and 16)."""
+"""How a step's requests are cut into rounds and shares (DESIGN 5, decisions 5, 15 and 16), and tensors into buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -103,3 +103,17 @@ def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]
     """The rounds of a step whose requests are those of each learner rank, `[round][rank]`, as `rank_rounds` says."""
     rounds = rank_rounds([len(share) for share in requests], chunk)
     return [[list(share[part.start : part.stop]) for share, part in zip(requests, round_, strict=True)] for round_ in rounds]
+
+
+def cut_past(items: Iterable[T], limit: int, size_of: Callable[[T], int]) -> Iterator[tuple[T, ...]]:
+    """The items in order, cut behind each that takes a bucket past `limit`."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        bucket.append(item)
+        size += size_of(item)
+        if size > limit:
+            yield tuple(bucket)
+            bucket, size = [], 0
+    if bucket:
+        yield tuple(bucket)

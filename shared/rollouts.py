@@ -96,8 +96,6 @@ class WeightOffer:
     """nccl, ipc, rollmatch_gloo or inproc; adapter: the weights are in the offer."""
     rendezvous: Mapping[str, Any]
     canary: Any
-    fell_back: str | None = None
-    """Why these are full weights where an adapter would have come; None: nothing has failed."""
 
     @property
     def sends_adapter(self) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from shared.errors import ENGINES, LEARNER, Limit, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_terms import AdapterTerms, terms_of
+from shared.weight_terms import terms_of
 
 ENGINE_MARGIN_S, CLIENT_MARGIN_S, POOL_MARGIN_S, SYNC_MARGIN_S = 2.0, 3.0, 4.0, 6.0
 """What each layer waits in a phase beyond its `timeout_s`: the engine or the sender, a server's client, the pool or whoever waits for the sender, the whole
@@ -70,6 +70,16 @@ def sender_s(timeout_s: float) -> float:
 
 
 class SendsWeights(Protocol):
+    @property
+    def offers_adapter(self) -> bool:
+        """Whether the next offer is of an adapter."""
+        ...
+
+    @property
+    def falls_back(self) -> bool:
+        """What follows on a sync of an adapter that fails, rollout_matching.vllm.sync.fallback_to_full: full ones (true), or the run's end."""
+        ...
+
     def offer_weights(self) -> WeightOffer: ...
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
     def sync_done(self) -> None:
@@ -77,7 +87,7 @@ class SendsWeights(Protocol):
         ...
 
     def fall_back_to_full(self) -> None:
-        """Every later offer is of full weights; called only after an offer of an adapter."""
+        """Every later offer is of full weights; called only where the last one was to be of an adapter."""
         ...
 
 
@@ -100,18 +110,16 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     permits it (DESIGN 5, decision 20); the report says why.
     """
     rollouts.settle()
-    offer = learner.offer_weights()
-    reason = offer.fell_back
-    if offer.sends_adapter:
-        try:
-            return _sync(learner, rollouts, offer)
-        except Exception as error:  # of any kind: what the engines hold after it is proved by the full sync that follows
-            if not AdapterTerms.of(offer).falls_back:
-                raise _final(error) from error
-            reason = str(error)
-        learner.fall_back_to_full()
-        offer = learner.offer_weights()
-    return replace(_sync(learner, rollouts, offer), fell_back=reason)
+    try:
+        return _sync(learner, rollouts)
+    except Exception as error:  # of any kind: what the engines hold after it is proved by the full sync that follows
+        if not learner.offers_adapter:
+            raise
+        if not learner.falls_back:
+            raise _final(error) from error
+        reason = str(error)
+    learner.fall_back_to_full()
+    return replace(_sync(learner, rollouts), fell_back=reason)
 
 
 def _final(error: Exception) -> WeightSyncError:
@@ -122,12 +130,13 @@ def _final(error: Exception) -> WeightSyncError:
     return WeightSyncError(f"of the adapter: {type(error).__name__}: {error}; {remedy}", actor=ENGINES, phase=OFFER)
 
 
-def _sync(learner: SendsWeights, rollouts: TakesWeights, offer: WeightOffer) -> SyncReport:
-    """Both sides of one offer.
+def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
+    """One offer, and both sides of it.
 
     Both futures are bounded by the offer's phase timeout. When one side fails it leaves the group, which ends the other side's wait:
     a few seconds are given to that, so that the error shown is the receiver's, with the sender's as its cause.
     """
+    offer = learner.offer_weights()
     timeout_s = terms_of(offer).timeout_s
     receiving = rollouts.receive_weights(offer)
     sending = learner.send_weights(offer)

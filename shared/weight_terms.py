@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
+from shared.chunking import cut_past
+from shared.lora import AdapterFiles
 from shared.rollouts import WeightOffer
 
 CHECKSUMS = "rollmatch.checksums"
@@ -90,24 +90,17 @@ class FullTerms:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTerms:
-    """Of an adapter, which is small enough to travel with the call and needs no process group: the two files of its folder as peft writes it, and how to check
-    them. Plain data, no pickle."""
+    """Of an adapter, which is small enough to travel with the call and needs no process group, and how to check it. Plain data, no pickle."""
 
-    tensors: bytes
-    """`adapter_model.safetensors`."""
-    config: str
-    """`adapter_config.json`."""
+    files: AdapterFiles
     sha256: str
-    """Of both, in this order, as hexadecimal digits."""
+    """Of both, in their order, as hexadecimal digits."""
     timeout_s: float
     """Longest time of any one phase: the configuration's timeouts.sync_phase_s."""
-    falls_back: bool
-    """What is done when this sync fails, rollout_matching.vllm.sync.fallback_to_full: full syncs from then on (true), or the run's end."""
 
     @classmethod
-    def make(cls, tensors: bytes, config: Mapping[str, Any], *, timeout_s: float, falls_back: bool) -> AdapterTerms:
-        text = json.dumps(config, sort_keys=True)
-        return cls(tensors, text, _digest(tensors, text), timeout_s, falls_back)
+    def make(cls, files: AdapterFiles, *, timeout_s: float) -> AdapterTerms:
+        return cls(files, _digest(files), timeout_s)
 
     @classmethod
     def of(cls, offer: WeightOffer) -> AdapterTerms:
@@ -117,11 +110,11 @@ class AdapterTerms:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.tensors)
+        return len(self.files.tensors)
 
     @property
     def is_intact(self) -> bool:
-        return _digest(self.tensors, self.config) == self.sha256
+        return _digest(self.files) == self.sha256
 
 
 def terms_of(offer: WeightOffer) -> FullTerms | AdapterTerms:
@@ -131,16 +124,7 @@ def terms_of(offer: WeightOffer) -> FullTerms | AdapterTerms:
 
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
     """The tensors in order, cut behind the one that takes a bucket past `bucket_bytes`: the rule of vLLM's own packed transfer."""
-    bucket: list[TensorSpec] = []
-    size = 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        size += tensor.num_bytes
-        if size > bucket_bytes:
-            yield tuple(bucket)
-            bucket, size = [], 0
-    if bucket:
-        yield tuple(bucket)
+    return cut_past(tensors, bucket_bytes, lambda tensor: tensor.num_bytes)
 
 
 def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
@@ -151,7 +135,7 @@ def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
     return starts
 
 
-def _digest(tensors: bytes, config: str) -> str:
-    digest = hashlib.sha256(tensors)
-    digest.update(config.encode())
+def _digest(files: AdapterFiles) -> str:
+    digest = hashlib.sha256(files.tensors)
+    digest.update(files.config.encode())
     return digest.hexdigest()

@@ -63,7 +63,6 @@ class Offer(Message):
     adapter: AdapterTerms | None
     """Of an adapter: in place of `terms`."""
     canary: CanaryProbe
-    fell_back: str | None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -93,7 +92,6 @@ class SyncCall(Message):
             terms=terms if isinstance(terms, FullTerms) else None,
             adapter=terms if isinstance(terms, AdapterTerms) else None,
             canary=offer.canary,
-            fell_back=offer.fell_back,
         )
         return cls(version=offer.version, offer=form, run=run)
 
@@ -101,7 +99,7 @@ class SyncCall(Message):
         if self.offer is None:
             return None
         terms = self.offer.terms or self.offer.adapter
-        return WeightOffer(self.version, self.offer.transport, {"terms": terms}, self.offer.canary, self.offer.fell_back)
+        return WeightOffer(self.version, self.offer.transport, {"terms": terms}, self.offer.canary)
 
 
 class SyncAnswer(Message):

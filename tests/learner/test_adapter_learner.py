@@ -12,9 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from learner.adapter_sender import AdapterSender
 from learner.adapters import apply_adapter
-from learner.place import ReceiverGroup
-from learner.weight_sender import WeightSender
-from learner.weight_source import weight_source
+from learner.canary import ComputedCanary
 from shared.canary import CanaryProbe
 from shared.config.model import AdapterSection
 from shared.config.pipeline import Channel
@@ -24,7 +22,7 @@ from shared.transports import Transport
 from shared.weight_terms import AdapterTerms, FullTerms
 
 VLLM = "rollout_matching__vllm"
-CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
+CANARY = ComputedCanary(CanaryProbe((1,), (), (1,), (), tolerance=1e-4))
 SMALL = {
     "global_max_length": 512,
     "training__max_steps": 4,
@@ -74,9 +72,8 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
     one = learner()
     list(steps(one, 1))
     offer = one.publisher.offer()
-    assert (offer.transport, offer.version, offer.fell_back) == (Transport.ADAPTER, 1, None)
-    assert AdapterTerms.of(offer).falls_back
-    assert len(safetensors.torch.load(AdapterTerms.of(offer).tensors)) == 2 * 3 * 7
+    assert (offer.transport, offer.version) == (Transport.ADAPTER, 1)
+    assert len(safetensors.torch.load(AdapterTerms.of(offer).files.tensors)) == 2 * 3 * 7
     assert one.publisher.send(offer).phase_s == {}
     one.publisher.done()
     one.publisher.fall_back_to_full()
@@ -123,21 +120,9 @@ def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_ne
     assert learner("lora", "full").publisher.offer().canary.base_logprobs is None
 
 
-def broken_sender(checkpoint, *, falls_back):
-    """Of a model whose adapter cannot be written down."""
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
-    apply_adapter(model, AdapterSection(kind="lora", rank=4), base_path="here", seed=0)
-    full = WeightSender(weight_source(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=1.0)
-    model.peft_config.clear()
-    return AdapterSender(model, full, timeout_s=1.0, falls_back=falls_back)
-
-
 def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_checkpoint):
-    sender = broken_sender(demo_checkpoint, falls_back=True)
-    first, second = sender.offer(1, CANARY), sender.offer(2, CANARY)
-    assert first.transport == second.transport == "rollmatch_gloo"
-    assert "KeyError: 'default'" in first.fell_back
-    assert second.fell_back is None
-    sender.close()
-    with pytest.raises(WeightSyncError, match=r"offer on learner: .*fallback_to_full"):
-        broken_sender(demo_checkpoint, falls_back=False).offer(1, CANARY)
+    model = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
+    apply_adapter(model, AdapterSection(kind="lora", rank=4), base_path="here", seed=0)
+    model.peft_config.clear()
+    with pytest.raises(WeightSyncError, match=r"offer on learner: it cannot be written down \(KeyError: 'default'\)"):
+        AdapterSender(model, timeout_s=1.0).offer(1, CANARY)

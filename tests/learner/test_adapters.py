@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.adapters import adapted_layers, adapter_files, apply_adapter, without_adapter
 from learner.checkpoint import save_checkpoint
-from learner.weight_source import FullWeights, MergedWeights, weight_source
+from learner.weight_source import CheckpointWeights
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.weight_terms import AdapterTerms
@@ -95,7 +95,7 @@ def test_a_name_that_no_layer_has_is_refused_with_those_that_exist(demo_checkpoi
 def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_equal(demo_checkpoint, kind):
     model = adapted(demo_checkpoint, kind)
     before = snapshot(model)
-    merged = dict(MergedWeights(model).tensors())
+    merged = dict(CheckpointWeights(model).tensors())
     assert same(before, snapshot(model))
     reference = copy.deepcopy(model)
     for path, layer in adapted_layers(reference).items():
@@ -107,8 +107,8 @@ def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_eq
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_adapted_model_does(demo_checkpoint, kind):
     model, ordinary = adapted(demo_checkpoint, kind), load(demo_checkpoint)
-    merged = list(weight_source(model).tensors())
-    assert [name for name, _ in merged] == [name for name, _ in FullWeights(ordinary).tensors()]
+    merged = list(CheckpointWeights(model).tensors())
+    assert [name for name, _ in merged] == [name for name, _ in ordinary.named_parameters()]
     before = logits(ordinary)
     ordinary.load_state_dict(dict(merged), strict=False)
     ordinary.tie_weights()
@@ -118,13 +118,14 @@ def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_
 
 def test_a_model_without_adapters_offers_its_parameters_as_they_are(demo_checkpoint):
     model = load(demo_checkpoint)
-    assert isinstance(weight_source(model), FullWeights)
+    offered = [(name, tensor.data_ptr()) for name, tensor in CheckpointWeights(model).tensors()]
+    assert offered == [(name, parameter.data_ptr()) for name, parameter in model.named_parameters()]
     assert adapter_files(model) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_specs_are_known_before_anything_is_merged(demo_checkpoint, kind):
-    source = MergedWeights(adapted(demo_checkpoint, kind))
+    source = CheckpointWeights(adapted(demo_checkpoint, kind))
     assert list(source.specs()) == [(name, tensor.dtype, tensor.shape) for name, tensor in source.tensors()]
 
 
@@ -139,17 +140,17 @@ def test_a_saved_adapter_loads_in_peft(demo_checkpoint, tmp_path, kind):
 def test_an_offered_adapter_is_two_files_with_a_digest(demo_checkpoint):
     model = adapted(demo_checkpoint)
     files = adapter_files(model)
-    terms = AdapterTerms.make(files.tensors, files.config, timeout_s=5.0, falls_back=True)
-    tensors = safetensors.torch.load(terms.tensors)
+    terms = AdapterTerms.make(files, timeout_s=5.0)
+    tensors = safetensors.torch.load(terms.files.tensors)
     assert len(tensors) == 2 * 3 * 7
     values = trainable(model)
     for name, tensor in tensors.items():
         assert torch.equal(tensor, values[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")])
-    assert json.loads(terms.config)["r"] == 4
+    assert json.loads(terms.files.config)["r"] == 4
     assert files == adapter_files(model)
     assert terms.is_intact
-    assert not replace(terms, tensors=terms.tensors[:-1] + b"?").is_intact
-    assert not replace(terms, config=terms.config + " ").is_intact
+    assert not replace(terms, files=replace(files, tensors=files.tensors[:-1] + b"?")).is_intact
+    assert not replace(terms, files=replace(files, config=files.config + " ")).is_intact
 
 
 @pytest.mark.parametrize("kind", KINDS)

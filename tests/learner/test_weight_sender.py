@@ -6,8 +6,9 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,10 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+from learner.canary import ComputedCanary
 from learner.gloo_wire import GlooWire
 from learner.place import ReceiverGroup
 from learner.weight_sender import WeightSender
-from learner.weight_source import FullWeights
+from learner.weight_source import CheckpointWeights
 from rollout_actors.gloo_group import WeightGroup, address_towards
 from shared.canary import CanaryProbe
 from shared.checksummed_weights import ChecksummedWeights
@@ -28,7 +30,8 @@ from shared.weight_terms import CANARY as CANARY_TENSOR
 from shared.weight_terms import CHECKSUMS, FullTerms, Group, TensorSpec, offsets
 
 FOLDER = Path("/dev/shm")
-CANARY = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
+PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), (-0.1, -2.5), tolerance=1e-4)
+CANARY = ComputedCanary(PROBE)
 
 
 class TiedModel(nn.Module):
@@ -41,7 +44,7 @@ class TiedModel(nn.Module):
 
 
 def make_sender(model: nn.Module, timeout_s: float = 0.5) -> WeightSender:
-    return WeightSender(FullWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=timeout_s, bucket_bytes=10)
+    return WeightSender(CheckpointWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=timeout_s, bucket_bytes=10)
 
 
 def test_an_offer_names_every_parameter_once_with_its_size() -> None:
@@ -53,7 +56,7 @@ def test_an_offer_names_every_parameter_once_with_its_size() -> None:
         ("norm.bias", "bfloat16", (3,), 6),
     ]
     assert (terms.num_bytes, terms.group.world_size) == (96, 2)
-    assert terms.sent[-1].shape == (2 * 8,), "a checksum for each bucket comes behind the weights"
+    assert [spec.shape for spec in terms.sent[-2:]] == [(2 * 8,), (2 * 8,)], "behind the weights: a checksum for each bucket, and the canary's numbers"
     sender.close()
 
 
@@ -61,7 +64,7 @@ class Counted:
     """A source that tells how often its tensors were made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._full = FullWeights(model)
+        self._full = CheckpointWeights(model)
         self.passes = 0
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
@@ -97,7 +100,7 @@ def free_port() -> int:
 def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again_under_another_key() -> None:
     port = free_port()
     sender = WeightSender(
-        FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(2, port), ReceiverGroup(1)), timeout_s=0.5, bucket_bytes=10
+        CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(2, port), ReceiverGroup(1)), timeout_s=0.5, bucket_bytes=10
     )
     terms = FullTerms.of(sender.offer(1, CANARY))
     assert [group.world_size for group in terms.groups] == [3, 2]
@@ -113,7 +116,7 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         sender = WeightSender(
-            FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1, port)), timeout_s=0.5, bucket_bytes=10
+            CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1, port)), timeout_s=0.5, bucket_bytes=10
         )
         with pytest.raises(ConfigError, match=rf"rollout_matching\.vllm\.server\.servers\[1\]\.group_port: port {port} of 127.0.0.1 cannot be opened"):
             sender.offer(1, CANARY)
@@ -149,7 +152,7 @@ def receive(joined: WeightGroup, terms: FullTerms, num_buckets: int | None = Non
 @pytest.mark.parametrize("remote", [set(), {2}, {1, 3}], ids=["all on this machine", "one elsewhere", "one of each group elsewhere"])
 def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again(remote: set[int]) -> None:
     model = TiedModel()
-    sender = WeightSender(FullWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(2), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10)
+    sender = WeightSender(CheckpointWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(2), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10)
     places = {1: (0, 1), 2: (0, 2), 3: (1, 1)}
     joined: dict[int, WeightGroup] = {}
 
@@ -171,8 +174,8 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
             arriving = [threads.submit(take, who, terms) for who in places]
             report = sender.send(offer)
             # By the prefix a report's total leaves them out: they run beside the receivers' phases.
-            assert set(report.phase_s) == {"send_gather", "send_rendezvous", "send_wire", "send_verify"}
-            expected = dict(ChecksummedWeights(FullWeights(model).tensors(), terms, torch))
+            assert set(report.phase_s) == {"send_gather", "send_rendezvous", "send_wire", "send_verify", "send_canary"}
+            expected = dict(ChecksummedWeights(CheckpointWeights(model).tensors(), terms, torch, CANARY.logprobs))
             for arrived in arriving:
                 tensors = arrived.result(timeout=20)
                 assert list(tensors) == list(expected)
@@ -199,7 +202,9 @@ def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_l
 
 
 def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
-    sender = WeightSender(FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=2.0, bucket_bytes=10)
+    sender = WeightSender(
+        CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=2.0, bucket_bytes=10
+    )
     offer = sender.offer(1, CANARY)
     terms = FullTerms.of(offer)
     with ThreadPoolExecutor(1) as threads:
@@ -239,20 +244,25 @@ def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from
         assert address_towards(*server.getsockname()) == connection.getsockname()[0]
 
 
-PENDING = CanaryProbe((1, 2, 3), (), (1, 2, 3), None, tolerance=1e-4)
+@dataclass(frozen=True)
+class SlowCanary(ComputedCanary):
+    wait: Callable[[], None]
+    """Its log-probabilities come when this has returned."""
+
+    def logprobs(self) -> tuple[float, ...]:
+        self.wait()
+        return super().logprobs()
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(is_elsewhere: bool) -> None:
     sender = make_sender(TiedModel(), timeout_s=20.0)
-    assert sender.takes_time
     arrived = threading.Event()
 
-    def logprobs() -> list[float]:
+    def wait() -> None:
         assert arrived.wait(20), "the first buckets do not wait for this"
-        return [-0.1, -2.5]
 
-    offer = sender.offer(1, PENDING, logprobs)
+    offer = sender.offer(1, SlowCanary(PROBE, wait))
     terms = FullTerms.of(offer)
 
     def take() -> dict[str, torch.Tensor]:
@@ -268,17 +278,17 @@ def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_l
         report = sender.send(offer)
         tensors = taking.result(timeout=20)
     assert list(tensors)[-2:] == [CHECKSUMS, CANARY_TENSOR]
-    assert PENDING.with_logprobs(tensors[CANARY_TENSOR].view(torch.float64).tolist()).expected_logprobs == (-0.1, -2.5)
+    assert offer.canary.with_logprobs(tensors[CANARY_TENSOR].view(torch.float64).tolist()) == PROBE
     assert report.phase_s["send_canary"] > 0
     sender.close()
 
 
 def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> None:
-    def logprobs() -> list[float]:
+    def fail() -> None:
         raise RuntimeError("out of memory")
 
     sender = make_sender(TiedModel(), timeout_s=5.0)
-    offer = sender.offer(1, PENDING, logprobs)
+    offer = sender.offer(1, SlowCanary(PROBE, fail))
     terms = FullTerms.of(offer)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
@@ -288,7 +298,9 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool) -> None:
-    sender = WeightSender(FullWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=3.0, bucket_bytes=10)
+    sender = WeightSender(
+        CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=3.0, bucket_bytes=10
+    )
     offer = sender.offer(1, CANARY)
     terms = FullTerms.of(offer)
     with ThreadPoolExecutor(2) as threads:
@@ -300,9 +312,9 @@ def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool
 
 
 def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
-    sender = WeightSender(FullWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5)
+    sender = WeightSender(CheckpointWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5)
     offer = sender.offer(1, CANARY)
-    assert (offer.transport, FullTerms.of(offer).groups, sender.send(offer).phase_s) == ("inproc", (), {})
+    assert (offer.transport, FullTerms.of(offer).groups, offer.canary, sender.send(offer).phase_s) == ("inproc", (), PROBE, {})
 
 
 def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_has_a_new_port() -> None:
@@ -320,4 +332,4 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
 
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="'carrier_pigeon' is not a valid Transport"):
-        WeightSender(FullWeights(TiedModel()), transport="carrier_pigeon", receivers=(ReceiverGroup(1),), timeout_s=1.0)
+        WeightSender(CheckpointWeights(TiedModel()), transport="carrier_pigeon", receivers=(ReceiverGroup(1),), timeout_s=1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,11 +17,13 @@ from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, sma
 from learner.adapter_sender import AdapterSender
 from learner.adapters import apply_adapter
 from learner.place import ReceiverGroup
+from learner.publisher import Sender
 from learner.weight_sender import WeightSender
-from learner.weight_source import weight_source
+from learner.weight_source import CheckpointWeights
 from rollout_actors.pool import ActorPool
 from shared.config.model import AdapterSection
 from shared.errors import WeightSyncError
+from shared.lora import AdapterFiles
 from shared.rollouts import WeightOffer
 from shared.weight_sync import sync_weights
 from shared.weight_terms import AdapterTerms
@@ -40,10 +41,15 @@ class AdaptedLearner(SmallLearner):
         apply_adapter(self.model, AdapterSection(kind=kind, rank=4, alpha=8.0), base_path=str(checkpoint), seed=3)
         self._trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
-        full = WeightSender(
-            weight_source(self.model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=TIMEOUTS.sync_phase.seconds, bucket_bytes=1 << 20
+        self._full = WeightSender(
+            CheckpointWeights(self.model),
+            transport="rollmatch_gloo",
+            receivers=(ReceiverGroup(1),),
+            timeout_s=TIMEOUTS.sync_phase.seconds,
+            bucket_bytes=1 << 20,
         )
-        self.sender: Any = full if mode == "full" else AdapterSender(self.model, full, timeout_s=TIMEOUTS.sync_phase.seconds, falls_back=falls_back)
+        self.sender: Sender = self._full if mode == "full" else AdapterSender(self.model, timeout_s=TIMEOUTS.sync_phase.seconds)
+        self.offers_adapter, self.falls_back = mode == "adapter", falls_back
         self.spoil: Spoil | None = None
 
     def learn(self, seed: int) -> None:
@@ -57,7 +63,11 @@ class AdaptedLearner(SmallLearner):
         return offer if spoil is None else replace(offer, rendezvous={"terms": spoil(AdapterTerms.of(offer))})
 
     def fall_back_to_full(self) -> None:
-        self.sender.fall_back_to_full()
+        self.sender, self.offers_adapter = self._full, False
+
+    def close(self) -> None:
+        self._full.close()
+        super().close()
 
 
 @pytest.fixture(scope="module")
@@ -137,25 +147,26 @@ def test_a_full_sync_carries_merged_weights_to_an_engine_that_could_take_adapter
 
 
 def changed_on_the_way(terms: AdapterTerms) -> AdapterTerms:
-    return replace(terms, tensors=terms.tensors[:-1] + bytes([terms.tensors[-1] ^ 1]))
+    tensors = terms.files.tensors
+    return replace(terms, files=replace(terms.files, tensors=tensors[:-1] + bytes([tensors[-1] ^ 1])))
 
 
 def of_other_weights(terms: AdapterTerms) -> AdapterTerms:
-    tensors = {name: tensor.flip(0) for name, tensor in safetensors.torch.load(terms.tensors).items()}
-    return remade(terms, tensors, json.loads(terms.config))
+    tensors = {name: tensor.flip(0) for name, tensor in safetensors.torch.load(terms.files.tensors).items()}
+    return remade(terms, tensors, terms.files.config)
 
 
 def of_unknown_modules(terms: AdapterTerms) -> AdapterTerms:
-    tensors = {name.replace("q_proj", "query"): tensor for name, tensor in safetensors.torch.load(terms.tensors).items()}
-    return remade(terms, tensors, json.loads(terms.config))
+    tensors = {name.replace("q_proj", "query"): tensor for name, tensor in safetensors.torch.load(terms.files.tensors).items()}
+    return remade(terms, tensors, terms.files.config)
 
 
 def without_its_rank(terms: AdapterTerms) -> AdapterTerms:
-    return remade(terms, safetensors.torch.load(terms.tensors), {"lora_alpha": 8})
+    return remade(terms, safetensors.torch.load(terms.files.tensors), '{"lora_alpha": 8}')
 
 
-def remade(terms: AdapterTerms, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> AdapterTerms:
-    return AdapterTerms.make(safetensors.torch.save(tensors), config, timeout_s=terms.timeout_s, falls_back=terms.falls_back)
+def remade(terms: AdapterTerms, tensors: dict[str, torch.Tensor], config: str) -> AdapterTerms:
+    return AdapterTerms.make(AdapterFiles(safetensors.torch.save(tensors), config), timeout_s=terms.timeout_s)
 
 
 FAILURES = [

@@ -12,6 +12,7 @@ import torch
 from shared.checksum import BucketChecksum
 from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import LearnerError, WeightSyncError
+from shared.lora import AdapterFiles
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import CLIENT_MARGIN_S, ENGINE_MARGIN_S, POOL_MARGIN_S, SendReport, SyncPhase, all_phases_s, sender_s, sync_weights, whole_sync_s
@@ -24,6 +25,8 @@ TERMS = FullTerms(GROUPS, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS)
 
 class Side:
     """A learner and the rollout actors in one, whose futures end as they are told; None: never."""
+
+    offers_adapter = falls_back = False
 
     def __init__(self, sent: SendReport | Exception | None, received: SyncReport | Exception | None) -> None:
         self._sent, self._received = sent, received
@@ -61,7 +64,7 @@ RECEIVER_ERROR = WeightSyncError("no room", actor="actor-1", phase="wire")
 SENDER_ERROR = WeightSyncError("connection closed", actor="learner", phase="wire")
 
 
-ADAPTER = AdapterTerms.make(b"tensors", {"r": 4}, timeout_s=0.05, falls_back=True)
+ADAPTER = AdapterTerms.make(AdapterFiles(b"tensors", "{}"), timeout_s=0.05)
 
 
 class AdapterSide(Side):
@@ -70,20 +73,20 @@ class AdapterSide(Side):
     def __init__(self, trouble: SyncReport | Exception, *, falls_back: bool = True) -> None:
         super().__init__(SENT, RECEIVED)
         self._trouble = trouble
-        self._terms = replace(ADAPTER, falls_back=falls_back)
-        self._has_fallen_back = False
+        self.offers_adapter = True
+        self.falls_back = falls_back
 
     def offer_weights(self) -> WeightOffer:
-        return super().offer_weights() if self._has_fallen_back else WeightOffer(4, Transport.ADAPTER, {"terms": self._terms}, None)
+        return WeightOffer(4, Transport.ADAPTER, {"terms": ADAPTER}, None) if self.offers_adapter else super().offer_weights()
 
     def fall_back_to_full(self) -> None:
-        self._has_fallen_back = True
+        self.offers_adapter = False
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        return self._future(SENT if self._has_fallen_back else SendReport(phase_s={}))
+        return self._future(SendReport(phase_s={}) if offer.sends_adapter else SENT)
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        return self._future(RECEIVED if self._has_fallen_back else self._trouble)
+        return self._future(self._trouble if offer.sends_adapter else RECEIVED)
 
 
 def test_an_adapter_sync_that_succeeds_is_all_there_is() -> None:
@@ -116,13 +119,20 @@ def test_without_fallback_it_ends_the_run_with_what_failed_and_the_key_to_change
     assert side.num_done == 0
 
 
-def test_a_learner_that_could_not_even_offer_its_adapter_says_so_with_its_first_full_offer() -> None:
-    class Unwritable(Side):
+@pytest.mark.parametrize("falls_back", [True, False])
+def test_a_learner_that_cannot_even_offer_its_adapter_is_an_adapter_sync_that_fails(falls_back: bool) -> None:
+    class Unwritable(AdapterSide):
         def offer_weights(self) -> WeightOffer:
-            return replace(super().offer_weights(), fell_back="no such layer")
+            if self.offers_adapter:
+                raise WeightSyncError("no such layer", actor="learner", phase="offer")
+            return super().offer_weights()
 
-    side = Unwritable(SENT, RECEIVED)
-    assert sync_weights(side, side).fell_back == "no such layer"
+    side = Unwritable(RECEIVED, falls_back=falls_back)
+    if falls_back:
+        assert "offer on learner: no such layer" in str(sync_weights(side, side).fell_back)
+    else:
+        with pytest.raises(WeightSyncError, match=r"offer on learner: of the adapter: no such layer; set .*fallback_to_full"):
+            sync_weights(side, side)
 
 
 def test_a_bucket_is_closed_by_the_tensor_that_takes_it_past_its_size() -> None:

@@ -28,7 +28,9 @@ from shared.weight_sync import SendReport
 
 
 class LocalLearner:
-    """What `learner.remote_learner.RemoteLearner` of one rank is, without a process of its own. Remembers every rollout."""
+    """What `learner.remote_learner.RemoteLearner` of one rank is, without a process of its own and without an adapter. Remembers every rollout."""
+
+    offers_adapter = False
 
     def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
         self.learner = Learner(config, LearnerPlace(Transport.GLOO, (ReceiverGroup(receiver_ranks),)))
@@ -62,9 +64,6 @@ class LocalLearner:
 
     def sync_done(self) -> None:
         self.learner.publisher.done()
-
-    def fall_back_to_full(self) -> None:
-        self.learner.publisher.fall_back_to_full()
 
     def _send(self, offer: WeightOffer) -> SendReport:
         report = self.learner.publisher.send(offer)

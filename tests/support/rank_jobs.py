@@ -197,8 +197,8 @@ class Synced:
     tied: bool
     dtypes: set[str]
     """That the checkpoint's config.json names."""
-    logprobs: tuple[float, ...] | None
-    """Of the canary, in the offer or to be computed while it is sent; None without an offer."""
+    logprobs: tuple[float, ...]
+    """Of the canary, which the offer lacks."""
 
 
 def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, folder: Path) -> Synced:
@@ -206,7 +206,7 @@ def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: Ru
     versions = [learner.publisher.version]
     offer = learner.publisher.offer()
     versions.append(learner.publisher.version)
-    logprobs = None if offer is None else offer.canary.expected_logprobs or learner.publisher.canary.logprobs()
+    logprobs = learner.parallel.forward(learner.publisher.canary.logprobs)
     weights = dict(learner.parallel.weights.tensors()) if place.rank == 0 else {}
     learner.publisher.done()
     versions.append(learner.publisher.version)

@@ -24,6 +24,7 @@ from rollout_actors.backends.stock_command import NOT_SAID, stock_arguments, sto
 from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
+from shared.lora import AdapterFiles
 from shared.records import ImageRef
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import FinishReason, WeightOffer
@@ -327,7 +328,7 @@ class TestSync:
 
     def test_an_adapter_alone_is_refused_with_the_mode_that_works(self, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
-        terms = AdapterTerms.make(b"", {}, timeout_s=5.0, falls_back=True)
+        terms = AdapterTerms.make(AdapterFiles(b"", "{}"), timeout_s=5.0)
         with pytest.raises(WeightSyncError, match=r"sync\.mode: full"):
             asyncio.run(synced(one, replace(an_offer(), transport=Transport.ADAPTER, rendezvous={"terms": terms})))
 

@@ -14,7 +14,7 @@ from engine_support import TIMEOUTS, SmallLearner
 from learner.adapter_sender import AdapterSender
 from learner.adapters import apply_adapter
 from learner.weight_sender import WeightSender
-from learner.weight_source import weight_source
+from learner.weight_source import CheckpointWeights
 from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
@@ -25,15 +25,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 class AdaptedHost(ModelHost):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return weight_source(self.model).tensors()
+        return CheckpointWeights(self.model).tensors()
 
 
 @pytest.fixture(scope="module")
 def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
     learner = SmallLearner(demo_checkpoint, num_receivers=1)
     apply_adapter(learner.model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path=str(demo_checkpoint), seed=3)
-    full = WeightSender(weight_source(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
-    learner.sender = AdapterSender(learner.model, full, timeout_s=TIMEOUTS.sync_phase.seconds, falls_back=True)
+    learner.sender = AdapterSender(learner.model, timeout_s=TIMEOUTS.sync_phase.seconds)
     yield learner
     learner.close()
 
@@ -82,7 +81,7 @@ def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights
         backend.receive_weights(replace(offer, rendezvous={"terms": damaged}))
     with pytest.raises(RolloutError, match="serves no rollouts"):
         backend.generate([learner.request(0)])
-    learner.sender.fall_back_to_full()
+    learner.sender = WeightSender(CheckpointWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
     report = backend.receive_weights(learner.offer_weights())
     assert report.mode == "full"
     serves(backend, learner)

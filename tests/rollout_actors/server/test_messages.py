@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rollout_actors.server import messages
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
+from shared.lora import AdapterFiles
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Transport
@@ -70,7 +71,7 @@ terms = st.builds(
     bucket_bytes=st.integers(),
     tensors=st.lists(st.builds(TensorSpec, name=text, dtype=text, shape=ids, num_bytes=st.integers()), max_size=3).map(tuple),
 )
-adapters = st.builds(AdapterTerms, tensors=st.binary(max_size=40), config=text, sha256=text, timeout_s=any_float, falls_back=st.booleans())
+adapters = st.builds(AdapterTerms, files=st.builds(AdapterFiles, tensors=st.binary(max_size=40), config=text), sha256=text, timeout_s=any_float)
 probes = st.builds(
     lambda token_ids, images, scored, tolerance: CanaryProbe(token_ids, images, (0, *(i for i, _ in scored)), tuple(p for _, p in scored), tolerance),
     ids,
@@ -84,7 +85,6 @@ offers = st.builds(
     transport=text.filter(lambda transport: transport != Transport.ADAPTER),
     rendezvous=st.fixed_dictionaries({"terms": terms}),
     canary=probes,
-    fell_back=st.none() | text,
 ) | st.builds(
     WeightOffer,
     version=st.integers(),
