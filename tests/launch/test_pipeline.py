@@ -80,6 +80,6 @@ def test_a_step_of_a_scripted_backend_gives_the_same_rollouts_pipelined_and_alte
     assert answers[0] == answers[1] == [(i, 100 + i) for i in range(12)]
 
 
-def test_no_rounds_no_call():
+def test_without_rounds_nobody_is_called():
     for queue in (one_ahead, one_at_a_time):
         assert list(queue(lambda round_: 1 / 0, [])) == []

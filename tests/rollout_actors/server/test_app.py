@@ -146,7 +146,7 @@ class TestToken:
         assert "token_env" in said(locked.get("/info/"))
 
     @pytest.mark.parametrize("sent", ["Bearer pas", "Bearer pass2", "Bearer", "pass", "Basic pass", "Bearer pässe".encode().decode("latin1")])
-    def test_another_one_is_refused(self, locked: Caller, sent: str) -> None:
+    def test_another_token_is_refused(self, locked: Caller, sent: str) -> None:
         answer = httpx.get(locked.url + "/info/", headers=[(b"Authorization", sent.encode("latin1"))], trust_env=False)
         assert answer.status_code == 401
 

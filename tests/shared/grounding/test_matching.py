@@ -75,7 +75,7 @@ def test_gating_comes_before_the_assignment() -> None:
     assert [pair[:2] for pair in match_objects(predictions, ground_truth).pairs] == [(0, 0)]
 
 
-def test_names_do_not_matter() -> None:
+def test_a_desc_plays_no_part_in_the_match() -> None:
     result = match_objects([guess(0, 0, 100, 100, desc="cat")], [truth(0, 0, 100, 100, desc="dog")])
     assert result.pairs == (MatchedPair(0, 0, 1.0),)
 

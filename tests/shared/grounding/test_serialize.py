@@ -27,7 +27,7 @@ def test_the_text_is_what_json_dumps_writes(objects: list[GroundTruthObject], fi
     assert serialize_objects(objects, field_order=field_order, start_index=5) == json.dumps(mapping, ensure_ascii=False, separators=(", ", ": "))
 
 
-def test_the_canonical_text() -> None:
+def test_objects_are_written_as_the_canonical_text() -> None:
     assert serialize_objects([]) == "{}"
     assert (
         serialize_objects([GroundTruthObject(GeometryKind.BBOX, (1, 2, 3, 4), "cat"), DOG]) == '{"object_1": {"desc": "cat", "bbox_2d": '
