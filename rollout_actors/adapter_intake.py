@@ -30,30 +30,31 @@ class ServesAdapters(Protocol):
 class AdapterIntake:
     """What an engine serves on top of its base weights."""
 
-    def __init__(self, *, enabled: bool) -> None:
-        """Whether the engine was started with `enable_lora`."""
+    def __init__(self, llm: ServesAdapters, *, enabled: bool) -> None:
+        """`enabled`: whether the engine was started with `enable_lora`."""
+        self._llm = llm
         self._enabled = enabled
         self.request: LoRARequest | None = None
         """For every request and every canary; None: the base weights alone."""
 
-    async def take(self, terms: AdapterTerms, llm: ServesAdapters) -> None:
-        """Serve this adapter in place of what was there. Raises what `arriving` does, and what vLLM finds wrong with it."""
-        with self.arriving(terms) as request:
-            await llm.add_lora(request)
+    async def take(self, terms: AdapterTerms) -> None:
+        """Serve this adapter in place of what was there. Raises what `_arriving` does, and what vLLM finds wrong with it."""
+        with self._arriving(terms) as request:
+            await self._llm.add_lora(request)
 
-    async def verify(self, llm: ServesAdapters) -> None:
+    async def verify(self) -> None:
         """RuntimeError where vLLM does not hold it. That it is the learner's is for the canary to say."""
-        if set(await llm.list_loras()) != {ADAPTER_ID}:
+        if set(await self._llm.list_loras()) != {ADAPTER_ID}:
             raise RuntimeError("vLLM does not hold the adapter that it was given")
 
-    async def drop(self, llm: ServesAdapters) -> None:
+    async def drop(self) -> None:
         """Serve the base weights alone."""
         self.request = None
         if self._enabled:
-            await llm.remove_lora(ADAPTER_ID)
+            await self._llm.remove_lora(ADAPTER_ID)
 
     @contextmanager
-    def arriving(self, terms: AdapterTerms) -> Iterator[LoRARequest]:
+    def _arriving(self, terms: AdapterTerms) -> Iterator[LoRARequest]:
         """The adapter as files, for as long as vLLM takes to load them: what to load, in place of what was there. Afterwards it is what is served.
 
         Raises ValueError for an adapter that is not as it was sent, and OSError where the files cannot be written.

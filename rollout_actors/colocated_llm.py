@@ -10,7 +10,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -26,9 +25,9 @@ from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.answer import Answer, Origin, Started
 from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from rollout_actors.ipc_handles import cuda_devices
-from rollout_actors.llm_updates import LLMUpdates
 from rollout_actors.repeat_rule import engine_rule, require_guard
 from rollout_actors.sampling import BAN, finish_reason
+from rollout_actors.updated_llm import UpdatedLLM
 from rollout_actors.vllm_requests import (
     probe_params,
     probe_prompt,
@@ -44,7 +43,6 @@ from shared.errors import RolloutError
 from shared.protocols import CLOSE_S
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import SyncPhase
 from shared.weight_terms import FullTerms
 
 
@@ -85,19 +83,19 @@ class ColocatedLLM:
         self._require_going_on = self._llm.require_going_on = require_going_on
         require_guard(self.collective_rpc("active_guard"), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
-        self._adapter = AdapterIntake(enabled=settings.enable_lora)
         devices = cuda_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
-        self._updates = LLMUpdates(self._llm, transport=settings.transport, devices=devices)
-        self._intake = WeightIntake(name, self._updates, transport=settings.transport, rank_offset=0, score=self._score, adapter=self._adapter)
+        self._updated = UpdatedLLM(self._llm, transport=settings.transport, devices=devices)
+        self._adapter = AdapterIntake(self._updated, enabled=settings.enable_lora)
+        self.intake = WeightIntake(name, self._updated, None, score=self._score, adapter=self._adapter)
         self._asleep = False
 
-    def generate(self, requests: Sequence[RolloutRequest], *, version: int, started: Started) -> list[Rollout]:
-        """One rollout of weights `version` per request, in order, at most `max_num_seqs` sequences at a time."""
-        origin = Origin(self._name, version, self._rule, started)
+    def generate(self, requests: Sequence[RolloutRequest], started: Started) -> list[Rollout]:
+        """One rollout per request, in order, at most `max_num_seqs` sequences at a time."""
+        origin = Origin(self._name, self.intake.version, self._rule, started)
         rollouts: list[Rollout] = []
         for beam_decode, group in groupby(requests, key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None):
             alike = list(group)
-            answers = self._complete(alike, version) if beam_decode is None else self._beams(alike, beam_decode)
+            answers = self._complete(alike, origin.version) if beam_decode is None else self._beams(alike, beam_decode)
             rollouts += [answer.rollout(request, origin, end) for request, (answer, end) in zip(alike, answers, strict=True)]
         return rollouts
 
@@ -107,24 +105,15 @@ class ColocatedLLM:
         Nothing may be generated meanwhile. Raises WeightSyncError naming the phase.
         """
         if offer.sends_adapter:
-            asyncio.run(self._take(offer))
-            return self._intake.report(offer)
+            return asyncio.run(self.intake.take(offer))
         handed = ChecksummedWeights(weights, FullTerms.of(offer), torch)
-        self._updates.hand_over(handed)
-        asyncio.run(self._take(offer))
-        report = self._intake.report(offer)
-        # Both ends are here: what the engine waited for is the making of the weights and their checksums.
-        phase_s = {phase: seconds for phase, seconds in report.phase_s.items() if phase != SyncPhase.WIRE}
-        return replace(report, phase_s=phase_s | {"gather": handed.gather_s, "verify": phase_s["verify"] + handed.verify_s})
+        with self._updated.handing_over(handed):
+            return asyncio.run(self.intake.take(offer, handed))
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """What this method of its workers returns, one for each device."""
         answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
         return answers
-
-    async def _take(self, offer: WeightOffer) -> None:
-        for phase in SyncPhase:
-            await self._intake.run(phase, offer)
 
     def fall_asleep(self) -> None:
         """Give the device's memory back: the weights move to host memory, the key-value cache is dropped. Nothing where the engine does not sleep."""
@@ -140,7 +129,7 @@ class ColocatedLLM:
     def shut_down(self) -> None:
         """End the engine, its processes and its hold on memory."""
         self._llm.llm_engine.engine_core.shutdown(timeout=CLOSE_S)
-        del self._llm, self._updates, self._intake
+        del self._llm, self._updated, self._adapter, self.intake
         gc.collect()
 
     def _complete(self, requests: Sequence[RolloutRequest], version: int) -> list[tuple[Answer, float]]:

@@ -22,6 +22,7 @@ from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.answer import Origin, Started
 from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from rollout_actors.repeat_rule import engine_rule, require_guard
+from rollout_actors.transfer_group import TransferGroup
 from rollout_actors.vllm_requests import probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
@@ -37,6 +38,9 @@ WATCH_S = 1.0
 class VllmEngine:
     """An `AsyncLLM` with a name, a weight version, and a door that is shut while its weights are not verified."""
 
+    _adapter: AdapterIntake
+    """Since the start."""
+
     def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
         """`index` is the engine's place among the engines of the run: it decides the ranks of its workers in a weight sync."""
         self.name = name
@@ -44,9 +48,6 @@ class VllmEngine:
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
         self._intake: WeightIntake | None = None
-        self._adapter = AdapterIntake(enabled=settings.enable_lora)
-        self._version = 0
-        self._shut = "it was not started"
         self._num_probes = 0
         self._num_finished_tokens = 0
         self._rule = engine_rule(settings)
@@ -59,17 +60,10 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
         require_guard(await self.collective_rpc("active_guard"), self._settings.repeat_guard, self.name)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
-        await self._llm.update_weight_version(str(self._version))
-        self._intake = WeightIntake(
-            self.name,
-            self._llm,
-            transport=self._settings.transport,
-            rank_offset=self._rank_offset,
-            score=self._score,
-            adapter=self._adapter,
-            fatal=(EngineDeadError,),
-        )
-        self._shut = ""
+        await self._llm.update_weight_version("0")
+        self._adapter = AdapterIntake(self._llm, enabled=self._settings.enable_lora)
+        group = TransferGroup(self._llm, transport=self._settings.transport, rank_offset=self._rank_offset)
+        self._intake = WeightIntake(self.name, self._llm, group, score=self._score, adapter=self._adapter, fatal=(EngineDeadError,))
         return self._settings.tensor_parallel_size
 
     async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
@@ -89,7 +83,12 @@ class VllmEngine:
     @property
     def version(self) -> int:
         """The version of the weights being served; 0 is the checkpoint's."""
-        return self._version
+        return 0 if self._intake is None else self._intake.version
+
+    @property
+    def shut(self) -> str:
+        """Why no rollouts are served; empty: they are."""
+        return "it is not running" if self._intake is None else self._intake.shut
 
     @property
     def num_tokens(self) -> int:
@@ -104,9 +103,9 @@ class VllmEngine:
         """One rollout per request, in order. Raises RolloutError, and vLLM's EngineDeadError when its process is gone."""
         if not requests:
             return []
-        if self._shut:
-            raise RolloutError(f"the engine serves no rollouts: {self._shut}", actor=self.name, phase="generate")
-        origin = Origin(self.name, self._version, self._rule, Started.now())
+        if self.shut:
+            raise RolloutError(f"the engine serves no rollouts: {self.shut}", actor=self.name, phase="generate")
+        origin = Origin(self.name, self.version, self._rule, Started.now())
         tasks = [asyncio.create_task(self._rollout(request, origin)) for request in requests]
         try:
             return await self._all(tasks)
@@ -117,14 +116,7 @@ class VllmEngine:
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report."""
         assert self._intake is not None, "start comes first"
-        if phase is SyncPhase.PAUSE:
-            self._shut = f"its sync to version {offer.version} was not completed"
-        await self._intake.run(phase, offer)
-        if phase is not SyncPhase.CANARY:
-            return None
-        self._version = offer.version
-        self._shut = ""
-        return self._intake.report(offer)
+        return await self._intake.run(phase, offer)
 
     def close(self) -> None:
         """End the engine's processes. Twice is harmless."""
@@ -132,7 +124,6 @@ class VllmEngine:
             # vLLM's own limit is less than what it waits for inside.
             self._llm.shutdown(timeout=CLOSE_S)
         self._llm = self._intake = None
-        self._shut = "it was closed"
 
     async def _all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> list[Rollout]:
         """Every result, or the first error. A request that vLLM took in while its process was dying is never answered: hence the watch."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rollout_actors.receipt import Receipt, check_receipts
+from rollout_actors.transfer_group import TransferGroup
 from shared.canary import CanaryProbe, Scores
+from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import Limit, RolloutError, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
-from shared.transports import Transport
 from shared.weight_sync import ENGINE_MARGIN_S, SyncPhase
 from shared.weight_terms import AdapterTerms, FullTerms, terms_of
 
@@ -24,15 +25,8 @@ class Score(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class InitRequest:
-    """As vLLM reads its `WeightTransferInitRequest`, which is not to be had without importing all of vLLM."""
-
-    init_info: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """As vLLM reads its `WeightTransferUpdateRequest`."""
+    """As vLLM reads its `WeightTransferUpdateRequest`, which is not to be had without importing all of vLLM."""
 
     update_info: dict[str, Any]
 
@@ -42,8 +36,6 @@ class UpdatedEngine(Protocol):
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
-    async def init_weight_transfer_engine(self, request: InitRequest) -> None: ...
-    async def shutdown_weight_transfer_engine(self) -> None: ...
     async def start_weight_update(self) -> None: ...
     async def update_weights(self, request: UpdateRequest) -> None: ...
     async def finish_weight_update(self) -> None: ...
@@ -57,42 +49,42 @@ class UpdatedEngine(Protocol):
 class TakesAdapters(Protocol):
     """`rollout_actors.adapter_intake.AdapterIntake`, or whatever stands for it where an engine takes none."""
 
-    async def take(self, terms: AdapterTerms, llm: Any) -> None: ...
-    async def verify(self, llm: Any) -> None: ...
-    async def drop(self, llm: Any) -> None: ...
+    async def take(self, terms: AdapterTerms) -> None: ...
+    async def verify(self) -> None: ...
+    async def drop(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """What is known of a sync so far."""
+
+    receipts: list[Receipt] = field(default_factory=list)
+    finish_s: float = 0.0
+    phase_s: dict[str, float] = field(default_factory=dict)
+    canary_max_abs: float = 0.0
+    adapter_effect: float | None = None
 
 
 class WeightIntake:
-    """One engine's part in every sync. Keeps the transfer group from sync to sync."""
+    """One engine's part in every sync, and its door: what it serves, and whether it does."""
 
     def __init__(
-        self,
-        name: str,
-        llm: UpdatedEngine,
-        *,
-        transport: str,
-        rank_offset: int,
-        score: Score,
-        adapter: TakesAdapters,
-        fatal: tuple[type[Exception], ...] = (),
+        self, name: str, llm: UpdatedEngine, group: TransferGroup | None, *, score: Score, adapter: TakesAdapters, fatal: tuple[type[Exception], ...] = ()
     ) -> None:
-        """`fatal` errors mean that the engine is gone, and pass through every phase as they are."""
+        """`group` None: the weights pass from hand to hand. `fatal` errors mean that the engine is gone, and pass through every phase as they are."""
+        self.version = 0
+        """Of the weights; 0: the checkpoint's."""
+        self.shut = ""
+        """Why no rollouts are served, until a sync has been completed; empty: they are."""
         self._name = name
         self._llm = llm
-        self._transport = Transport(transport)
-        self._rank_offset = rank_offset
+        self._group = group
         self._score = score
         self._adapter = adapter
         self._passed_on: tuple[type[Exception], ...] = (WeightSyncError, *fatal)
-        self._joined = ""
         # A new sync begins when the clean-up of a failed one is over.
         self._turn = asyncio.Lock()
-        # Of the sync under way, or of the last one:
-        self._receipts: list[Receipt] = []
-        self._finish_s = 0.0
-        self._phase_s: dict[SyncPhase, float] = {}
-        self._canary_max_abs = 0.0
-        self._adapter_effect: float | None = None
+        self._sync = _UnderWay()
         self._phases: dict[SyncPhase, Callable[[WeightOffer], Awaitable[None]]] = {
             SyncPhase.PAUSE: self._pause,
             SyncPhase.RENDEZVOUS: self._rendezvous,
@@ -104,10 +96,23 @@ class WeightIntake:
         # An adapter is in the offer: there is nothing to join, and its digest is verified before it is loaded.
         self._adapter_phases = {**self._phases, SyncPhase.RENDEZVOUS: _nothing, SyncPhase.WIRE: self._take_adapter, SyncPhase.VERIFY: self._verify_adapter}
 
-    async def run(self, phase: SyncPhase, offer: WeightOffer) -> None:
-        """Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and what is fatal."""
+    async def take(self, offer: WeightOffer, handed: ChecksummedWeights | None = None) -> SyncReport:
+        """Every phase in order. `handed`: the weights of the offer, where they pass from hand to hand."""
+        for phase in SyncPhase:
+            report = await self.run(phase, offer, handed)
+        assert report is not None
+        return report
+
+    async def run(self, phase: SyncPhase, offer: WeightOffer, handed: ChecksummedWeights | None = None) -> SyncReport | None:
+        """One phase of `SyncPhase`, which must come in order. From the first one on the door is shut; the last one opens it, and gives the report.
+
+        Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and what is fatal.
+        """
         phases, timeout_s = self._adapter_phases if offer.sends_adapter else self._phases, terms_of(offer).timeout_s
         async with self._turn:
+            if phase is SyncPhase.PAUSE:
+                self._sync = _UnderWay()
+                self.shut = f"its sync to version {offer.version} was not completed"
             started = time.perf_counter()
             try:
                 await self._bounded(phase, phases[phase](offer), timeout_s)
@@ -115,62 +120,49 @@ class WeightIntake:
                 if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE) and not offer.sends_adapter:
                     await self._abandon(timeout_s)
                 raise
-            self._phase_s[phase] = time.perf_counter() - started
+            self._sync.phase_s[str(phase)] = time.perf_counter() - started
+            if phase is not SyncPhase.CANARY:
+                return None
+            self.version, self.shut = offer.version, ""
+            return self._report(offer, handed)
 
-    def report(self, offer: WeightOffer) -> SyncReport:
-        """Of the sync that took this offer, after its last phase.
+    def _report(self, offer: WeightOffer, handed: ChecksummedWeights | None) -> SyncReport:
+        """Receiving, checksums and loading alternate within the one call to vLLM that the clock of `wire` measures, and the worker's own account takes them
+        apart; so does the sender's, where the weights pass from hand to hand and it works within that call too:
 
-        Receiving, checksums and loading alternate within the one call to vLLM that the clock of `wire` measures, and the worker's own account takes them apart:
-
-            reported   clock of the phase   and from the worker
-            wire       wire                 - load - checksums - finish: what is left is waiting for bytes
+            reported   clock of the phase   and from the worker                                        from hand to hand
+            wire       wire                 - load - checksums - finish: what is left is waiting       not reported
+            gather     not reported         nothing                                                    the sender's
             load                            load + finish (vLLM's `finish_weight_update`)
-            verify     names and numbers    + checksums
+            verify     names and numbers    + checksums                                                + the sender's
             others     their own            nothing
-
-        (From hand to hand, what is left of wire is waiting for the sender to make the weights.)
 
         An adapter is read and loaded by one call, reported as `load`, and nothing is waited for.
         """
+        sync, num_bytes = self._sync, terms_of(offer).num_bytes
+        phase_s = dict(sync.phase_s)
+        wire_s = phase_s.pop("wire")
         if offer.sends_adapter:
-            phase_s = {"load" if phase is SyncPhase.WIRE else str(phase): seconds for phase, seconds in self._phase_s.items()}
-            num_bytes, effect = terms_of(offer).num_bytes, self._adapter_effect
-            return SyncReport(offer.version, num_bytes, phase_s, self._canary_max_abs, mode="adapter", adapter_effect=effect)
-        load_s = max(receipt.load_s for receipt in self._receipts)
-        verify_s = max(receipt.verify_s for receipt in self._receipts)
-        phase_s = {str(phase): seconds for phase, seconds in self._phase_s.items()}
-        phase_s["wire"] -= load_s + verify_s + self._finish_s
-        phase_s["load"] = load_s + self._finish_s
-        phase_s["verify"] += verify_s
-        return SyncReport(version=offer.version, bytes=terms_of(offer).num_bytes, phase_s=phase_s, canary_max_abs=self._canary_max_abs)
+            return SyncReport(offer.version, num_bytes, phase_s | {"load": wire_s}, sync.canary_max_abs, mode="adapter", adapter_effect=sync.adapter_effect)
+        load_s = max(receipt.load_s for receipt in sync.receipts) + sync.finish_s
+        verify_s = max(receipt.verify_s for receipt in sync.receipts)
+        waited = {"wire": wire_s - load_s - verify_s} if handed is None else {"gather": handed.gather_s}
+        verify_s += phase_s["verify"] + (0.0 if handed is None else handed.verify_s)
+        return SyncReport(offer.version, num_bytes, phase_s | waited | {"load": load_s, "verify": verify_s}, sync.canary_max_abs)
 
     async def _pause(self, offer: WeightOffer) -> None:
-        if offer.transport != self._transport and not offer.sends_adapter:
-            raise self._error(f"the learner offers {offer.transport}, the engine was started for {self._transport}", SyncPhase.PAUSE)
+        if self._group is not None and not offer.sends_adapter and offer.transport != self._group.transport:
+            raise self._error(f"the learner offers {offer.transport}, the engine was started for {self._group.transport}", SyncPhase.PAUSE)
         # "wait": what still runs ends under the weights it began with.
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
     async def _rendezvous(self, offer: WeightOffer) -> None:
-        terms = FullTerms.of(offer)
-        if not terms.groups or self._joined == terms.group.key:
-            return
-        group = terms.group
-        await self._llm.shutdown_weight_transfer_engine()
-        self._joined = ""
-        info: dict[str, Any] = {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": self._rank_offset,
-            "world_size": group.world_size,
-            "packed_buffer_size_bytes": terms.bucket_bytes,
-        }
-        info |= {"timeout_s": terms.timeout_s} if self._transport is Transport.GLOO else {"packed": True, "packed_num_buffers": 2}
-        await self._llm.init_weight_transfer_engine(InitRequest(init_info=info))
-        self._joined = group.key
+        if self._group is not None:
+            await self._group.join(FullTerms.of(offer))
 
     async def _wire(self, offer: WeightOffer) -> None:
         # The merged weights hold the adapter: served on top of them it would count twice.
-        await self._adapter.drop(self._llm)
+        await self._adapter.drop()
         terms = FullTerms.of(offer)
         await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
@@ -179,17 +171,17 @@ class WeightIntake:
         await self._llm.update_weights(UpdateRequest(update_info=update))
         started = time.perf_counter()
         await self._llm.finish_weight_update()
-        self._finish_s = time.perf_counter() - started
-        self._receipts = [Receipt(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
+        self._sync.finish_s = time.perf_counter() - started
+        self._sync.receipts = [Receipt(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
 
     async def _take_adapter(self, offer: WeightOffer) -> None:
-        await self._adapter.take(AdapterTerms.of(offer), self._llm)
+        await self._adapter.take(AdapterTerms.of(offer))
 
     async def _verify_adapter(self, offer: WeightOffer) -> None:
-        await self._adapter.verify(self._llm)
+        await self._adapter.verify()
 
     async def _verify(self, offer: WeightOffer) -> None:
-        check_receipts(self._receipts, self._name)
+        check_receipts(self._sync.receipts, self._name)
 
     async def _reset(self, offer: WeightOffer) -> None:
         # Loading resets no cache, and what they hold was computed with the old weights.
@@ -203,11 +195,11 @@ class WeightIntake:
         probe = offer.canary
         assert isinstance(probe, CanaryProbe)
         if probe.expected_logprobs is None:
-            probe = probe.with_logprobs(self._receipts[0].logprobs)
+            probe = probe.with_logprobs(self._sync.receipts[0].logprobs)
         scores = await self._score(probe, adapted=True)
-        self._canary_max_abs = probe.check(self._name, *scores)
+        self._sync.canary_max_abs = probe.check(self._name, *scores)
         if offer.sends_adapter:
-            self._adapter_effect = probe.check_adapter(self._name, scores, await self._score(probe, adapted=False))
+            self._sync.adapter_effect = probe.check_adapter(self._name, scores, await self._score(probe, adapted=False))
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))
 
@@ -216,7 +208,8 @@ class WeightIntake:
 
         An engine that cannot do even this is stuck inside a collective: its actor has to be ended.
         """
-        self._joined = ""
+        if self._group is not None:
+            self._group.forget()
         await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), timeout_s)
 
     async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], timeout_s: float) -> None:

@@ -55,7 +55,6 @@ class RemoteEngine(RolloutEngine, ABC):
 
     def __init__(self, http: HttpClient, *, index: int, expected: EngineSettings) -> None:
         self._http, self._index, self._expected = http, index, expected
-        self._version = 0
         self._process = ""
 
     async def start(self) -> int:
@@ -88,9 +87,9 @@ class RemoteEngine(RolloutEngine, ABC):
         return self._process
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """Of the server's weights, as far as this client has seen; 0 is the checkpoint's."""
-        return self._version
 
     @property
     def is_dead(self) -> bool:

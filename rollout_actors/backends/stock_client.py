@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from rollout_actors.answer import Origin, Started
 from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, all_answers, another_answer
@@ -21,6 +20,7 @@ from rollout_actors.backends.stock_messages import Generated, probe_body, read_a
 from rollout_actors.backends.stock_routes import STOCK_SERVER, UNVERIFIED, RouteError, StockRoutes, disagreements
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.repeat_rule import engine_rule, require_guard
+from rollout_actors.transfer_group import TransferGroup
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError
@@ -41,9 +41,10 @@ class StockClient(RemoteEngine):
         super().__init__(http, index=index, expected=expected)
         self._engine = StockRoutes(http, run=uuid.uuid4().hex[:8])
         # A group of its own: its workers' ranks begin behind the sender's.
-        self._intake = WeightIntake(name, self._engine, transport=expected.transport, rank_offset=1, score=self._score, adapter=NoAdapters())
+        group = TransferGroup(self._engine, transport=expected.transport, rank_offset=1)
+        self._intake = WeightIntake(name, self._engine, group, score=self._score, adapter=NoAdapters())
+        self._intake.shut = "it was not started"
         self._rule = engine_rule(expected)
-        self._shut = "it was not started"
 
     async def inspect(self) -> ServerFacts:
         """Raises RolloutError also naming what opens a route that is closed, and for a repeat guard other than the run's."""
@@ -59,9 +60,9 @@ class StockClient(RemoteEngine):
         """All requests at once; where one fails or takes too long, all of them once more with the same seeds. Raises RolloutError."""
         if not requests:
             return []
-        if self._shut:
-            raise self._http.error(f"serves no rollouts: {self._shut}", "generate")
-        origin = Origin(self._http.name, self._version, self._rule, Started.now())
+        if self._intake.shut:
+            raise self._http.error(f"serves no rollouts: {self._intake.shut}", "generate")
+        origin = Origin(self._http.name, self.version, self._rule, Started.now())
         bodies = [rollout_body(request, self._http.name) for request in requests]
         answers, attempt = await self._http.asked_twice(lambda: self._share(requests, bodies))
         label = self._engine.label(str(origin.version))
@@ -70,15 +71,12 @@ class StockClient(RemoteEngine):
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """By the server's own routes, each called once: a phase is not what it was once it has been tried."""
-        if phase is SyncPhase.PAUSE:
-            self._shut = f"its sync to version {offer.version} was not completed"
         mine = offer if offer.sends_adapter else replace(offer, rendezvous={**offer.rendezvous, "terms": FullTerms.of(offer).for_group(self._index)})
-        await self._intake.run(phase, mine)
-        if phase is not SyncPhase.CANARY:
-            return None
-        self._version = offer.version
-        self._shut = ""
-        return self._intake.report(mine)
+        return await self._intake.run(phase, mine)
+
+    @property
+    def version(self) -> int:
+        return self._intake.version
 
     async def _check_routes(self) -> None:
         """That every route is open to this client. Raises RolloutError naming what opens the one that is not."""
@@ -111,11 +109,11 @@ class StockClient(RemoteEngine):
                 # A run ended in the middle of an update, which may have left the model in pieces.
                 await self._engine.collective_rpc("abandon_update")
             if not label.endswith(CHECKPOINT):
-                self._shut = f"it holds weights that another run has sent ({label}), until this run sends its own"
+                self._intake.shut = f"it holds weights that another run has sent ({label}), until this run sends its own"
                 return
             await self._engine.resume_generation()
-            await self._engine.update_weight_version(str(self._version))
-        self._shut = ""
+            await self._engine.update_weight_version(str(self.version))
+        self._intake.shut = ""
 
     @contextmanager
     def _saying(self, phase: str) -> Iterator[None]:
@@ -161,11 +159,11 @@ class StockClient(RemoteEngine):
 class NoAdapters:
     """In place of an adapter intake: vLLM's route for adapters reads a folder of the server's machine, and does not say whether it replaced the last one."""
 
-    async def take(self, terms: AdapterTerms, llm: Any) -> None:
+    async def take(self, terms: AdapterTerms) -> None:
         raise ValueError("a stock vllm serve takes no adapter alone; set rollout_matching.vllm.sync.mode: full")
 
-    async def verify(self, llm: Any) -> None:
+    async def verify(self) -> None:
         raise AssertionError("take comes first, and refuses")
 
-    async def drop(self, llm: Any) -> None:
+    async def drop(self) -> None:
         """There is none."""

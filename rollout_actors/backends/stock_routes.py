@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError, another_answer
 from rollout_actors.backends.remote_engine import too_few_sequences
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.weight_intake import InitRequest, UpdateRequest
+from rollout_actors.transfer_group import InitRequest
+from rollout_actors.weight_intake import UpdateRequest
 
 COUNTER = "vllm:generation_tokens_total{"
 """How a line of `/metrics` begins that counts sampled tokens."""
@@ -28,7 +29,7 @@ class RouteError(Exception):
 
 
 class StockRoutes:
-    """`rollout_actors.weight_intake.UpdatedEngine` by HTTP. Its methods raise RouteError."""
+    """`rollout_actors.weight_intake.UpdatedEngine` and `transfer_group.JoinsGroups` by HTTP. Its methods raise RouteError."""
 
     def __init__(self, http: HttpClient, run: str) -> None:
         """`run` is what this run's weights are labelled with, so that they are told from another run's."""

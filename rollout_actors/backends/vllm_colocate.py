@@ -78,9 +78,6 @@ class ColocatedBackend:
         self._sleep = sleep
         self._context = _engine_context(settings)
         self._llm: ColocatedLLM | None = None
-        self._version = 0
-        self._shut = ""
-        """Why no rollouts are served until the next sync; empty when they are."""
         self._over = ""
         """Why there will be nothing any more."""
 
@@ -96,7 +93,7 @@ class ColocatedBackend:
         """Leaves off between two of the engine's steps where the host raises. The host is back on its device then, and the engine empty."""
         if not requests:
             return []
-        if shut := self._over or self._shut:
+        if shut := self._over or self._engine.intake.shut:
             raise RolloutError(f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate")
         started = Started.now()
         with self._host.away(), self._context.entered():
@@ -107,14 +104,11 @@ class ColocatedBackend:
         """Afterwards no rollout is served until a sync has succeeded, where this one has not."""
         if self._over:
             raise WeightSyncError(f"the engine takes no weights: {self._over}", actor=self._name, phase=SyncPhase.PAUSE)
-        self._shut = f"its sync to version {offer.version} was not completed"
         # Full weights are read where they lie; an adapter comes with the offer.
         with self._host.away(weights=offer.sends_adapter), self._context.entered():
             llm = self._engine
             self._wake_for_sync(llm)
-            report = llm.take_weights(offer, self._host.weights())
-        self._version, self._shut = offer.version, ""
-        return report
+            return llm.take_weights(offer, self._host.weights())
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """What this method of the engine's workers returns, one for each device."""
@@ -123,7 +117,7 @@ class ColocatedBackend:
 
     @property
     def version(self) -> int:
-        return self._version
+        return 0 if self._llm is None else self._llm.intake.version
 
     def close(self) -> None:
         """Also after a failure. Twice is harmless."""
@@ -154,7 +148,7 @@ class ColocatedBackend:
     def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started: Started) -> list[Rollout]:
         llm.wake()
         try:
-            return llm.generate(requests, version=self._version, started=started)
+            return llm.generate(requests, started)
         finally:
             # Also behind a refused request: the host comes back to the device in any case.
             llm.fall_asleep()

@@ -28,6 +28,7 @@ class ServerClient(RemoteEngine):
         """`watch_s`: between two questions to `/health/` while a call without a limit is waited for."""
         http = HttpClient(name, address, command=serve_command(expected, address.base_url), watch_s=watch_s)
         super().__init__(http, index=index, expected=expected)
+        self._version = 0
         # By which the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex
         # Until the start has asked for them.
@@ -83,6 +84,10 @@ class ServerClient(RemoteEngine):
             assert report is not None
             self._version = report.version
         return report
+
+    @property
+    def version(self) -> int:
+        return self._version
 
     async def _infer(self, bodies: Sequence[bytes]) -> list[bytes]:
         limit_s = self._http.address.infer_timeout_s

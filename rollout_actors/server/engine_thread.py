@@ -43,6 +43,10 @@ class EngineThread:
         return 0 if self._engine is None else self._engine.version
 
     @property
+    def shut(self) -> str:
+        return "it is not running" if self._engine is None else self._engine.shut
+
+    @property
     def num_tokens(self) -> int:
         return 0 if self._engine is None else self._engine.num_tokens
 

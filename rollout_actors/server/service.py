@@ -21,7 +21,7 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
 PHASES = tuple(SyncPhase)
-FOLLOWING = dict(pairwise(PHASES))
+FOLLOWING = dict(pairwise((*PHASES, PHASES[0])))
 MAX_PROBLEMS = 20
 """Of one call, in its answer."""
 
@@ -36,19 +36,18 @@ class RefusalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Whom a server answers, and which phase of a sync is in turn. Every phase goes through `during` and, if it ends well, `after`::
+    """Which phase of a sync is in turn, and of which run. Every phase goes through `during` and, if it ends well, `after`::
 
     phase           in turn                     while it runs, or after it failed    when it has ended
-    pause           always, with an offer       shut; due: pause                     shut; due: rendezvous
-    rendezvous ...  where it is due, for the    shut; due: pause                     shut; due: the following phase
+    pause           always, with an offer       due: pause                           due: rendezvous
+    rendezvous ...  where it is due, for the    due: pause                           due: the following phase; behind canary: pause
                     version of the offer
-    canary          likewise                    shut; due: pause                     open to its run; due: pause
+
+    From pause to the end of canary the engine itself serves no rollouts.
     """
 
-    shut: str = ""
-    """Why no rollouts are served; empty: they are."""
     run: str | None = None
-    """Whose weights the server holds; None: nobody in particular's."""
+    """Whose weights the engine serves, as soon as it serves any; None: nobody in particular's."""
     offer: WeightOffer | None = None
     """Of the sync under way, or of the last one; None: there was none."""
     due: SyncPhase = SyncPhase.PAUSE
@@ -60,7 +59,7 @@ class Door:
         if phase is SyncPhase.PAUSE:
             if brought is None:
                 raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
-            return Door(f"a sync to version {call.version} is under way, or was not completed", self.run, brought)
+            return Door(call.run, brought)
         if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
             begins = self.offer is None or self.due is SyncPhase.PAUSE
             raise RefusalError(
@@ -71,12 +70,17 @@ class Door:
             )
         return replace(self, offer=brought or self.offer, due=SyncPhase.PAUSE)
 
-    def after(self, phase: SyncPhase, run: str | None) -> Door:
-        return replace(self, due=FOLLOWING[phase]) if phase in FOLLOWING else Door("", run, self.offer)
+    def after(self, phase: SyncPhase) -> Door:
+        return replace(self, due=FOLLOWING[phase])
 
 
 class ServedEngine(RolloutEngine, Protocol):
     """An engine that tells how far it is."""
+
+    @property
+    def shut(self) -> str:
+        """Why it serves no rollouts; empty: it does. May be asked from any thread."""
+        ...
 
     @property
     def num_tokens(self) -> int:
@@ -176,7 +180,7 @@ class RolloutService:
         report = await self._engine.run_sync_phase(phase, door.offer)
         if self._door is not door:
             raise RefusalError(409, f"the sync to version {call.version} was given up: another one has begun")
-        self._door = door.after(phase, call.run)
+        self._door = door.after(phase)
         return report
 
     def _check_group(self, call: messages.SyncCall) -> None:
@@ -192,10 +196,9 @@ class RolloutService:
 
     def _check_open(self, call: messages.InferCall) -> None:
         assert self.world_size
-        door = self._door
-        if door.shut:
-            raise RefusalError(409, f"{self._name} serves no rollouts: {door.shut}; complete a sync")
-        if None not in (door.run, call.run) and door.run != call.run:
+        if shut := self._engine.shut:
+            raise RefusalError(409, f"{self._name} serves no rollouts: {shut}; complete a sync")
+        if None not in (self._door.run, call.run) and self._door.run != call.run:
             raise RefusalError(409, f"{self._name} holds version {self.version} of another run's weights; sync first, and give every run servers of its own")
         if call.version is not None and call.version != self.version:
             raise RefusalError(

@@ -1,13 +1,20 @@
-"""Every worker of a tensor-parallel engine beside the learner finds a handle for its own GPU, without one."""
+"""Every worker of a tensor-parallel engine beside the learner finds a handle for its own GPU, and nothing is kept for longer than it reads, without one."""
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from rollout_actors.ipc_handles import ipc_handles
+from rollout_actors.updated_llm import UpdatedLLM
+from rollout_actors.weight_intake import UpdateRequest
+from shared.checksummed_weights import ChecksummedWeights
+from shared.transports import Transport
+from shared.weight_terms import FullTerms, TensorSpec
 
 
 class FakeDevice:
@@ -52,3 +59,45 @@ def test_vllm_takes_them_as_one_mapping_for_each_tensor() -> None:
     names, dtypes = [name for name, _ in WEIGHTS], ["float32", "bfloat16", "int64"]
     update = IPCWeightTransferUpdateInfo(names=names, dtype_names=dtypes, shapes=[list(tensor.shape) for _, tensor in WEIGHTS], ipc_handles=handles)
     assert update.ipc_handles == handles
+
+
+TERMS = FullTerms((), 1.0, 100, (TensorSpec("a", "float32", (3,), 12),))
+
+
+class FakeLLM:
+    """Of vLLM's `LLM`, what an update calls."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def finish_weight_update(self) -> None: ...
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        if self._fails:
+            raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_kept_of_an_update_that_has_ended_in_whatever_way(fails: bool) -> None:
+    device = FakeDevice(0)
+    updated = UpdatedLLM(FakeLLM(fails=fails), transport=Transport.IPC, devices=(device,))
+    weights = ChecksummedWeights([("a", torch.arange(3.0))], TERMS, torch)
+    source = weakref.ref(weights)
+
+    async def update() -> None:
+        await updated.update_weights(UpdateRequest({}))
+        assert device.memory, "the engine reads it until it has finished"
+        await updated.finish_weight_update()
+
+    try:
+        with updated.handing_over(weights):
+            asyncio.run(update())
+    except RuntimeError:
+        assert fails
+    copies = [weakref.ref(tensor) for tensor in device.memory]
+    del weights
+    device.memory.clear()
+    assert source() is None
+    assert [copy() for copy in copies] == [None, None]

@@ -71,14 +71,14 @@ class OpenActor(EngineActor):
 
         from rollout_actors.adapter_intake import AdapterIntake
 
-        adapters = AdapterIntake(enabled=True) if folder is None else StubbornAdapters(folder)
-        self._engine._adapter = self._engine._intake._adapter = adapters
+        llm = self._engine._llm
+        self._engine._adapter = self._engine._intake._adapter = AdapterIntake(llm, enabled=True) if folder is None else StubbornAdapters(llm, folder)
 
     async def idle_adapters(self) -> None:
         """From now on vLLM holds the adapter that it is sent, and no request asks for it; `keep_adapters(None)` ends it."""
         from stubborn_adapters import IdleAdapters
 
-        self._engine._adapter = self._engine._intake._adapter = IdleAdapters(enabled=True)
+        self._engine._adapter = self._engine._intake._adapter = IdleAdapters(self._engine._llm, enabled=True)
 
     async def process_ids(self) -> list[int]:
         """Its own, then its engine's."""

@@ -70,6 +70,7 @@ class ObedientEngine:
         self.most_at_a_time = 0
         self.is_dead = False
         self.version = 0
+        self.shut = ""
         self.is_stuck = False
         self._started = time.monotonic()
 
@@ -96,10 +97,12 @@ class ObedientEngine:
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         self.phases.append((phase, offer))
+        if phase is SyncPhase.PAUSE:
+            self.shut = f"its sync to version {offer.version} was not completed"
         await self._serve()
         if phase is not SyncPhase.CANARY:
             return None
-        self.version = offer.version
+        self.version, self.shut = offer.version, ""
         return SyncReport(offer.version, 24, {"pause": 0.1, "wire": 0.2}, 1e-6)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`LLM`, the engine beside the learner, as what `rollout_actors.weight_intake` asks of an engine (DESIGN 9).
+"""The engine beside the learner, vLLM's `LLM`, as what `rollout_actors.weight_intake` asks of an engine (DESIGN 9).
 
 The weights pass from hand to hand, so that there is no wire and no rendezvous; names, checksums, caches and canary are checked as in any other sync.
 On CPU the hand is a reference; on a GPU, where the engine has a process of its own, a handle of CUDA's.
@@ -6,11 +6,12 @@ On CPU the hand is a reference; on a GPU, where the engine has a process of its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_actors.ipc_handles import SharingDevice, ipc_handles
-from rollout_actors.weight_intake import InitRequest, UpdateRequest
+from rollout_actors.weight_intake import UpdateRequest
 from shared.checksummed_weights import ChecksummedWeights
 from shared.transports import Transport
 
@@ -20,21 +21,26 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 
-class LLMUpdates:
+class UpdatedLLM:
     """An `UpdatedEngine`. Every method is done when it returns: the work is in the calling thread, nobody else is waited for, and no limit can end it."""
 
-    def __init__(self, llm: LLM, *, transport: str, devices: Sequence[SharingDevice]) -> None:
+    def __init__(self, llm: LLM, *, transport: Transport, devices: Sequence[SharingDevice]) -> None:
         """`transport` is `inproc` or `ipc`; `devices`: the engine's, where it is `ipc`."""
         self._llm = llm
-        self._transport = Transport(transport)
+        self._transport = transport
         self._devices = devices
         self._weights: ChecksummedWeights | None = None
         self._kept: list[torch.Tensor] = []
         """What the engine reads until its update is finished."""
 
-    def hand_over(self, weights: ChecksummedWeights) -> None:
-        """Those of the next update."""
+    @contextmanager
+    def handing_over(self, weights: ChecksummedWeights) -> Iterator[None]:
+        """Those of the next update. However it ends, nothing of them is kept afterwards: on the learner's other GPUs they are a copy of all."""
         self._weights = weights
+        try:
+            yield
+        finally:
+            self._weights, self._kept = None, []
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None:
         """Nothing is running: who would have asked for it is in this call."""
@@ -42,23 +48,16 @@ class LLMUpdates:
     async def resume_generation(self) -> None:
         """Nothing was kept from running."""
 
-    async def init_weight_transfer_engine(self, request: InitRequest) -> None:
-        raise AssertionError(f"terms of weights from hand to hand name no group: {request}")
-
-    async def shutdown_weight_transfer_engine(self) -> None:
-        raise AssertionError("terms of weights from hand to hand name no group")
-
     async def start_weight_update(self) -> None:
         self._llm.start_weight_update()
 
     async def update_weights(self, request: UpdateRequest) -> None:
-        weights, self._weights = self._weights, None
-        assert weights is not None, "hand_over comes first"
+        assert self._weights is not None, "an update is made while they are handed over"
         if self._transport is Transport.INPROC:
-            self._llm.update_weights({"update_info": {"weights": weights}})
+            self._llm.update_weights({"update_info": {"weights": self._weights}})
             return
         self._llm.init_weight_transfer_engine({"init_info": {"packed": False}})
-        handles, self._kept = ipc_handles(weights, self._devices)
+        handles, self._kept = ipc_handles(self._weights, self._devices)
         self._llm.update_weights({"update_info": request.update_info | {"ipc_handles": handles}})
 
     async def finish_weight_update(self) -> None:

@@ -1,0 +1,163 @@
+"""What an engine serves before, during and after a sync, and how it accounts for one, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from fake_server import offer
+
+from rollout_actors.backends.stock_client import NoAdapters
+from rollout_actors.receipt import Receipt
+from rollout_actors.transfer_group import InitRequest, TransferGroup
+from rollout_actors.weight_intake import UpdateRequest, WeightIntake
+from shared.canary import CanaryProbe, Scores
+from shared.checksummed_weights import ChecksummedWeights
+from shared.errors import WeightSyncError
+from shared.rollouts import WeightOffer
+from shared.transports import Transport
+from shared.weight_sync import SyncPhase
+from shared.weight_terms import FullTerms
+
+PROBE = CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.25), 1e-4)
+RECEIPT = Receipt([5], [5], [], [], load_s=0.03, verify_s=0.02, logprobs=[])
+
+
+class FakeLLM:
+    """An `UpdatedEngine` that takes 0.1 s for an update. `trouble` is raised by the next one."""
+
+    def __init__(self) -> None:
+        self.trouble: Exception | None = None
+        self.receipt = RECEIPT
+        self.joined: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def shutdown_weight_transfer_engine(self) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def finish_weight_update(self) -> None: ...
+    async def reset_mm_cache(self) -> None: ...
+    async def reset_encoder_cache(self) -> None: ...
+    async def update_weight_version(self, new_version: str) -> None: ...
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    async def init_weight_transfer_engine(self, request: InitRequest) -> None:
+        self.joined.append(request.init_info)
+
+    async def update_weights(self, request: UpdateRequest) -> None:
+        await asyncio.sleep(0.1)
+        trouble, self.trouble = self.trouble, None
+        if trouble is not None:
+            raise trouble
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.asked.append(method)
+        return [asdict(self.receipt)] if method == "receipt" else [None]
+
+
+class Engine:
+    """An intake over such an engine."""
+
+    def __init__(self, *, joins: bool = True) -> None:
+        self.llm = FakeLLM()
+        group = TransferGroup(self.llm, transport=Transport.GLOO, rank_offset=3) if joins else None
+        self.intake = WeightIntake("actor-0", self.llm, group, score=self.score, adapter=NoAdapters())
+        self.scored: Sequence[float] = (-0.5, -0.25)
+        self.score_s = 0.0
+
+    async def score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+        await asyncio.sleep(self.score_s)
+        return (1, 2, 7), self.scored
+
+    @property
+    def served(self) -> tuple[int, str]:
+        return self.intake.version, self.intake.shut
+
+
+def an_offer(version: int = 1) -> WeightOffer:
+    return replace(offer(version), canary=PROBE)
+
+
+def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_the_old_one() -> None:
+    async def run() -> None:
+        engine = Engine()
+        assert engine.served == (0, "")
+        for phase in list(SyncPhase)[:-1]:
+            assert await engine.intake.run(phase, an_offer(4)) is None
+            assert engine.served == (0, "its sync to version 4 was not completed")
+        report = await engine.intake.run(SyncPhase.CANARY, an_offer(4))
+        assert report is not None
+        assert (report.version, engine.served) == (4, (4, ""))
+
+    asyncio.run(run())
+
+
+def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_one_joins_again() -> None:
+    engine = Engine()
+    asyncio.run(engine.intake.take(an_offer(1)))
+    engine.llm.trouble = ZeroDivisionError("told to fail")
+    with pytest.raises(WeightSyncError, match="wire on actor-0: told to fail"):
+        asyncio.run(engine.intake.take(an_offer(2)))
+    assert engine.served == (1, "its sync to version 2 was not completed")
+    assert engine.llm.asked[-1] == "abandon_update"
+    asyncio.run(engine.intake.take(an_offer(3)))
+    asyncio.run(engine.intake.take(an_offer(4)))
+    assert engine.served == (4, "")
+    assert [info["rank_offset"] for info in engine.llm.joined] == [3, 3], "once at the start, and once more after the failure"
+
+
+def test_the_door_that_a_later_sync_has_shut_is_not_opened_by_the_one_before_it() -> None:
+    async def run() -> None:
+        engine = Engine()
+        for phase in list(SyncPhase)[:-1]:
+            await engine.intake.run(phase, an_offer(1))
+        engine.score_s = 0.1
+        first = asyncio.create_task(engine.intake.run(SyncPhase.CANARY, an_offer(1)))
+        await asyncio.sleep(0)
+        await engine.intake.run(SyncPhase.PAUSE, an_offer(2))
+        assert (await first) is not None
+        assert engine.served == (1, "its sync to version 2 was not completed")
+
+    asyncio.run(run())
+
+
+def test_nothing_of_the_sync_before_is_reported_for_this_one() -> None:
+    engine = Engine()
+    engine.scored = (-0.5, -0.25005)
+    assert asyncio.run(engine.intake.take(an_offer(1))).canary_max_abs == pytest.approx(5e-5)
+    engine.scored = PROBE.expected_logprobs or ()
+    engine.llm.receipt = replace(RECEIPT, load_s=0.01)
+    report = asyncio.run(engine.intake.take(an_offer(2)))
+    assert (report.canary_max_abs, report.phase_s["load"]) == (0.0, pytest.approx(0.01, abs=0.005))
+
+
+def test_the_time_of_an_update_is_taken_apart_by_the_workers_account() -> None:
+    report = asyncio.run(Engine().intake.take(an_offer()))
+    assert set(report.phase_s) == {"pause", "rendezvous", "wire", "load", "verify", "reset", "canary"}
+    assert report.phase_s["load"] == pytest.approx(RECEIPT.load_s, abs=0.005)
+    assert report.phase_s["verify"] == pytest.approx(RECEIPT.verify_s, abs=0.005)
+    assert report.phase_s["wire"] >= 0.1 - RECEIPT.load_s - RECEIPT.verify_s - 0.005
+    assert report.bytes == 24
+
+
+def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group_is_joined() -> None:
+    engine, what = Engine(joins=False), an_offer()
+    handed = ChecksummedWeights([], FullTerms.of(what), torch)
+    handed.gather_s, handed.verify_s = 0.05, 1.0
+    report = asyncio.run(engine.intake.take(what, handed))
+    assert set(report.phase_s) == {"pause", "rendezvous", "gather", "load", "verify", "reset", "canary"}
+    assert (report.phase_s["gather"], report.phase_s["verify"]) == (0.05, pytest.approx(1.0 + RECEIPT.verify_s, abs=0.005))
+    assert engine.llm.joined == []
+
+
+def test_weights_over_another_transport_than_the_engines_are_refused() -> None:
+    engine = Engine()
+    with pytest.raises(WeightSyncError, match="pause on actor-0: the learner offers nccl, the engine was started for rollmatch_gloo"):
+        asyncio.run(engine.intake.run(SyncPhase.PAUSE, replace(an_offer(), transport=Transport.NCCL)))
