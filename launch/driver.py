@@ -9,40 +9,40 @@ from launch.checkpoints import Checkpoints
 from launch.pipeline import Queue, StepRounds
 from launch.telemetry import Telemetry
 from shared.evaluation import Evaluation, Scene
-from shared.protocols import Round
+from shared.protocols import ByRank
 from shared.reports import StepReport
 from shared.schedule import RunSchedule, StepPlan
 from shared.weight_sync import SendsWeights, TakesWeights, sync_weights
 
 
 class HasHeldOut(Protocol):
-    """Who has the held-out samples. Requests and rollouts are references, those of each learner rank in a list of its own."""
+    """Who has the held-out samples."""
 
-    def held_out_requests(self, step: int) -> Round: ...
-    def score(self, done: Round) -> list[Scene]: ...
+    def held_out_requests(self, step: int) -> ByRank: ...
+    def score(self, done: ByRank) -> list[Scene]: ...
 
 
 class DrivesLearner(HasHeldOut, SendsWeights, Protocol):
-    """The learner as the driver sees it; requests and rollouts are references, by learner rank."""
+    """The learner as the driver sees it."""
 
-    def next_requests(self, plan: StepPlan) -> Round: ...
-    def accumulate(self, done: Round) -> None: ...
+    def next_requests(self, plan: StepPlan) -> ByRank: ...
+    def accumulate(self, done: ByRank) -> None: ...
     def finish_step(self) -> StepReport: ...
 
 
 class DrivesRollouts(TakesWeights, Protocol):
-    """The rollout engines as the driver sees them. A round holds the requests of each learner rank."""
+    """The rollout engines as the driver sees them."""
 
     @property
     def version(self) -> int: ...
-    def split(self, requests: Round) -> list[Round]: ...
-    def generate(self, round_: Round) -> Any: ...
+    def split(self, requests: ByRank) -> list[ByRank]: ...
+    def generate(self, round_: ByRank) -> Any: ...
 
 
 def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry, checkpoints: Checkpoints) -> None:
     """Every step of the run. Engines take weights while nothing is generated: a round that `max_staleness` lets run beside an update is waited for first."""
 
-    def rounds_of(plan: StepPlan) -> list[Round]:
+    def rounds_of(plan: StepPlan) -> list[ByRank]:
         return rollouts.split(learner.next_requests(plan))
 
     def report_held_out(step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -13,6 +13,7 @@ from learner.heldout import HeldOut
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ENGINES, RolloutError, late
 from shared.evaluation import Scene
+from shared.protocols import ByRank
 
 
 class LocalHeldOut:
@@ -22,11 +23,11 @@ class LocalHeldOut:
         """`fetch(references, timeout=seconds)` waits for rollouts."""
         self._held_out, self._limit, self._fetch = held_out, timeouts.limit("generate_s"), fetch
 
-    def held_out_requests(self, step: int) -> list[list[ray.ObjectRef]]:
+    def held_out_requests(self, step: int) -> ByRank:
         """Of one rank."""
         return [[ray.put(request) for request in self._held_out.requests(step)]]
 
-    def score(self, done: Sequence[Sequence[ray.ObjectRef]]) -> list[Scene]:
+    def score(self, done: ByRank) -> list[Scene]:
         """As `HeldOut.score`. RolloutError also where the rollouts do not arrive."""
         (rollouts,) = done
         try:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from learner.remote_learner import RemoteLearner
 from shared.chunking import cut_rounds
 from shared.config.derive import rank_name
-from shared.protocols import Round
+from shared.protocols import ByRank
 from shared.rollouts import SyncReport, WeightOffer
 
 
@@ -27,11 +25,11 @@ class RankRollouts:
         """The version that every rank's engine serves; 0 before the first sync."""
         return self._learner.received_version
 
-    def split(self, requests: Sequence[Sequence[Any]]) -> list[Round]:
-        """The rounds of a step, as few as the decode batches allow: `requests` are those of each learner rank."""
+    def split(self, requests: ByRank) -> list[ByRank]:
+        """The rounds of a step, as few as the decode batches allow."""
         return cut_rounds(requests, self._chunk)
 
-    def generate(self, round_: Round) -> Future[Round]:
+    def generate(self, round_: ByRank) -> Future[ByRank]:
         return self._learner.generate(round_)
 
     def settle(self) -> None:

@@ -19,7 +19,7 @@ from shared.config.derive import resolved_sync_mode
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, LearnerError, Limit, ended, late
 from shared.evaluation import Scene
-from shared.protocols import CLOSE_S, MakeBackend
+from shared.protocols import CLOSE_S, ByRank, MakeBackend
 from shared.reports import RankReport, StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
@@ -61,20 +61,20 @@ class RemoteLearner:
         refs = [actor.start.remote(config, place, make_backend) for actor, place in zip(self._actors, places, strict=True)]
         self.num_threads = self._wait("start", limit, refs)[0]
 
-    def next_requests(self, plan: StepPlan) -> list[list[ray.ObjectRef]]:
+    def next_requests(self, plan: StepPlan) -> ByRank:
         return self._learn("next_requests", lambda rank: self._actors[rank].next_requests.remote(plan))
 
-    def accumulate(self, done: Sequence[Sequence[ray.ObjectRef]]) -> None:
+    def accumulate(self, done: ByRank) -> None:
         self._learn("accumulate", lambda rank: self._actors[rank].accumulate.remote(*done[rank]))
 
     def finish_step(self) -> StepReport:
         reports: list[RankReport] = self._learn("finish_step", lambda rank: self._actors[rank].finish_step.remote())
         return merge_reports(reports)
 
-    def held_out_requests(self, step: int) -> list[list[ray.ObjectRef]]:
+    def held_out_requests(self, step: int) -> ByRank:
         return self._learn("held_out_requests", lambda rank: self._actors[rank].held_out_requests.remote(step))
 
-    def score(self, done: Sequence[Sequence[ray.ObjectRef]]) -> list[Scene]:
+    def score(self, done: ByRank) -> list[Scene]:
         return list(itertools.chain(*self._learn("score", lambda rank: self._actors[rank].score.remote(*done[rank]))))
 
     def offer_weights(self) -> WeightOffer:
@@ -120,13 +120,13 @@ class RemoteLearner:
 
     # Where the ranks generate their own rollouts
 
-    def generate(self, round_: Sequence[Sequence[ray.ObjectRef]]) -> Future[list[list[ray.ObjectRef]]]:
+    def generate(self, round_: ByRank) -> Future[ByRank]:
         """Each rank generates what it is going to learn. The future holds, for each rank, references to its rollouts."""
         sent = self._together(
             lambda: {rank: self._actors[rank].generate.options(num_returns=2).remote(*requests) for rank, requests in enumerate(round_) if requests}
         )
 
-        def collect() -> list[list[ray.ObjectRef]]:
+        def collect() -> ByRank:
             self._wait("generate", self._timeouts.limit("generate_s"), [count for _, count in sent.values()])
             return [[sent[rank][0]] if rank in sent else [] for rank in range(len(round_))]
 

@@ -13,11 +13,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rollout_actors.backends.http_client import TRIES
-from rollout_actors.round_queue import Piece, RoundQueue
-from shared.chunking import chunk_size, cut_rounds
+from rollout_actors.round_queue import RoundQueue
+from shared.chunking import RoundPart, chunk_size, cut_rounds
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, Limit, RolloutError, UnreachableError, WeightSyncError, ended, late
-from shared.protocols import CLOSE_S, Round
+from shared.protocols import CLOSE_S, ByRank
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync import POOL_MARGIN_S, SyncPhase
 
@@ -67,9 +67,9 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A piece that an engine has been asked for."""
+    """A part that an engine has been asked for."""
 
-    piece: Piece
+    part: RoundPart
     rollouts: Any
     """Reference to a `list[Rollout]`."""
     count: Any
@@ -137,11 +137,11 @@ class ActorPool:
         """The version that every actor serves; 0 before the first sync."""
         return self._version
 
-    def split(self, requests: Sequence[Sequence[Any]]) -> list[Round]:
-        """The rounds of a step, as few as the decode batches allow: `requests` are those of each learner rank."""
+    def split(self, requests: ByRank) -> list[ByRank]:
+        """The rounds of a step, as few as the decode batches allow."""
         return cut_rounds(requests, self._chunk())
 
-    def generate(self, round_: Round) -> Future[Round]:
+    def generate(self, round_: ByRank) -> Future[ByRank]:
         """Begin one round.
 
         The future holds, for each learner rank, references to its rollouts in position order, each to a `list[Rollout]`: the payload stays where it
@@ -174,7 +174,7 @@ class ActorPool:
         assert self.devices, "start comes first"
         return chunk_size(self._decode_batch_size, self.devices, self._learner_ranks)
 
-    def _collect(self, round_: Round) -> Round:
+    def _collect(self, round_: ByRank) -> ByRank:
         check = "the actor's log, and whether max_new_tokens times the share fits the time"
         call = _Call("generate", self._timeouts.generate, check, RolloutError)
         queue = RoundQueue(list(map(len, round_)), self.devices, decode_batch_size=self._decode_batch_size)
@@ -183,8 +183,8 @@ class ActorPool:
         done: list[_Sent] = []
         while True:
             deadline = call.deadline()
-            for one in [self._send(piece, round_) for piece in queue.take()]:
-                sent[one.count], asked[one.count] = one, _Asked(self._names[one.piece.engine], deadline)
+            for one in [self._send(part, round_) for part in queue.take()]:
+                sent[one.count], asked[one.count] = one, _Asked(self._names[one.part.engine], deadline)
             if not asked:
                 break
             answer = _next_answer(call, asked)
@@ -192,28 +192,28 @@ class ActorPool:
             try:
                 count = _value(call, name, answer)
             except UnreachableError as error:
-                self._ask_next(queue, one.piece, error)
+                self._ask_next(queue, one.part, error)
                 continue
-            queue.answered(one.piece)
-            if count != len(one.piece.requests):
-                raise RolloutError(f"answered {count} of {len(one.piece.requests)} requests", actor=name, phase="generate")
+            queue.answered(one.part)
+            if count != len(one.part.requests):
+                raise RolloutError(f"answered {count} of {len(one.part.requests)} requests", actor=name, phase="generate")
             done.append(one)
-        done.sort(key=lambda one: one.piece.requests.start)
-        return [[one.rollouts for one in done if one.piece.rank == rank] for rank in range(len(round_))]
+        done.sort(key=lambda one: one.part.requests.start)
+        return [[one.rollouts for one in done if one.part.rank == rank] for rank in range(len(round_))]
 
-    def _send(self, piece: Piece, round_: Round) -> _Sent:
-        requests = round_[piece.rank][piece.requests.start : piece.requests.stop]
+    def _send(self, part: RoundPart, round_: ByRank) -> _Sent:
+        requests = round_[part.rank][part.requests.start : part.requests.stop]
         # What Ray's dashboard calls it.
-        task = f"generate {len(requests)} for learner rank {piece.rank}"
-        method = self._actors[piece.engine].generate.options(num_returns=2, name=task)
-        return _Sent(piece, *method.remote(*requests, attempt=TRIES * piece.num_failed))
+        task = f"generate {len(requests)} for learner rank {part.rank}"
+        method = self._actors[part.engine].generate.options(num_returns=2, name=task)
+        return _Sent(part, *method.remote(*requests, attempt=TRIES * part.num_failed))
 
-    def _ask_next(self, queue: RoundQueue, piece: Piece, error: UnreachableError) -> None:
+    def _ask_next(self, queue: RoundQueue, part: RoundPart, error: UnreachableError) -> None:
         """Raises the error where no other engine may be asked, or all of them have failed."""
-        engine = queue.failed(piece) if self._asks_next_on_failure else None
+        engine = queue.failed(part) if self._asks_next_on_failure else None
         if engine is None:
             raise error
-        _LOGGER.warning("%s; its %d requests go to %s", error, len(piece.requests), self._names[engine])
+        _LOGGER.warning("%s; its %d requests go to %s", error, len(part.requests), self._names[engine])
 
     def _receive(self, offer: WeightOffer) -> SyncReport:
         shared_offer = ray.put(offer)

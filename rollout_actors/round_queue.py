@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from shared.chunking import round_parts
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one engine is asked for one learner rank."""
-
-    engine: int
-    rank: int
-    requests: range
-    """Places among the rank's requests of the round; never empty."""
-    num_failed: int = 0
-    """Engines that failed to answer it before this one."""
+from shared.chunking import RoundPart, round_parts
 
 
 class RoundQueue:
@@ -28,15 +15,15 @@ class RoundQueue:
     def __init__(self, sizes: Sequence[int], devices: Sequence[int], *, decode_batch_size: int) -> None:
         """`sizes` are the requests of each learner rank; together at most `decode_batch_size` for each device."""
         self._bounds = [decode_batch_size * count for count in devices]
-        self._waiting: list[deque[Piece]] = [deque() for _ in devices]
+        self._waiting: list[deque[RoundPart]] = [deque() for _ in devices]
         self._num_asked = [0] * len(devices)
         for part in round_parts(sizes, devices):
-            self._waiting[part.engine].append(Piece(part.engine, part.rank, part.requests))
-        own = [sum(len(piece.requests) for piece in waiting) for waiting in self._waiting]
+            self._waiting[part.engine].append(part)
+        own = [sum(len(part.requests) for part in waiting) for waiting in self._waiting]
         assert all(count <= bound for count, bound in zip(own, self._bounds, strict=True)), f"a round of {own} over engines that take {self._bounds}"
 
-    def take(self) -> list[Piece]:
-        """Everything that can be asked for now. Each piece has to be given back by `answered` or `failed`."""
+    def take(self) -> list[RoundPart]:
+        """Everything that can be asked for now. Each part has to be given back by `answered` or `failed`."""
         taken = []
         for engine, waiting in enumerate(self._waiting):
             while waiting and self._num_asked[engine] + len(waiting[0].requests) <= self._bounds[engine]:
@@ -44,17 +31,17 @@ class RoundQueue:
                 self._num_asked[engine] += len(taken[-1].requests)
         return taken
 
-    def answered(self, piece: Piece) -> None:
-        self._num_asked[piece.engine] -= len(piece.requests)
+    def answered(self, part: RoundPart) -> None:
+        self._num_asked[part.engine] -= len(part.requests)
 
-    def failed(self, piece: Piece) -> int | None:
+    def failed(self, part: RoundPart) -> int | None:
         """Puts it behind what the next engine has to do, and says which that is; None: every engine has failed at it."""
-        self.answered(piece)
-        num_failed, engine = piece.num_failed + 1, (piece.engine + 1) % len(self._waiting)
+        self.answered(part)
+        num_failed, engine = part.num_failed + 1, (part.engine + 1) % len(self._waiting)
         if num_failed == len(self._waiting):
             return None
         # An engine of fewer devices takes it in several.
         size = self._bounds[engine]
-        parts = [piece.requests[first : first + size] for first in range(0, len(piece.requests), size)]
-        self._waiting[engine].extend(Piece(engine, piece.rank, part, num_failed) for part in parts)
+        ranges = [part.requests[first : first + size] for first in range(0, len(part.requests), size)]
+        self._waiting[engine].extend(RoundPart(engine, part.rank, requests, num_failed) for requests in ranges)
         return engine

@@ -74,6 +74,8 @@ class RoundPart:
     rank: int
     requests: range
     """Places among the rank's requests of the round; never empty."""
+    num_failed: int = 0
+    """Engines that failed to answer it before this one."""
 
 
 def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]:

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
-Round = list[list[Any]]
-"""References to the requests, or then to the rollouts, of one round: those of each learner rank, in position order."""
-
+ByRank = list[list[Any]]
+"""References to requests, or to rollouts, of a step or of one of its rounds: those of each learner rank, in position order."""
 
 CLOSE_S = 15.0
 """Given to engines to end in order, before their processes are killed: what has a name in the system, such as the memory that the processes of an engine

@@ -19,6 +19,7 @@ from learner.place import LearnerPlace, ReceiverGroup
 from rollout_actors.pool import ActorPool
 from shared.config import RunConfig
 from shared.evaluation import Evaluation
+from shared.protocols import ByRank
 from shared.reports import StepReport, merge_reports
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
@@ -39,10 +40,10 @@ class LocalLearner:
         """When each sync's weights were out, Unix time."""
         self._threads = ThreadPoolExecutor(1)
 
-    def next_requests(self, plan: StepPlan) -> list[list[Any]]:
+    def next_requests(self, plan: StepPlan) -> ByRank:
         return _put(self.learner.next_requests(plan))
 
-    def accumulate(self, done: Sequence[Sequence[Any]]) -> None:
+    def accumulate(self, done: ByRank) -> None:
         rollouts = _get(done)
         self.rollouts += rollouts
         self.learner.accumulate(rollouts)
@@ -50,10 +51,10 @@ class LocalLearner:
     def finish_step(self) -> StepReport:
         return merge_reports([self.learner.finish_step()])
 
-    def held_out_requests(self, step: int) -> list[list[Any]]:
+    def held_out_requests(self, step: int) -> ByRank:
         return _put(self.learner.held_out_requests(step))
 
-    def score(self, done: Sequence[Sequence[Any]]) -> Any:
+    def score(self, done: ByRank) -> Any:
         return self.learner.score(_get(done))
 
     def offer_weights(self) -> WeightOffer:
@@ -140,10 +141,10 @@ def run_job(config: RunConfig, pool: ActorPool, num_actors: int, queue: Queue) -
     return Job(reports, learner.rollouts, learner.sent_s)
 
 
-def _put(requests: Sequence[RolloutRequest]) -> list[list[Any]]:
+def _put(requests: Sequence[RolloutRequest]) -> ByRank:
     return [[ray.put(request) for request in requests]]
 
 
-def _get(done: Sequence[Sequence[Any]]) -> list[Rollout]:
+def _get(done: ByRank) -> list[Rollout]:
     (shares,) = done
     return list(itertools.chain(*ray.get(list(shares))))
