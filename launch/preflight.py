@@ -75,8 +75,13 @@ def main(composed: DictConfig) -> None:
     sys.exit(1)
 
 
-def preflight(config: RunConfig) -> Findings:
-    """Everything that can be known before a start. The configuration itself is sound already."""
+def preflight(
+    config: RunConfig,
+    *,
+    nodes_of: Callable[[RunConfig], list[Resources]] = cluster_nodes,
+    memory_of: Callable[[Device], DeviceMemory | None] = device_memory,
+) -> Findings:
+    """Everything that can be known before a start. The configuration itself is sound already. What the cluster and this machine have, they are asked."""
     findings = Findings()
     if engine_devices(config) is not None:
         findings.lines += batch_algebra(config).describe()
@@ -88,14 +93,14 @@ def preflight(config: RunConfig) -> Findings:
     if data is not None:
         findings.attempt(lambda: _require_learnable(config, *data))
     shape = findings.attempt(lambda: ModelShape.read(Path(config.model.path)))
-    nodes = findings.attempt(lambda: cluster_nodes(config))
+    nodes = findings.attempt(lambda: nodes_of(config))
     placement = None if nodes is None else findings.attempt(lambda: plan_placement(config, nodes))
     expected = None
     if nodes is not None and placement is not None:
         findings.lines += _describe(config, placement, nodes)
         findings.attempt(lambda: _require_offload(config, placement))
         if shape is not None:
-            findings.check(lambda: _memory(config, placement, shape, len(nodes), findings))
+            findings.check(lambda: _memory(config, placement, shape, memory_of(placement.learner_device), len(nodes), findings))
             expected = settings_of_run(config, placement, max_images=1 if facts is None else facts.max_images)
     findings.check(lambda: _servers(config, expected, 0 if facts is None else facts.max_image_pixels, findings))
     return findings
@@ -165,9 +170,8 @@ def _devices(placement: Placement) -> str:
     return "1 device" if placement.devices_per_engine == 1 else f"{placement.devices_per_engine} devices"
 
 
-def _memory(config: RunConfig, placement: Placement, shape: ModelShape, num_nodes: int, findings: Findings) -> Iterator[str]:
+def _memory(config: RunConfig, placement: Placement, shape: ModelShape, there: DeviceMemory | None, num_nodes: int, findings: Findings) -> Iterator[str]:
     """What the processes need, against the memory of this machine's devices as far as these are theirs."""
-    there = device_memory(placement.learner_device)
     needs = Needs(learner_estimate(config, shape), len(placement.ranks), synced=synced_bytes(config, placement, shape))
     findings.lines.append(f"memory    {needs.learner.describe()}")
     if there is None:

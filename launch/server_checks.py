@@ -18,7 +18,7 @@ from shared.errors import RolloutError
 ANSWER_S = 5.0
 """A server that runs answers at once; a start waits `server.timeout_s` for one that is still loading."""
 INSPECT_S = 20.0
-"""For everything that one server is asked: some of it its engine answers, and that may be stuck."""
+"""Some of what a server is asked its engine answers, and that may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
@@ -40,18 +40,19 @@ class ServerAnswers:
     """Rollout devices of each server, in order; None where one of them did not say."""
 
 
-def ask_servers(section: ServerSection, settings: EngineSettings | None, *, max_image_pixels: int = 0) -> ServerAnswers:
+def ask_servers(section: ServerSection, settings: EngineSettings | None, *, max_image_pixels: int = 0, inspect_s: float = INSPECT_S) -> ServerAnswers:
     """Ask each of them what a run's client asks at its start, without waiting for one that loads, and changing nothing.
 
     Args:
         settings: what the run expects of them; None: not known, and they are asked only whether they are up.
         max_image_pixels: of the largest image of the data; 0: not known.
+        inspect_s: for everything that one server is asked.
 
     Raises:
         ConfigError: the token is not there.
     """
     addresses = [replace(address, timeout_s=ANSWER_S) for address in server_addresses(section)]
-    answers = asyncio.run(_all(addresses, settings))
+    answers = asyncio.run(_all(addresses, settings, inspect_s))
     lines, problems, seen = [], [], dict[str, int]()
     for index, (address, answer) in enumerate(zip(addresses, answers, strict=True)):
         path = f"{_SERVERS}[{index}].base_url: {address.base_url}"
@@ -71,18 +72,18 @@ def ask_servers(section: ServerSection, settings: EngineSettings | None, *, max_
     return ServerAnswers(tuple(lines), tuple(problems), tuple(known) if len(known) == len(addresses) else None)
 
 
-async def _all(addresses: list[ServerAddress], settings: EngineSettings | None) -> list[ServerFacts | str | None]:
-    return await asyncio.gather(*(_ask(index, address, settings) for index, address in enumerate(addresses)))
+async def _all(addresses: list[ServerAddress], settings: EngineSettings | None, limit_s: float) -> list[ServerFacts | str | None]:
+    return await asyncio.gather(*(_ask(index, address, settings, limit_s) for index, address in enumerate(addresses)))
 
 
-async def _ask(index: int, address: ServerAddress, settings: EngineSettings | None) -> ServerFacts | str | None:
+async def _ask(index: int, address: ServerAddress, settings: EngineSettings | None, limit_s: float) -> ServerFacts | str | None:
     """What it says of itself, or what is wrong with it; None: it is up."""
     try:
-        async with asyncio.timeout(INSPECT_S):
+        async with asyncio.timeout(limit_s):
             await HttpClient(address.base_url, address, command="").get(address.health_route, timeout_s=ANSWER_S)
             return None if settings is None else await ServerEngineSpec(address.base_url, address, index, settings)().inspect()
     except TimeoutError:
-        return f"answers {address.health_route}, and has not said in {INSPECT_S:g} s what it was started with: its engine may be stuck; start it again"
+        return f"answers {address.health_route}, and has not said in {limit_s:g} s what it was started with: its engine may be stuck; start it again"
     except UnansweredError as error:
         return f"does not answer ({error}); launch it, check the address, or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
     except HttpStatusError as error:

@@ -165,11 +165,11 @@ def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(conf
     assert (server.label, server.routes) == ("default", [])
 
 
-def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("launch.server_checks.INSPECT_S", 1.0)
+def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
     stuck = StockServer(changes={"model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64}, worker_latency_s=60.0)
     with serving(stuck.app()) as url:
-        (problem,) = preflight(config(**in_server_mode(url, kind="vllm"))).problems
+        section = rollout_servers(config(**in_server_mode(url, kind="vllm")))
+        (problem,) = ask_servers(section, settings(tmp_path / "model"), inspect_s=1.0).problems
     assert problem.endswith(f"{url} answers /health, and has not said in 1 s what it was started with: its engine may be stuck; start it again")
 
 
@@ -251,17 +251,18 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused(config):
     assert findings.problems == ["rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"]
 
 
-def test_a_cache_that_is_too_small_hides_no_other_lack_of_memory(config, monkeypatch):
-    monkeypatch.setattr("launch.preflight.device_memory", lambda device: DeviceMemory(device, 2**20))
-    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
+def a_mebibyte(device):
+    return DeviceMemory(device, 2**20)
+
+
+def test_a_cache_that_is_too_small_hides_no_other_lack_of_memory(config):
+    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024), memory_of=a_mebibyte)
     assert [problem.split(": ")[0] for problem in findings.problems] == ["rollout_matching.vllm.kv_cache_memory_bytes", "cluster.address"]
 
 
-def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_memory_not_compared(config, monkeypatch):
+def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_memory_not_compared(config):
     """A head or login node: what hangs there is not the run's."""
-    monkeypatch.setattr("launch.preflight.cluster_nodes", lambda config: [Resources(cpus=4, gpus=0), Resources(cpus=16, gpus=4)])
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    findings = preflight(config())
+    findings = preflight(config(), nodes_of=lambda config: [Resources(cpus=4, gpus=0), Resources(cpus=16, gpus=4)], memory_of=lambda device: None)
     assert findings.problems == []
     text = "\n".join(findings.lines)
     assert "place     rollout-actor-0: 1 GPU" in text and "weights   travel by nccl" in text
@@ -269,21 +270,17 @@ def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_
     assert findings.lines[-1].startswith("memory    not compared, and engines not estimated: this machine has no GPU to ask; ")
 
 
-def test_the_processes_of_several_cpu_nodes_are_not_held_against_the_memory_of_one_machine(config, monkeypatch):
-    monkeypatch.setattr("launch.preflight.device_memory", lambda device: DeviceMemory(device, 2**20))
-    one, two = ([Resources(cpus=8, gpus=0)] * number for number in (1, 2))
-    monkeypatch.setattr("launch.preflight.cluster_nodes", lambda config: one)
-    assert [problem.split(": ")[0] for problem in preflight(config()).problems] == ["cluster.address"]
-    monkeypatch.setattr("launch.preflight.cluster_nodes", lambda config: two)
-    findings = preflight(config())
-    assert findings.problems == []
-    assert findings.lines[-1].startswith("memory    not compared: which of the 2 nodes a process comes to")
+def test_the_processes_of_several_cpu_nodes_are_not_held_against_the_memory_of_one_machine(config):
+    node = Resources(cpus=8, gpus=0)
+    one = preflight(config(), nodes_of=lambda config: [node], memory_of=a_mebibyte)
+    two = preflight(config(), nodes_of=lambda config: [node, node], memory_of=a_mebibyte)
+    assert [problem.split(": ")[0] for problem in one.problems] == ["cluster.address"]
+    assert two.problems == []
+    assert two.lines[-1].startswith("memory    not compared: which of the 2 nodes a process comes to")
 
 
-def test_gpus_of_other_nodes_are_said_to_be_taken_for_ones_like_this_machines(config, monkeypatch):
-    monkeypatch.setattr("launch.preflight.cluster_nodes", lambda config: [Resources(cpus=16, gpus=4)] * 2)
-    monkeypatch.setattr("launch.preflight.device_memory", lambda device: DeviceMemory(device, 2**20))
-    findings = preflight(config())
+def test_gpus_of_other_nodes_are_said_to_be_taken_for_ones_like_this_machines(config):
+    findings = preflight(config(), nodes_of=lambda config: [Resources(cpus=16, gpus=4)] * 2, memory_of=a_mebibyte)
     assert findings.lines[-1] == "memory    compared with this machine's GPUs: those of the other nodes are taken to be like them"
     assert [problem.split(": ")[0] for problem in findings.problems] == ["learner.gpus", "rollout_matching.vllm.kv_cache_memory_bytes"]
 
