@@ -29,12 +29,10 @@ class AdaptedHost(ModelHost):
 
 
 @pytest.fixture(scope="module")
-def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
-    learner = SmallLearner(demo_checkpoint, num_receivers=1)
+def learner(learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
     apply_adapter(learner.model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path=str(demo_checkpoint), seed=3)
     learner.sender = AdapterSender(learner.model, timeout_s=TIMEOUTS.sync_phase.seconds)
-    yield learner
-    learner.close()
+    return learner
 
 
 @pytest.fixture(scope="module")
