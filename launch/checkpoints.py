@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from launch.checkpoint_shelf import Change, CheckpointShelf
+from launch.checkpoint_retention import Retention, RetentionChange
 from shared.config import RunConfig
 from shared.errors import RolloutError, StorageError, WeightSyncError
 
@@ -42,17 +42,17 @@ class Checkpoints:
     def __init__(self, config: RunConfig, learner: SavesWeights, telemetry: HearsOfCheckpoints) -> None:
         self._config, self._learner, self._telemetry = config, learner, telemetry
         self._run_dir = config.telemetry.run_dir
-        self._shelf = CheckpointShelf(config.checkpoint, self._run_dir / "checkpoints")
+        self._retention = Retention(config.checkpoint, self._run_dir / "checkpoints")
         self._others: list[dict[str, object]] = []
         """Of the index: those that no later one takes the place of."""
 
     def after_step(self, num_steps: int) -> None:
         """`num_steps` updates are done. StorageError where a checkpoint cannot be written; the older ones are still there then."""
-        self._carry_out(self._shelf.after_step(num_steps))
+        self._carry_out(self._retention.after_step(num_steps))
 
     def after_report(self, num_steps: int, f1: float) -> None:
         """The weights after so many updates, which the learner holds, have this F1 on the held-out samples."""
-        self._carry_out(self._shelf.after_report(num_steps, f1))
+        self._carry_out(self._retention.after_report(num_steps, f1))
 
     def at_end(self, num_steps: int) -> None:
         """The last update is done."""
@@ -88,11 +88,11 @@ class Checkpoints:
         except Exception as error:  # of any kind: it is told, and the run ends with what it was ended by
             self._telemetry.not_saved(error)
 
-    def _carry_out(self, change: Change) -> None:
+    def _carry_out(self, change: RetentionChange) -> None:
         if change.save is not None:
             self._learner.save(change.save)
             self._telemetry.saved(change.save)
-        if self._shelf.kept or change.delete:
+        if self._retention.kept or change.delete:
             self._write_index()
         for folder in change.delete:
             try:
@@ -107,14 +107,14 @@ class Checkpoints:
         self._write_index()
 
     def _write_index(self) -> None:
-        on_shelf = [
+        periodic_and_best = [
             {"folder": str(kept.folder.relative_to(self._run_dir)), "step": kept.step, "f1": kept.f1, "reasons": list(kept.reasons)}
-            for kept in self._shelf.kept
+            for kept in self._retention.kept
         ]
         index = self._run_dir / "checkpoints.json"
         partial = index.with_suffix(".json.partial")
         try:
-            partial.write_text(json.dumps([*on_shelf, *self._others], indent=2) + "\n")
+            partial.write_text(json.dumps([*periodic_and_best, *self._others], indent=2) + "\n")
             partial.replace(index)
         except OSError as error:
             raise StorageError(str(index), str(error)) from error

@@ -24,7 +24,7 @@ from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config import RunConfig
-from shared.config.derive import EnginePlace, engines_in, rank_name, rollout_servers
+from shared.config.derive import EnginePlace, actor_name, engines_in, rank_name, rollout_servers, server_name
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, Limit
@@ -134,7 +134,7 @@ class Cluster:
     def _place_actors(self, placement: Placement, group: PlacementGroup) -> ActorPool:
         config = self._config
         settings = settings_of_run(config, placement, max_images=self._max_images)
-        names = [f"rollout-actor-{index}" for index in range(len(placement.engines))]
+        names = [actor_name(index) for index in range(len(placement.engines))]
         environment = engine_environment(settings)
         actors = [
             self._create(
@@ -155,7 +155,7 @@ class Cluster:
         They stay on this node, from which preflight asks: a server's address may mean another machine elsewhere, and 127.0.0.1 always does.
         Raises ConfigError where the token is not there.
         """
-        names = [f"server-{index}" for index in range(len(section.servers))]
+        names = [server_name(index) for index in range(len(section.servers))]
         settings = settings_of_run(self._config, placement, max_images=self._max_images)
         specs = [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
         nothing = Resources(cpus=0.0, gpus=0.0)

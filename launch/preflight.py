@@ -29,7 +29,7 @@ from launch.server_checks import ask_servers, port_problems
 from launch.version_checks import version_problems
 from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig, load_config
-from shared.config.derive import batch_algebra, engine_devices, rank_name, remarks, rollout_servers
+from shared.config.derive import actor_name, batch_algebra, engine_devices, rank_name, remarks, rollout_servers
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.transports import Device
@@ -151,7 +151,7 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     there = Resources.sum(nodes)
     lines = [f"cluster   {where}: {there.cpus:g} CPU, {there.gpus:g} GPU"]
     for index, engine in enumerate(placement.engines):
-        lines.append(f"place     rollout-actor-{index}: {engine.gpus:g} GPU, {engine.cpus:g} CPU, an engine of {_devices(placement)}")
+        lines.append(f"place     {actor_name(index)}: {engine.gpus:g} GPU, {engine.cpus:g} CPU, an engine of {_devices(placement)}")
     for rank, resources in enumerate(placement.ranks):
         beside = f", with an engine of {_devices(placement)} beside it" if _starts_engines(config) and not placement.engines else ""
         lines.append(f"place     {rank_name(rank, len(placement.ranks))}: {resources.gpus:g} GPU, {resources.cpus:g} CPU{beside}")

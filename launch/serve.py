@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rollout_actors.server.service import RolloutService, ServedEngine
 
-WATCH_S = 0.5
+ALIVE_CHECK_S = 0.5
 """How often the server looks whether its engine is alive."""
 GRACE_S = 2
 """For answers under way when the server is told to end."""
@@ -118,7 +118,7 @@ async def _run(service: RolloutService, app: FastAPI, listening: socket.socket, 
             if service.is_dead:
                 raise RolloutError(ended("the engine's"), actor=url, phase="serve")
             with suppress(TimeoutError):
-                await asyncio.wait_for(interrupted.wait(), WATCH_S)
+                await asyncio.wait_for(interrupted.wait(), ALIVE_CHECK_S)
     finally:
         server.should_exit = True
         starting.cancel()

@@ -199,6 +199,16 @@ def rank_name(rank: int, world_size: int) -> str:
     return "learner" if world_size == 1 else f"learner-{rank}"
 
 
+def actor_name(index: int) -> str:
+    """What a rollout actor of the run is called."""
+    return f"rollout-actor-{index}"
+
+
+def server_name(index: int) -> str:
+    """What the actor that reaches a rollout server is called, and the server with it."""
+    return f"server-{index}"
+
+
 def engine_devices(run: RunConfig) -> tuple[int, ...] | None:
     """Rollout devices of each engine, in the order in which rounds are split; None where servers have to be asked, or the cluster for its GPUs."""
     matching = run.rollout_matching

@@ -9,7 +9,7 @@ from pathlib import Path
 from shared.config.checkpoint import CheckpointSection
 
 
-class Reason(StrEnum):
+class RetentionReason(StrEnum):
     PERIODIC = "periodic"
     """One of the newest `keep_last` of `save_steps`."""
     BEST = "best"
@@ -17,19 +17,19 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A checkpoint on the shelf."""
+class KeptCheckpoint:
+    """A checkpoint that is there."""
 
     step: int
     """Updates behind its weights."""
     folder: Path
     f1: float | None = None
     """On the held-out samples; None before a report, or without one."""
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[RetentionReason, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RetentionChange:
     """What is to be done, in this order."""
 
     save: Path | None = None
@@ -38,7 +38,7 @@ class Change:
     """What is not kept any more, once the new one is complete."""
 
 
-class CheckpointShelf:
+class Retention:
     """Told of every update and report, in their order, and of weights that were saved only by doing what it answers."""
 
     def __init__(self, config: CheckpointSection, folder: Path) -> None:
@@ -46,36 +46,37 @@ class CheckpointShelf:
         self._config = config
         self._folder = folder
         self._periodic: set[int] = set()
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, KeptCheckpoint] = {}
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[KeptCheckpoint, ...]:
         """From the oldest to the newest."""
         return tuple(self._kept[step] for step in sorted(self._kept))
 
-    def after_step(self, step: int) -> Change:
+    def after_step(self, step: int) -> RetentionChange:
         """`step` updates are done."""
         if self._config.save_steps is None or step % self._config.save_steps:
-            return Change()
+            return RetentionChange()
         self._periodic.add(step)
-        return self._add(Kept(step, self._of(step)))
+        return self._add(KeptCheckpoint(step, self._of(step)))
 
-    def after_report(self, step: int, f1: float) -> Change:
+    def after_report(self, step: int, f1: float) -> RetentionChange:
         """The weights after `step` updates, which are the present ones, have this F1. Of equal ones the older stays."""
         if step in self._kept:
             return self._add(replace(self._kept[step], f1=f1))
-        return self._add(Kept(step, self._of(step), f1))
+        return self._add(KeptCheckpoint(step, self._of(step), f1))
 
-    def _add(self, new: Kept) -> Change:
+    def _add(self, new: KeptCheckpoint) -> RetentionChange:
         candidates = self._kept | {new.step: new}
         newest = set(sorted(self._periodic & candidates.keys())[-self._config.keep_last :])
         rated = [(-kept.f1, kept.step) for kept in candidates.values() if kept.f1 is not None]
         best = {step for _, step in sorted(rated)[: self._config.keep_best]}
-        kept = {step: replace(candidates[step], reasons=(*[Reason.PERIODIC] * (step in newest), *[Reason.BEST] * (step in best))) for step in newest | best}
+        reasons = {RetentionReason.PERIODIC: newest, RetentionReason.BEST: best}
+        kept = {step: replace(candidates[step], reasons=tuple(why for why, steps in reasons.items() if step in steps)) for step in newest | best}
         gone = tuple(self._kept[step].folder for step in sorted(self._kept.keys() - kept.keys()))
         is_new = new.step in kept and new.step not in self._kept
         self._kept = kept
-        return Change(new.folder if is_new else None, gone)
+        return RetentionChange(new.folder if is_new else None, gone)
 
     def _of(self, step: int) -> Path:
         return self._folder / f"step_{step:06d}"
