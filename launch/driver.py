@@ -1,4 +1,4 @@
-"""The page: how learner and rollout actors make one run (DESIGN 2)."""
+"""The page: how learner and rollout engines make one run (DESIGN 2)."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Telemetry:
             details = self._config.telemetry.run_dir / "error.txt"
             details.write_text("".join(traceback.format_exception(error)))
             self._console.print(
-                f"the run ended; details in {details}, what the actors said in Ray's session folder (/tmp/ray/session_latest/logs)", highlight=False
+                f"the run ended; details in {details}, what the other processes said in Ray's session folder (/tmp/ray/session_latest/logs)", highlight=False
             )
         for file in (self._metrics, self._plans, self._evaluations):
             file.close()

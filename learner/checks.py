@@ -21,7 +21,7 @@ def check_prompt(rollout: Rollout, prompt: EncodedPrompt) -> None:
     index = next((i for i, (a, b) in enumerate(zip(engine, learner, strict=False)) if a != b), min(len(engine), len(learner)))
     raise RolloutError(
         f"sample {rollout.sample_id}: the prompts differ first at token {index}: engine {_around(engine, index)} ({len(engine)} tokens), "
-        f"learner {_around(learner, index)} ({len(learner)} tokens); actors and learner must load the same checkpoint, "
+        f"learner {_around(learner, index)} ({len(learner)} tokens); engines and learner must load the same checkpoint, "
         "with the image size limits in its processor files",
         actor=rollout.actor,
         phase="check",

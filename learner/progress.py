@@ -77,12 +77,12 @@ class StepInProgress:
 
 
 def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:
-    """One span per actor's share of the round."""
+    """One span per engine's share of the round."""
     spans = []
-    for actor, share in groupby(rollouts, key=lambda rollout: rollout.actor):
-        of_actor = list(share)
-        start_s, end_s = min(r.started_s for r in of_actor), max(r.started_s + r.generate_s for r in of_actor)
-        tokens = sum(len(r.response_token_ids) for r in of_actor)
-        place = {"step": of_actor[0].step, "first_position": of_actor[0].position, "last_position": of_actor[-1].position}
-        spans.append(Span(actor, "generate", start_s, end_s, {**place, "tokens": tokens}))
+    for engine, share in groupby(rollouts, key=lambda rollout: rollout.actor):
+        of_engine = list(share)
+        start_s, end_s = min(r.started_s for r in of_engine), max(r.started_s + r.generate_s for r in of_engine)
+        tokens = sum(len(r.response_token_ids) for r in of_engine)
+        place = {"step": of_engine[0].step, "first_position": of_engine[0].position, "last_position": of_engine[-1].position}
+        spans.append(Span(engine, "generate", start_s, end_s, {**place, "tokens": tokens}))
     return spans

@@ -41,7 +41,7 @@ class PoolTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call to every actor that takes part: what to say when it does not end well."""
+    """One call to every engine that takes part: what to say when it does not end well."""
 
     phase: str
     limit: Limit | None
@@ -49,7 +49,7 @@ class _Call:
     check: str
     error: type[Error]
     margin_s: float = 0.0
-    """Waited beyond the limit, where the actor keeps the same timeout itself and can say more."""
+    """Waited beyond the limit, where the engine keeps the same timeout itself and can say more."""
 
     def deadline(self) -> float | None:
         """Of what is asked now, by the monotonic clock; None: there is none."""
@@ -80,7 +80,7 @@ class ActorPool:
     """N actors with the methods of `EngineActor`, already created and placed, which this pool owns from now on.
 
     Waiting happens in threads of the pool: at most one round or one sync at a time, each bounded by a timeout, and unblocked by
-    the actors' answers, by an actor's death, or by `close`.
+    the engines' answers, by an actor's death, or by `close`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ActorPool:
 
         Args:
             decode_batch_size: most requests that one rollout device decodes at a time.
-            devices: rollout devices of each actor's engine; None: they are asked at the start.
+            devices: rollout devices of each engine; None: they are asked at the start.
             asks_next_on_failure: requests that an engine could not be asked, or could not answer (UnreachableError), are asked of the next one, behind its
                 own: for engines that are servers launched elsewhere.
         """
@@ -118,7 +118,7 @@ class ActorPool:
 
         Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round, or one server has two names.
         """
-        call = _Call("start", self._timeouts.start, "the actor's log for what it is loading, and the machine's free memory", RolloutError)
+        call = _Call("start", self._timeouts.start, "the engine's log for what it is loading, and the machine's free memory", RolloutError)
         self._has_begun = True
         started = _all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()])
         self.devices = tuple(devices for devices, _ in started)
@@ -134,7 +134,7 @@ class ActorPool:
 
     @property
     def version(self) -> int:
-        """The version that every actor serves; 0 before the first sync."""
+        """The version that every engine serves; 0 before the first sync."""
         return self._version
 
     def split(self, requests: ByRank) -> list[ByRank]:
@@ -145,7 +145,7 @@ class ActorPool:
         """Begin one round.
 
         The future holds, for each learner rank, references to its rollouts in position order, each to a `list[Rollout]`: the payload stays where it
-        was made. It fails with RolloutError naming the actor.
+        was made. It fails with RolloutError naming the engine.
         """
         self._round = self._threads.submit(self._collect, round_)
         return self._round
@@ -156,7 +156,7 @@ class ActorPool:
             self._round.result()
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin one sync, nothing being generated. The future fails with WeightSyncError naming phase and actor; the actors then serve no
+        """Begin one sync, nothing being generated. The future fails with WeightSyncError naming phase and engine; the engines then serve no
         rollouts."""
         return self._threads.submit(self._receive, offer)
 
@@ -175,7 +175,7 @@ class ActorPool:
         return chunk_size(self._decode_batch_size, self.devices, self._learner_ranks)
 
     def _collect(self, round_: ByRank) -> ByRank:
-        check = "the actor's log, and whether max_new_tokens times the share fits the time"
+        check = "the engine's log, and whether max_new_tokens times the share fits the time"
         call = _Call("generate", self._timeouts.generate, check, RolloutError)
         queue = RoundQueue(list(map(len, round_)), self.devices, decode_batch_size=self._decode_batch_size)
         sent: dict[Any, _Sent] = {}
@@ -217,8 +217,8 @@ class ActorPool:
 
     def _receive(self, offer: WeightOffer) -> SyncReport:
         shared_offer = ray.put(offer)
-        check = "that the learner and every other actor are alive"
-        # Phase by phase over all actors: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
+        check = "that the learner and every other engine are alive"
+        # Phase by phase over all engines: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
             call = _Call(phase, self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
             answers = _all_answers(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])

@@ -67,9 +67,9 @@ def _record_error(problem: str, field: str, remedy: str, file: str | None, line:
 
 
 class RolloutError(RuntimeError):
-    """A rollout actor or server failed, timed out, or answered something that contradicts the learner.
+    """A rollout engine failed, timed out, or answered something that contradicts the learner.
 
-    `actor` is the actor's (or server's) name, `phase` is what was being done (`start`, `generate`, `check`, ...).
+    `actor` is the engine's name, `phase` is what was being done (`start`, `generate`, `check`, ...).
     """
 
     def __init__(self, message: str, *, actor: str, phase: str) -> None:

@@ -40,7 +40,7 @@ def _ratio(name: str, numerator: str, denominator: str, meaning: str) -> Metric:
 
 
 def _sync_phases() -> Iterator[Metric]:
-    phases = {
+    engines = {
         "pause": "finishing what runs and starting nothing",
         "rendezvous": "joining the process group: the first time, and after a failure",
         "wire": "receiving",
@@ -49,13 +49,16 @@ def _sync_phases() -> Iterator[Metric]:
         "reset": "emptying the prefix, multimodal and encoder caches",
         "canary": "scoring the probe",
         "gather": "putting the weights together, where engine and learner share a process",
-        "send_gather": "the learner putting its weights together, while the actors receive",
-        "send_verify": "the learner's checksums",
-        "send_rendezvous": "the learner joining the group",
-        "send_wire": "the learner sending, until every engine has loaded the last bucket",
-        "send_canary": "the learner scoring the probe, while the engines load",
     }
-    return (Metric(f"sync/{phase}_s", Reduction.STEP, f"Seconds of {meaning}, of the slowest actor or of the learner.") for phase, meaning in phases.items())
+    learner = {
+        "gather": "putting its weights together, while the engines receive",
+        "verify": "its checksums",
+        "rendezvous": "joining the group",
+        "wire": "sending, until every engine has loaded the last bucket",
+        "canary": "scoring the probe, while the engines load",
+    }
+    yield from (Metric(f"sync/{phase}_s", Reduction.STEP, f"Seconds of {meaning}, of the slowest engine.") for phase, meaning in engines.items())
+    yield from (Metric(f"sync/send_{phase}_s", Reduction.STEP, f"The learner's seconds of {meaning}.") for phase, meaning in learner.items())
 
 
 METRICS: tuple[Metric, ...] = (
@@ -123,7 +126,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("sync/mode", Reduction.STEP, "full or adapter: what was sent."),
     Metric("sync/bytes", Reduction.STEP, "Bytes of the weights."),
     Metric("sync/wire_gb_per_s", Reduction.STEP, "Bytes over the seconds of the wire phase, in GB/s."),
-    Metric("sync/canary_max_abs", Reduction.STEP, "Largest difference of a canary log-probability between the learner and an actor, in nats."),
+    Metric("sync/canary_max_abs", Reduction.STEP, "Largest difference of a canary log-probability between the learner and an engine, in nats."),
     Metric(
         "sync/adapter_effect",
         Reduction.STEP,
@@ -133,7 +136,7 @@ METRICS: tuple[Metric, ...] = (
     *_sync_phases(),
     # Time.
     Metric("time/step_s", Reduction.STEP, "Seconds of the step, sync included."),
-    Metric("time/generate_s", Reduction.MAX, "Seconds in which at least one actor generated, rounds added up."),
+    Metric("time/generate_s", Reduction.MAX, "Seconds in which at least one engine generated, rounds added up."),
     Metric("time/learn_s", Reduction.MAX, "Seconds of the learner's own work."),
     Metric("time/reduce_s", Reduction.MAX, "Seconds in which a learner rank waited for the others at the step's end, and summed gradients; absent with one."),
     Metric("time/sync_s", Reduction.STEP, "Seconds of the sync."),

@@ -1,4 +1,4 @@
-"""What is asked of a rollout actor, and what it answers."""
+"""What is asked of a rollout engine, and what it answers."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class Rollout:
     """0 for the first try."""
     seed: int
     generate_s: float
-    """Seconds from the share's arrival at the actor to this response's own end; beams that are searched together end together."""
+    """Seconds from the share's arrival at the engine to this response's own end; beams that are searched together end together."""
     started_s: float = 0.0
-    """Unix time at which the share arrived at the actor."""
+    """Unix time at which the share arrived at the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ class WeightOffer:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One verified sync. `phase_s` maps a phase (pause, wire, load, verify, canary, ...) to the slowest actor's seconds."""
+    """One verified sync. `phase_s` maps a phase (pause, wire, load, verify, canary, ...) to the slowest engine's seconds."""
 
     version: int
     bytes: int
     phase_s: Mapping[str, float]
     canary_max_abs: float
-    """Largest absolute difference of a canary log-probability between the learner and any actor."""
+    """Largest absolute difference of a canary log-probability between the learner and any engine."""
     mode: Literal["full", "adapter"] = "full"
     """What was sent."""
     fell_back: str | None = None
@@ -141,5 +141,5 @@ class SyncReport:
 
     @property
     def wire_gb_per_s(self) -> float | None:
-        """What one actor received per second of the slowest actor's wire phase, in 1e9 bytes; None where nothing went over a wire."""
+        """What one engine received per second of the slowest one's wire phase, in 1e9 bytes; None where nothing went over a wire."""
         return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None

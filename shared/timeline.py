@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on one track (an actor, the learner, the driver). Unix seconds."""
+    """Something that took time on one track (an engine, the learner, the driver). Unix seconds."""
 
     track: str
     name: str

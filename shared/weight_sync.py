@@ -104,7 +104,7 @@ class TakesWeights(Protocol):
 
 
 def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
-    """One verified sync; afterwards every actor serves the offered version. Raises WeightSyncError naming phase and actor.
+    """One verified sync; afterwards every engine serves the offered version. Raises WeightSyncError naming phase and engine.
 
     Where the learner offers its adapter and that fails in any way, a full sync takes its place, now and for the rest of the run, if the configuration
     permits it (DESIGN 5, decision 20); the report says why.

@@ -82,7 +82,7 @@ class SyncSection(Section):
     """Bytes of one packed bucket on the wire. On CPU larger ones are slower: the system takes their memory back after each and hands it out page by page."""
 
     canary_tolerance: PositiveFloat | None = None
-    """Largest absolute difference of a canary log-probability, in nats, between the learner and an actor; null: by `model.dtype`, 1e-4 for float32
+    """Largest absolute difference of a canary log-probability, in nats, between the learner and an engine; null: by `model.dtype`, 1e-4 for float32
     and 0.5 for bfloat16."""
 
 

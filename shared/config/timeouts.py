@@ -12,7 +12,7 @@ from shared.errors import Limit
 
 class TimeoutsSection(Section):
     start_s: PositiveFloat = 300.0
-    """Until the learner and every actor are ready."""
+    """Until the learner and every engine are ready."""
 
     generate_s: PositiveFloat = 300.0
     """One round of rollouts, of training or held-out."""

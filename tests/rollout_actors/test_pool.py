@@ -141,7 +141,7 @@ def test_a_sync_raises_the_version_and_reports_the_slowest_actor(make_pool: Make
 @pytest.mark.parametrize("phase", ["start", "generate"])
 def test_an_actor_that_does_not_answer_is_named_with_phase_key_and_what_to_check(make_pool: MakePool, phase: str) -> None:
     pool = make_pool(phase, "sleep", limit_s=1.0)
-    with pytest.raises(RolloutError, match=rf"{phase} on actor-1: no answer from actor-1 after timeouts.{phase}_s = 1 s; check the actor's log") as caught:
+    with pytest.raises(RolloutError, match=rf"{phase} on actor-1: no answer from actor-1 after timeouts.{phase}_s = 1 s; check the engine's log") as caught:
         pool.start() if phase == "start" else pool.generate(refs(2)).result()
     assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
 
