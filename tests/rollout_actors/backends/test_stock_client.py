@@ -225,8 +225,8 @@ class TestGenerate:
             asyncio.run(one.generate([request(0)]))
 
     def test_a_server_that_counts_no_tokens_is_waited_for_as_long_as_it_answers(self, server: StockServer, url: str, expected: EngineSettings) -> None:
-        one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=0.2, watch_s=0.05))
-        server.latency_s, server.num_tokens = 1.0, None
+        one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=0.8, watch_s=0.1))
+        server.latency_s, server.num_tokens = 2.0, None
         assert asyncio.run(one.generate([request(0)]))[0].attempt == 0
 
     @pytest.mark.parametrize(
