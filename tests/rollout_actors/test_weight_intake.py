@@ -24,11 +24,12 @@ from shared.weight_sync import SyncPhase
 from shared.weight_terms import FullTerms
 
 PROBE = CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.25), 1e-4)
-RECEIPT = Receipt([5], [5], [], [], load_s=0.03, verify_s=0.02, logprobs=[])
+RECEIPT = Receipt([5], [5], [], [], load_s=30.0, verify_s=20.0, logprobs=[])
+"""Seconds that nobody has waited for: what a slow machine adds is told from them."""
 
 
 class FakeLLM:
-    """An `UpdatedEngine` that takes 0.1 s for an update. `trouble` is raised by the next one."""
+    """An `UpdatedEngine` that does nothing. `trouble` is raised by its next update."""
 
     def __init__(self) -> None:
         self.trouble: Exception | None = None
@@ -52,7 +53,6 @@ class FakeLLM:
         self.joined.append(request.init_info)
 
     async def update_weights(self, request: UpdateRequest) -> None:
-        await asyncio.sleep(0.1)
         trouble, self.trouble = self.trouble, None
         if trouble is not None:
             raise trouble
@@ -133,27 +133,26 @@ def test_nothing_of_the_sync_before_is_reported_for_this_one() -> None:
     engine.scored = (-0.5, -0.25005)
     assert asyncio.run(engine.intake.take(an_offer(1))).canary_max_abs == pytest.approx(5e-5)
     engine.scored = PROBE.expected_logprobs or ()
-    engine.llm.receipt = replace(RECEIPT, load_s=0.01)
+    engine.llm.receipt = replace(RECEIPT, load_s=10.0)
     report = asyncio.run(engine.intake.take(an_offer(2)))
-    assert (report.canary_max_abs, report.phase_s["load"]) == (0.0, pytest.approx(0.01, abs=0.005))
+    assert (report.canary_max_abs, report.phase_s["load"]) == (0.0, pytest.approx(10.0, abs=2.0))
 
 
 def test_the_time_of_an_update_is_taken_apart_by_the_workers_account() -> None:
     report = asyncio.run(Engine().intake.take(an_offer()))
     assert set(report.phase_s) == {"pause", "rendezvous", "wire", "load", "verify", "reset", "canary"}
-    assert report.phase_s["load"] == pytest.approx(RECEIPT.load_s, abs=0.005)
-    assert report.phase_s["verify"] == pytest.approx(RECEIPT.verify_s, abs=0.005)
-    assert report.phase_s["wire"] >= 0.1 - RECEIPT.load_s - RECEIPT.verify_s - 0.005
+    told = {"wire": -50.0, "load": 30.0, "verify": 20.0}
+    assert {phase: report.phase_s[phase] for phase in told} == pytest.approx(told, abs=2.0)
     assert report.bytes == 24
 
 
 def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group_is_joined() -> None:
     engine, what = Engine(joins=False), an_offer()
     handed = ChecksummedWeights([], FullTerms.of(what), torch)
-    handed.gather_s, handed.verify_s = 0.05, 1.0
+    handed.gather_s, handed.verify_s = 5.0, 100.0
     report = asyncio.run(engine.intake.take(what, handed))
     assert set(report.phase_s) == {"pause", "rendezvous", "gather", "load", "verify", "reset", "canary"}
-    assert (report.phase_s["gather"], report.phase_s["verify"]) == (0.05, pytest.approx(1.0 + RECEIPT.verify_s, abs=0.005))
+    assert (report.phase_s["gather"], report.phase_s["verify"]) == (5.0, pytest.approx(120.0, abs=2.0))
     assert engine.llm.joined == []
 
 
