@@ -85,8 +85,8 @@ class ColocatedLLM:
         self._llm.update_weight_version("0")
         devices = cuda_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
         self._updated = UpdatedLLM(self._llm, transport=settings.transport, devices=devices)
-        self._adapter = AdapterIntake(self._updated, enabled=settings.enable_lora)
-        self.intake = WeightIntake(name, self._updated, None, score=self._score, adapter=self._adapter)
+        adapter = AdapterIntake(self._updated, enabled=settings.enable_lora)
+        self.intake = WeightIntake(name, self._updated, None, score=self._score, adapter=adapter)
         self._asleep = False
 
     def generate(self, requests: Sequence[RolloutRequest], started: Started) -> list[Rollout]:
@@ -129,7 +129,7 @@ class ColocatedLLM:
     def shut_down(self) -> None:
         """End the engine, its processes and its hold on memory."""
         self._llm.llm_engine.engine_core.shutdown(timeout=CLOSE_S)
-        del self._llm, self._updated, self._adapter, self.intake
+        del self._llm, self._updated, self.intake
         gc.collect()
 
     def _complete(self, requests: Sequence[RolloutRequest], version: int) -> list[tuple[Answer, float]]:
@@ -138,7 +138,7 @@ class ColocatedLLM:
         for request in requests:
             try:
                 prompt, params = request_prompt(request, self._name), sampling_params(request.decode, request.seed)
-                queued += self._llm.enqueue([prompt], params, lora_request=self._adapter.request, use_tqdm=False)
+                queued += self._llm.enqueue([prompt], params, lora_request=self.intake.adapter.request, use_tqdm=False)
             except (VLLMClientError, RolloutError) as error:
                 self._llm.llm_engine.abort_request(queued, internal=True)
                 if isinstance(error, RolloutError):
@@ -169,7 +169,7 @@ class ColocatedLLM:
         self._llm.beam_decode = decode
         prompts = [request_prompt(request, self._name) for request in requests]
         try:
-            outputs = self._llm.beam_search(prompts, params, lora_request=self._adapter.request)
+            outputs = self._llm.beam_search(prompts, params, lora_request=self.intake.adapter.request)
         except VLLMClientError as error:
             samples = ", ".join(request.sample_id for request in requests)
             raise RolloutError(f"one of the samples {samples} was refused: {error}", actor=self._name, phase="generate") from error
@@ -186,6 +186,6 @@ class ColocatedLLM:
         return Answer.up_to_stop(prompt, response, logprobs, request.decode)
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
-        lora_request = self._adapter.request if adapted else None
+        lora_request = self.intake.adapter.request if adapted else None
         (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False, lora_request=lora_request)
         return probe_scores(output)

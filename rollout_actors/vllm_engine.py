@@ -13,7 +13,6 @@ from typing import Any
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -38,16 +37,14 @@ WATCH_S = 1.0
 class VllmEngine:
     """An `AsyncLLM` with a name, a weight version, and a door that is shut while its weights are not verified."""
 
-    _adapter: AdapterIntake
-    """Since the start."""
-
     def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
         """`index` is the engine's place among the engines of the run: it decides the ranks of its workers in a weight sync."""
         self.name = name
         self._settings = settings
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
-        self._intake: WeightIntake | None = None
+        self.intake: WeightIntake | None = None
+        """Since the start."""
         self._num_probes = 0
         self._num_finished_tokens = 0
         self._rule = engine_rule(settings)
@@ -61,9 +58,9 @@ class VllmEngine:
         require_guard(await self.collective_rpc("active_guard"), self._settings.repeat_guard, self.name)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version("0")
-        self._adapter = AdapterIntake(self._llm, enabled=self._settings.enable_lora)
+        adapter = AdapterIntake(self._llm, enabled=self._settings.enable_lora)
         group = TransferGroup(self._llm, transport=self._settings.transport, rank_offset=self._rank_offset)
-        self._intake = WeightIntake(self.name, self._llm, group, score=self._score, adapter=self._adapter, fatal=(EngineDeadError,))
+        self.intake = WeightIntake(self.name, self._llm, group, score=self._score, adapter=adapter, fatal=(EngineDeadError,))
         return self._settings.tensor_parallel_size
 
     async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
@@ -83,12 +80,12 @@ class VllmEngine:
     @property
     def version(self) -> int:
         """The version of the weights being served; 0 is the checkpoint's."""
-        return 0 if self._intake is None else self._intake.version
+        return 0 if self.intake is None else self.intake.version
 
     @property
     def shut(self) -> str:
         """Why no rollouts are served; empty: they are."""
-        return "it is not running" if self._intake is None else self._intake.shut
+        return "it is not running" if self.intake is None else self.intake.shut
 
     @property
     def num_tokens(self) -> int:
@@ -115,15 +112,15 @@ class VllmEngine:
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report."""
-        assert self._intake is not None, "start comes first"
-        return await self._intake.run(phase, offer)
+        assert self.intake is not None, "start comes first"
+        return await self.intake.run(phase, offer)
 
     def close(self) -> None:
         """End the engine's processes. Twice is harmless."""
         if self._llm is not None:
             # vLLM's own limit is less than what it waits for inside.
             self._llm.shutdown(timeout=CLOSE_S)
-        self._llm = self._intake = None
+        self._llm = self.intake = None
 
     async def _all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> list[Rollout]:
         """Every result, or the first error. A request that vLLM took in while its process was dying is never answered: hence the watch."""
@@ -140,15 +137,18 @@ class VllmEngine:
     async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)
         try:
-            output = await self._complete(prompt, params, f"{request.step}/{request.position}", self._adapter.request)
+            output = await self._complete(prompt, params, f"{request.step}/{request.position}")
         except VLLMClientError as error:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         end = time.perf_counter()
         self._num_finished_tokens += len(output.outputs[0].token_ids)
         return read_answer(output, request, actor=self.name, version=origin.version).rollout(request, origin, end)
 
-    async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str, adapter: LoRARequest | None) -> RequestOutput:
+    async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True) -> RequestOutput:
+        """With the adapter that is served, if there is one, or without."""
         assert self._llm is not None
+        assert self.intake is not None
+        adapter = self.intake.adapter.request if adapted else None
         # FINAL_ONLY: exactly one output.
         async for output in self._llm.generate(prompt, params, request_id, lora_request=adapter):
             return output
@@ -156,5 +156,4 @@ class VllmEngine:
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         self._num_probes += 1
-        adapter = self._adapter.request if adapted else None
-        return probe_scores(await self._complete(probe_prompt(probe, self.name), probe_params(), f"canary/{self._num_probes}", adapter))
+        return probe_scores(await self._complete(probe_prompt(probe, self.name), probe_params(), f"canary/{self._num_probes}", adapted=adapted))

@@ -49,6 +49,11 @@ class UpdatedEngine(Protocol):
 class TakesAdapters(Protocol):
     """`rollout_actors.adapter_intake.AdapterIntake`, or whatever stands for it where an engine takes none."""
 
+    @property
+    def request(self) -> Any:
+        """vLLM's `LoRARequest` for every request and every canary; None: the base weights alone."""
+        ...
+
     async def take(self, terms: AdapterTerms) -> None: ...
     async def verify(self) -> None: ...
     async def drop(self) -> None: ...
@@ -80,7 +85,7 @@ class WeightIntake:
         self._llm = llm
         self._group = group
         self._score = score
-        self._adapter = adapter
+        self.adapter = adapter
         self._passed_on: tuple[type[Exception], ...] = (WeightSyncError, *fatal)
         # A new sync begins when the clean-up of a failed one is over.
         self._turn = asyncio.Lock()
@@ -162,7 +167,7 @@ class WeightIntake:
 
     async def _wire(self, offer: WeightOffer) -> None:
         # The merged weights hold the adapter: served on top of them it would count twice.
-        await self._adapter.drop()
+        await self.adapter.drop()
         terms = FullTerms.of(offer)
         await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
@@ -175,10 +180,10 @@ class WeightIntake:
         self._sync.receipts = [Receipt(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
 
     async def _take_adapter(self, offer: WeightOffer) -> None:
-        await self._adapter.take(AdapterTerms.of(offer))
+        await self.adapter.take(AdapterTerms.of(offer))
 
     async def _verify_adapter(self, offer: WeightOffer) -> None:
-        await self._adapter.verify()
+        await self.adapter.verify()
 
     async def _verify(self, offer: WeightOffer) -> None:
         check_receipts(self._sync.receipts, self._name)

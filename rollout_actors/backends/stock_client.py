@@ -159,6 +159,8 @@ class StockClient(RemoteEngine):
 class NoAdapters:
     """In place of an adapter intake: vLLM's route for adapters reads a folder of the server's machine, and does not say whether it replaced the last one."""
 
+    request = None
+
     async def take(self, terms: AdapterTerms) -> None:
         raise ValueError("a stock vllm serve takes no adapter alone; set rollout_matching.vllm.sync.mode: full")
 

@@ -13,6 +13,7 @@ import ray
 import safetensors.torch
 import torch
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
+from troubled_adapters import IdleAdapter, KeptAdapter
 
 from learner.adapter_sender import AdapterSender
 from learner.adapters import apply_adapter
@@ -205,16 +206,16 @@ def test_without_fallback_a_failed_adapter_sync_ends_the_run_with_the_key_to_cha
     serves(fresh, learner)
 
 
-def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(fresh: EnginePool, make_learner: Any, tmp_path: Path) -> None:
+def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(fresh: EnginePool, make_learner: Any) -> None:
     """Nothing else would notice: names, checksums and versions are all as they should be."""
-    ray.get(fresh.actors["actor-0"].keep_adapters.remote(tmp_path))
+    ray.get(fresh.actors["actor-0"].trouble_adapters.remote(KeptAdapter))
     learner = make_learner()
     learner.learn(51)
     assert sync(learner, fresh).mode == "adapter"
     learner.fall_back_to_full()
     with pytest.raises(WeightSyncError, match=r"canary on actor-0: .*log-probabilities differ"):
         sync(learner, fresh)
-    ray.get(fresh.actors["actor-0"].keep_adapters.remote(None))
+    ray.get(fresh.actors["actor-0"].trouble_adapters.remote(None))
     sync(learner, fresh)
     serves(fresh, learner)
 
@@ -225,12 +226,12 @@ def test_an_adapter_that_is_held_and_not_applied_is_caught_also_where_every_toke
     learner.canary_tolerance = 100.0
     learner.learn(61)
     assert sync(learner, fresh).mode == "adapter"
-    ray.get(fresh.actors["actor-0"].idle_adapters.remote())
+    ray.get(fresh.actors["actor-0"].trouble_adapters.remote(IdleAdapter))
     learner.learn(62)
     with pytest.raises(WeightSyncError, match=r"canary on actor-0: .*effect .* is -?0\.00 times the learner's") as caught:
         sync(learner, fresh)
     assert caught.value.quantity == "effect of the adapter"
-    ray.get(fresh.actors["actor-0"].keep_adapters.remote(None))
+    ray.get(fresh.actors["actor-0"].trouble_adapters.remote(None))
     sync(learner, fresh)
     serves(fresh, learner)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -65,20 +65,10 @@ class OpenActor(EngineActor):
         """What this method of the engine's workers returns, one for each device."""
         return await self._engine.collective_rpc(method, *arguments)
 
-    async def keep_adapters(self, folder: Path | None) -> None:
-        """From now on an adapter stays in this folder, and a full sync does not take it away; None: as it should be."""
-        from stubborn_adapters import StubbornAdapters
-
-        from rollout_actors.adapter_intake import AdapterIntake
-
-        llm = self._engine._llm
-        self._engine._adapter = self._engine._intake._adapter = AdapterIntake(llm, enabled=True) if folder is None else StubbornAdapters(llm, folder)
-
-    async def idle_adapters(self) -> None:
-        """From now on vLLM holds the adapter that it is sent, and no request asks for it; `keep_adapters(None)` ends it."""
-        from stubborn_adapters import IdleAdapters
-
-        self._engine._adapter = self._engine._intake._adapter = IdleAdapters(self._engine._llm, enabled=True)
+    async def trouble_adapters(self, make: Callable[[Any], Any] | None) -> None:
+        """From now on the engine's adapters go through this, over the sound ones; None: no longer."""
+        intake = self._engine.intake
+        intake.adapter = intake.adapter.sound if make is None else make(intake.adapter)
 
     async def process_ids(self) -> list[int]:
         """Its own, then its engine's."""
