@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from learner.learner import Learner
-from learner.offload import away, require_offload
+from learner.offload import offloaded, require_offload
 from shared.config import RunConfig
 from shared.errors import RolloutError
 
@@ -42,6 +42,6 @@ class LearnerHost:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._learner.parallel.weights.tensors()
 
-    def away(self, *, weights: bool = True) -> AbstractContextManager[None]:
+    def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
         loaded = self._learner.loaded
-        return away(self._config, loaded.model, self._learner.updater, loaded.device, weights=weights)
+        return offloaded(self._config, loaded.model, self._learner.updater, loaded.device, with_model=model)

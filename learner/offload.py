@@ -53,7 +53,7 @@ def offloads(config: RunConfig) -> bool:
 
 
 @contextmanager
-def optimizer_away(updater: Movable, device: torch.device, *, host: torch.device = CPU) -> Iterator[None]:
+def offloaded_optimizer(updater: Movable, device: torch.device, *, host: torch.device = CPU) -> Iterator[None]:
     """The optimizer's state in host memory, and afterwards on `device` again."""
     try:
         updater.move_to(host)
@@ -64,7 +64,7 @@ def optimizer_away(updater: Movable, device: torch.device, *, host: torch.device
 
 
 @contextmanager
-def model_away(model: nn.Module, *, host: torch.device = CPU) -> Iterator[None]:
+def offloaded_model(model: nn.Module, *, host: torch.device = CPU) -> Iterator[None]:
     """Parameters, their gradients so far, and buffers in host memory, and afterwards each on the device it came from.
 
     The tensors stay the same objects, so that whoever holds one (the optimizer, tied layers) holds it still; their memory on the device is let go.
@@ -83,8 +83,8 @@ def model_away(model: nn.Module, *, host: torch.device = CPU) -> Iterator[None]:
 
 
 @contextmanager
-def away(config: RunConfig, model: nn.Module, updater: Movable, device: torch.device, *, weights: bool) -> Iterator[None]:
-    """What the configuration names; `weights` False: but for the model.
+def offloaded(config: RunConfig, model: nn.Module, updater: Movable, device: torch.device, *, with_model: bool) -> Iterator[None]:
+    """What the configuration names; without `with_model` but for the model.
 
     On a GPU the memory is given back to the driver, because the engine is another process.
     """
@@ -94,9 +94,9 @@ def away(config: RunConfig, model: nn.Module, updater: Movable, device: torch.de
     section = config.rollout_matching.offload
     with ExitStack() as stack:
         if section.offload_optimizer:
-            stack.enter_context(optimizer_away(updater, device))
-        if section.offload_model and weights:
-            stack.enter_context(model_away(model))
+            stack.enter_context(offloaded_optimizer(updater, device))
+        if section.offload_model and with_model:
+            stack.enter_context(offloaded_model(model))
         if device.type == "cuda":
             torch.cuda.empty_cache()
         yield

@@ -90,10 +90,10 @@ class BackendHost(Protocol):
         """Name and tensor of everything the engine loads: adapters merged (out of place), under the names of an ordinary checkpoint."""
         ...
 
-    def away(self, *, weights: bool = True) -> AbstractContextManager[None]:
+    def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
         """While it is open, what `rollout_matching.offload` names is not on the device; afterwards it is again, whatever happened.
 
-        `weights` False: the model stays, because the engine is about to read it.
+        `model` False: the model stays, because the engine is about to read it.
         """
         ...
 

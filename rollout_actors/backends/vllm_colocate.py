@@ -67,8 +67,8 @@ class ColocatedSpec:
 class ColocatedBackend:
     """A `RolloutBackend` whose engine shares process and device with its host.
 
-    The host is away (`rollout_matching.offload`) while the engine is loaded, while it generates and while it takes an adapter. While it takes full weights, the
-    host's model stays where it is, because that is where they are read. The engine sleeps from the end of a `generate` to the next sync or `generate`.
+    The host is offloaded (`rollout_matching.offload`) while the engine is loaded, while it generates and while it takes an adapter. While it takes full
+    weights, the host's model stays where it is, because that is where they are read. The engine sleeps from the end of a `generate` to the next sync or `generate`.
     """
 
     def __init__(self, host: BackendHost, name: str, settings: EngineSettings, *, sleep: bool) -> None:
@@ -85,7 +85,7 @@ class ColocatedBackend:
         """Load the engine, if it is not there. Raises RolloutError(phase="start"), after which this backend is of no use."""
         if self._llm is not None:
             return
-        with self._host.away(), self._context.entered():
+        with self._host.offloaded(), self._context.entered():
             self._llm = self._guarded("start", self._load)
             self._llm.fall_asleep()
 
@@ -96,7 +96,7 @@ class ColocatedBackend:
         if shut := self._over or self._engine.intake.shut:
             raise RolloutError(f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate")
         started = Started.now()
-        with self._host.away(), self._context.entered():
+        with self._host.offloaded(), self._context.entered():
             llm = self._engine
             return self._guarded("generate", lambda: self._rollouts(llm, requests, started))
 
@@ -105,7 +105,7 @@ class ColocatedBackend:
         if self._over:
             raise WeightSyncError(f"the engine takes no weights: {self._over}", actor=self._name, phase=SyncPhase.PAUSE)
         # Full weights are read where they lie; an adapter comes with the offer.
-        with self._host.away(weights=offer.sends_adapter), self._context.entered():
+        with self._host.offloaded(model=offer.sends_adapter), self._context.entered():
             llm = self._engine
             self._wake_for_sync(llm)
             return llm.take_weights(offer, self._host.weights())

@@ -40,7 +40,7 @@ def test_a_host_shows_the_learners_model_processor_and_the_weights_of_a_sync(run
 
 def test_where_nothing_is_to_be_moved_the_host_stays(run: tuple[RunConfig, Learner]) -> None:
     parameters = [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()]
-    with LearnerHost(*run).away():
+    with LearnerHost(*run).offloaded():
         assert [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()] == parameters
 
 

@@ -12,7 +12,7 @@ from config_support import configuration
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from learner.offload import away, model_away, offloads, optimizer_away, require_offload
+from learner.offload import offloaded, offloaded_model, offloaded_optimizer, offloads, require_offload
 from shared.config import RunConfig
 from shared.errors import ConfigError, LearnerError
 
@@ -76,7 +76,7 @@ def test_the_memory_of_the_model_is_let_go_while_it_is_away_and_its_bits_come_ba
     before, objects = facts(model), [id(tensor) for tensor in everything(model)]
     held = [StorageWeakRef(tensor.untyped_storage()) for tensor in everything(model)]
     assert not any(storage.expired() for storage in held)
-    with model_away(model):
+    with offloaded_model(model):
         assert all(storage.expired() for storage in held)
         assert same(before, facts(model)), "the values are readable in the host's memory"
         on_host = [StorageWeakRef(tensor.untyped_storage()) for tensor in everything(model)]
@@ -92,7 +92,7 @@ def test_offload_context_does_not_break_the_training_step(model: Tied) -> None:
     other(torch.tensor([1, 2])).sum().backward()
     updates = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other)]
     for _ in range(2):
-        with model_away(model):
+        with offloaded_model(model):
             pass
         for one, update in zip((model, other), updates, strict=True):
             one(torch.tensor([3, 1])).square().sum().backward()
@@ -102,7 +102,7 @@ def test_offload_context_does_not_break_the_training_step(model: Tied) -> None:
 
 def test_it_comes_back_behind_an_exception(model: Tied) -> None:
     before, optimizer = facts(model), SpyOptimizer()
-    with pytest.raises(ZeroDivisionError), optimizer_away(optimizer, GPU), model_away(model):
+    with pytest.raises(ZeroDivisionError), offloaded_optimizer(optimizer, GPU), offloaded_model(model):
         _ = 1 / 0
     assert same(before, facts(model))
     assert optimizer.moves == [CPU, GPU]
@@ -118,12 +118,12 @@ class Refusing(torch.Tensor):
 def test_it_comes_back_when_the_way_out_fails_half_way(model: Tied) -> None:
     model.scale = model.scale.as_subclass(Refusing)
     before, held = facts(model), [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
-    with pytest.raises(RuntimeError, match="no room"), model_away(model):
+    with pytest.raises(RuntimeError, match="no room"), offloaded_model(model):
         raise AssertionError("it did not get away")
     assert same(before, facts(model))
     assert all(storage.expired() for storage in held), "the parameters went, and came back"
     optimizer = SpyOptimizer(fail_at=0)
-    with pytest.raises(RuntimeError, match="no room"), optimizer_away(optimizer, GPU):
+    with pytest.raises(RuntimeError, match="no room"), offloaded_optimizer(optimizer, GPU):
         raise AssertionError("it did not get away")
     assert optimizer.moves == [CPU, GPU]
 
@@ -134,7 +134,7 @@ def test_no_room_to_come_back_is_told_with_what_makes_room(model: Tied) -> None:
             if device == GPU:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(LearnerError, match=r"rollout_matching\.offload.*gpu_memory_utilization"), optimizer_away(FullDevice(), GPU):
+    with pytest.raises(LearnerError, match=r"rollout_matching\.offload.*gpu_memory_utilization"), offloaded_optimizer(FullDevice(), GPU):
         pass
 
 
@@ -149,14 +149,14 @@ def configured(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> Config
 def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(configured: Configured, model: Tied) -> None:
     both = configured(**ON)
     held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
-    with away(both, model, optimizer, CPU, weights=False):
+    with offloaded(both, model, optimizer, CPU, with_model=False):
         assert not held.expired()
         assert optimizer.moves == [CPU]
     optimizer_alone = configured(**ON | {"rollout_matching__offload": {"enabled": True, "offload_optimizer": True}})
-    with away(optimizer_alone, model, optimizer, CPU, weights=True):
+    with offloaded(optimizer_alone, model, optimizer, CPU, with_model=True):
         assert not held.expired()
     model_alone, untouched = configured(**ON | {"rollout_matching__offload": {"enabled": True, "offload_model": True}}), SpyOptimizer()
-    with away(model_alone, model, untouched, CPU, weights=True):
+    with offloaded(model_alone, model, untouched, CPU, with_model=True):
         assert held.expired()
     assert untouched.moves == []
 
@@ -173,7 +173,7 @@ def test_everywhere_else_the_section_is_ignored(configured: Configured, model: T
     config, optimizer = configured(**ON | changes), SpyOptimizer()
     held = StorageWeakRef(model.turned.untyped_storage())
     require_offload(config, CPU)
-    with away(config, model, optimizer, CPU, weights=True):
+    with offloaded(config, model, optimizer, CPU, with_model=True):
         assert not held.expired()
     assert not offloads(config)
     assert optimizer.moves == []

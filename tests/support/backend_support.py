@@ -23,13 +23,13 @@ from shared.transports import Transport
 
 
 class ModelHost:
-    """`shared.protocols.BackendHost` over the small learner's model. Remembers when it was away."""
+    """`shared.protocols.BackendHost` over the small learner's model. Remembers when it was offloaded."""
 
     def __init__(self, learner: SmallLearner, name: str = "colocated") -> None:
         self._learner = learner
         self._name = name
-        self.is_away = False
-        self.departures: list[bool] = []
+        self.is_offloaded = False
+        self.offloads: list[bool] = []
         """Whether the model went along, each time."""
         self.num_asked = 0
         """How often whoever generates asked whether to go on."""
@@ -58,14 +58,14 @@ class ModelHost:
             yield name, parameter.detach()
 
     @contextmanager
-    def away(self, *, weights: bool = True) -> Iterator[None]:
-        assert not self.is_away, "the host was sent away twice"
-        self.is_away = True
-        self.departures.append(weights)
+    def offloaded(self, *, model: bool = True) -> Iterator[None]:
+        assert not self.is_offloaded, "the host was offloaded twice"
+        self.is_offloaded = True
+        self.offloads.append(model)
         try:
             yield
         finally:
-            self.is_away = False
+            self.is_offloaded = False
 
 
 def colocated_settings(checkpoint: Path, **changes: Any) -> EngineSettings:

@@ -66,18 +66,18 @@ def synced(backend: ColocatedBackend, learner: SmallLearner) -> ColocatedBackend
 
 
 @pytest.mark.engine
-def test_the_host_is_away_while_the_engine_works_and_its_model_stays_while_it_is_read(
+def test_the_host_is_offloaded_while_the_engine_works_and_its_model_stays_while_it_is_read(
     host: ModelHost, learner: SmallLearner, backend: ColocatedBackend
 ) -> None:
-    assert host.departures[0] is True, "while the engine was loaded"
-    host.departures.clear()
+    assert host.offloads[0] is True, "while the engine was loaded"
+    host.offloads.clear()
     backend.receive_weights(learner.offer_weights())
-    assert host.departures == [False]
+    assert host.offloads == [False]
     backend.generate([learner.request(0)])
-    assert host.departures == [False, True]
+    assert host.offloads == [False, True]
     with pytest.raises(RolloutError, match="sample sample-0 was refused"):
         backend.generate([replace(learner.request(0), prompt_token_ids=learner.request(0).prompt_token_ids * 60)])
-    assert not host.is_away
+    assert not host.is_offloaded
     assert len(backend.generate([learner.request(0)])) == 1, "what was queued beside a refused request is gone"
 
 
@@ -152,7 +152,7 @@ def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
     host.num_asked, host.stops_at = 0, 3
     with pytest.raises(RolloutError, match="told to stop"):
         synced.generate(asked)
-    assert host.num_asked == 3 and not host.is_away
+    assert host.num_asked == 3 and not host.is_offloaded
     assert what_was_said(synced.generate(asked)) == said, "nothing of the round that was left is still queued"
 
 

@@ -66,11 +66,11 @@ def serves(backend: ColocatedBackend, learner: SmallLearner) -> None:
 def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights(backend: ColocatedBackend, host: AdaptedHost, learner: SmallLearner) -> None:
     for seed in (1, 2):
         learn(learner, seed)
-        host.departures.clear()
+        host.offloads.clear()
         report = backend.receive_weights(learner.offer_weights())
         assert (report.mode, report.version) == ("adapter", learner.version)
         assert report.bytes < 1 << 20
-        assert host.departures == [True], "the adapter comes with the offer: the model need not stay"
+        assert host.offloads == [True], "the adapter comes with the offer: the model need not stay"
         serves(backend, learner)
     learn(learner, 3)
     offer = learner.offer_weights()
