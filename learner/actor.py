@@ -12,7 +12,7 @@ import torch
 from learner.host import LearnerHost
 from learner.learner import Learner
 from learner.place import LearnerPlace
-from learner.ranks import Rendezvous
+from learner.rendezvous import Rendezvous
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.evaluation import Scene

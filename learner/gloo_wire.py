@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
+from learner.gloo import gloo_options
 from shared.shared_memory import NOWHERE, SharedMemory, this_machine
 from shared.weight_terms import FullTerms, Group, buckets, offsets
 
@@ -83,11 +84,7 @@ class _Group:
     def __init__(self, group: Group, bound: socket.socket, timeout: timedelta, shared: Callable[[], SharedMemory | None]) -> None:
         """Returns when all receivers have come. `shared` is asked only if all of them are on this machine."""
         store = TCPStore(group.host, group.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach())
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        # Without it gloo asks the host's name for an address, which may be one that nobody else reaches.
-        options._devices = [ProcessGroupGloo.create_device(hostname=group.host)]
-        self._group: Any = ProcessGroupGloo(store, 0, group.world_size, options)
+        self._group: Any = ProcessGroupGloo(store, 0, group.world_size, gloo_options(group.host, timeout))
         self._it_is_there = torch.ones(1, dtype=torch.uint8)
         self.reads_shared = self._tell(this_machine()) and self._share(shared())
         """Whether every receiver of this group has opened the shared memory."""

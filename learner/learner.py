@@ -32,7 +32,7 @@ from learner.parallel import load_parallel
 from learner.place import LearnerPlace
 from learner.progress import StepInProgress
 from learner.publisher import WeightPublisher, make_senders
-from learner.ranks import Rendezvous, join_ranks
+from learner.rendezvous import Rendezvous, join_ranks
 from learner.rollout_log import RolloutLog
 from learner.rows import Row, row_policy
 from learner.rules import target_rules, text_weights

@@ -1,11 +1,7 @@
-"""The learner ranks of a run, as one of them sees the others.
-
-The group of the ranks is an object of its own and not torch's default group, which an engine in the same process may open for itself.
-"""
+"""The learner ranks of a run, as one of them sees the others."""
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +10,11 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import AllreduceOptions, DistError, PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, TCPStore
+from torch.distributed import AllreduceOptions, DistError, ProcessGroup, ReduceOp
 
-from learner.place import LearnerPlace
 from shared.chunking import cut_past
-from shared.errors import CollectiveError, LearnerError, Limit, late
+from shared.errors import CollectiveError, LearnerError
 
-GROUP_NAME = "rollmatch.learner"
 BUCKET_ELEMENTS = 2**24
 """Gradients that are summed at once: 64 MiB in float32."""
 
@@ -104,63 +98,6 @@ class OneRank:
 
     def take_times(self) -> list[Waited]:
         return []
-
-
-class Rendezvous:
-    """Where the other ranks find rank 0: a store on a port that is bound, on `address` alone, before anybody is told of it."""
-
-    def __init__(self, address: str) -> None:
-        listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        port = listening.getsockname()[1]
-        self.endpoint = f"{address}:{port}"
-        self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-
-
-def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s: float, sums_in_backward: bool) -> Ranks:
-    """The group of the place's ranks; returns when all have come. `rendezvous` is rank 0's, and opened before `place` was made.
-
-    `timeout_s`: of every collective, the configuration's timeouts.learn_s. `sums_in_backward`: the backward of every row sums gradients over the ranks already.
-    """
-    if place.world_size == 1:
-        return OneRank()
-    assert (rendezvous is not None) == (place.rank == 0), "rank 0 hosts the rendezvous, and only rank 0"
-    address, port = place.rendezvous.rsplit(":", 1)
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        store = rendezvous.store if rendezvous is not None else TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        group = _open_group(place, store, timeout)
-    except (DistError, RuntimeError) as error:
-        others = f"the other learner ranks at {place.rendezvous}"
-        told = late(others, Limit(timeout_s, "timeouts.learn_s"), "the rank that failed first, and whether nodes reach each other")
-        raise CollectiveError(f"rank {place.rank} of {place.world_size}: {told} ({error})", phase="start") from error
-    return DistributedRanks(place.rank, place.world_size, group, timeout_s=timeout_s, sums_in_backward=sums_in_backward)
-
-
-def _open_group(place: LearnerPlace, store: Any, timeout: timedelta) -> ProcessGroup:
-    """Gloo for what lies in host memory, NCCL for what lies on a GPU. The latter was not run on a GPU."""
-    group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
-    gloo = ProcessGroup.BackendType.GLOO
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    # Without it gloo asks the host's name for an address, which may be one that nobody else reaches.
-    options._devices = [ProcessGroupGloo.create_device(hostname=place.address)]
-    on_cpu = ProcessGroupGloo(PrefixStore(f"{GROUP_NAME}.gloo", store), place.rank, place.world_size, options)
-    group._register_backend(torch.device("cpu"), gloo, on_cpu)
-    device = torch.device(place.device)
-    if device.type == "cuda":
-        from torch.distributed import ProcessGroupNCCL
-
-        torch.cuda.set_device(device)
-        nccl_options = ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        on_gpu = ProcessGroupNCCL(PrefixStore(f"{GROUP_NAME}.nccl", store), place.rank, place.world_size, nccl_options)
-        group._set_default_backend(ProcessGroup.BackendType.NCCL)
-        group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, on_gpu)
-    else:
-        group._set_default_backend(gloo)
-    # torch keeps a register of groups by name; another run's in this process has another rendezvous.
-    group._set_group_name(f"{GROUP_NAME}@{place.rendezvous}")  # type: ignore[arg-type]
-    return group
 
 
 class DistributedRanks:

@@ -8,7 +8,8 @@ import torch
 from rank_support import RankProcesses
 
 from learner.place import LearnerPlace
-from learner.ranks import OneRank, Rendezvous, join_ranks
+from learner.ranks import OneRank
+from learner.rendezvous import Rendezvous, join_ranks
 from shared.errors import CollectiveError, LearnerError
 
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForImageTextToText
 
 from learner.learner import Learner
 from learner.place import LearnerPlace
-from learner.ranks import BUCKET_ELEMENTS, Rendezvous, join_ranks
+from learner.ranks import BUCKET_ELEMENTS
+from learner.rendezvous import Rendezvous, join_ranks
 from shared.chunking import rank_rounds, rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel

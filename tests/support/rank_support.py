@@ -69,7 +69,7 @@ class RankProcesses:
 
 
 def _serve(pipe: Connection) -> None:
-    from learner.ranks import Rendezvous
+    from learner.rendezvous import Rendezvous
 
     rendezvous = None
     while True:
