@@ -68,7 +68,8 @@ class ColocatedBackend:
     """A `RolloutBackend` whose engine shares process and device with its host.
 
     The host is offloaded (`rollout_matching.offload`) while the engine is loaded, while it generates and while it takes an adapter. While it takes full
-    weights, the host's model stays where it is, because that is where they are read. The engine sleeps from the end of a `generate` to the next sync or `generate`.
+    weights, the host's model stays where it is, because that is where they are read. The engine sleeps from the end of a `generate` to the next sync or
+    `generate`.
     """
 
     def __init__(self, host: BackendHost, name: str, settings: EngineSettings, *, sleep: bool) -> None:
