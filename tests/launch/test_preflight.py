@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from config_support import configuration
-from fake_server import ObedientEngine, service, serving, serving_engine, settings
+from fake_server import ObedientEngine, make_service, make_settings, serving, serving_engine
 from fake_stock_server import StockServer
 from fastapi import FastAPI
 from PIL import Image
@@ -104,7 +104,7 @@ ROOMY = {"max_model_len": 512, "max_num_seqs": 64, "max_images_per_prompt": 4}
 
 
 def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_of_their_sizes(config, tmp_path):
-    roomy = settings(tmp_path / "model", **ROOMY)
+    roomy = make_settings(tmp_path / "model", **ROOMY)
     with serving_engine(ObedientEngine(devices=1), roomy) as one, serving_engine(ObedientEngine(devices=2), roomy) as two:
         findings = preflight(config(**in_server_mode(one, two)))
     assert findings.problems == []
@@ -115,9 +115,9 @@ def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_o
 
 def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_path):
     """Both sides are configured apart: dtype, length, images, adapters and guard of each server are its own."""
-    other = settings(tmp_path / "model", dtype="bfloat16", max_model_len=64, max_num_seqs=5)
+    other = make_settings(tmp_path / "model", dtype="bfloat16", max_model_len=64, max_num_seqs=5)
     guarded = {"enabled": True, "min_new_tokens": 64, "max_consecutive_token_repeats": 32, "ngram_size": 16, "ngram_repeats": 4}
-    with serving_engine(ObedientEngine(), settings(tmp_path / "model", **ROOMY)) as first, serving_engine(ObedientEngine(), other) as second:
+    with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as first, serving_engine(ObedientEngine(), other) as second:
         findings = preflight(config(**in_server_mode(first, second), rollout_matching__repeat_terminate=guarded))
     path = "rollout_matching.vllm.server.servers[{}].base_url: {} does not suit the run; {}"
     assert [problem.partition(" (")[0].partition(", the run")[0] for problem in findings.problems] == [
@@ -132,7 +132,7 @@ def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_pa
 
 def test_servers_that_cannot_give_every_learner_rank_a_request_are_refused_before_the_start(config, tmp_path):
     """Scenario: vLLM server mode fails fast when cap is infeasible."""
-    with serving_engine(ObedientEngine(), settings(tmp_path / "model", **ROOMY)) as url:
+    with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as url:
         few = {"learner__world_size": 3, "rollout_matching__decode_batch_size": 2, "learner__parallel": "ddp"}
         findings = preflight(config(**in_server_mode(url), **few))
     (problem,) = findings.problems
@@ -141,7 +141,7 @@ def test_servers_that_cannot_give_every_learner_rank_a_request_are_refused_befor
 
 
 def test_one_server_under_two_addresses_is_noticed(config, tmp_path):
-    one = service(ObedientEngine(), settings(tmp_path / "model", **ROOMY))
+    one = make_service(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY))
     asyncio.run(one.start())
     with serving(make_app(one)) as first, serving(make_app(one)) as second:
         findings = preflight(config(**in_server_mode(first, second)))
@@ -149,7 +149,7 @@ def test_one_server_under_two_addresses_is_noticed(config, tmp_path):
 
 
 def test_a_server_that_asks_for_a_token_names_the_key(config, tmp_path):
-    with serving_engine(ObedientEngine(), settings(tmp_path / "model", **ROOMY), token="secret") as url:
+    with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY), token="secret") as url:
         (problem,) = preflight(config(**in_server_mode(url))).problems
     assert "HTTP 401" in problem and "rollout_matching.vllm.server.token_env" in problem
 
@@ -169,7 +169,7 @@ def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
     stuck = StockServer(changes={"model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64}, worker_latency_s=60.0)
     with serving(stuck.app()) as url:
         section = rollout_servers(config(**in_server_mode(url, kind="vllm")))
-        (problem,) = ask_servers(section, settings(tmp_path / "model"), inspect_s=1.0).problems
+        (problem,) = ask_servers(section, make_settings(tmp_path / "model"), inspect_s=1.0).problems
     assert problem.endswith(f"{url} answers /health, and has not said in 1 s what it was started with: its engine may be stuck; start it again")
 
 
@@ -179,7 +179,7 @@ def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_t
     rows = [row | {"images": [str(demo_data / image) for image in row["images"]]} for row in rows]
     rows[3] |= {"images": [str(tmp_path / "large.png")], "width": 200, "height": 101}
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with serving_engine(ObedientEngine(), settings(tmp_path / "model", **ROOMY)) as url:
+    with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as url:
         (problem,) = preflight(config(**in_server_mode(url), data__train=tmp_path / "train.jsonl")).problems
     wrong = "takes images of max_image_pixels = 10000, the largest of the data has 20200; start it with max_image_pixels=20200"
     assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {wrong}"

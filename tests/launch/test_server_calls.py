@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_server import request
+from fake_server import make_request
 
 from launch.server_calls import server_calls
 from rollout_actors.round_queue import RoundQueue
@@ -37,7 +37,7 @@ def test_what_is_planned_is_what_is_asked() -> None:
     ranks, devices = [[0, 5], [16, 20]], (1, 3)
     asked: list[Any] = []
     for piece in RoundQueue([5, 4], devices, decode_batch_size=3).take():
-        requests = tuple(request(ranks[piece.rank][0] + place, seed=request_seed(17, 3, ranks[piece.rank][0] + place)) for place in piece.requests)
+        requests = tuple(make_request(ranks[piece.rank][0] + place, seed=request_seed(17, 3, ranks[piece.rank][0] + place)) for place in piece.requests)
         call = InferCall.of(requests)
         asked.append(("ab"[piece.engine], call.requests[0].position, len(call.requests), call.seed))
     assert planned(ranks, devices=devices) == [asked]

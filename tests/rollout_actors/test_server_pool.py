@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from fake_server import ObedientEngine, address, offer, request, serving_engine, settings
+from fake_server import ObedientEngine, make_address, make_offer, make_request, make_settings, serving_engine
 
 from rollout_actors.backends.remote_engine import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor
@@ -30,11 +30,12 @@ def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
     with ExitStack() as ends:
 
         def make(*engines: ObedientEngine, times: int = 1, **options: Any) -> ActorPool:
-            expected = settings(tmp_path / "model", max_num_seqs=2)
-            urls = [ends.enter_context(serving_engine(engine, settings(tmp_path / "model", max_num_seqs=8))) for engine in engines] * times
+            expected = make_settings(tmp_path / "model", max_num_seqs=2)
+            urls = [ends.enter_context(serving_engine(engine, make_settings(tmp_path / "model", max_num_seqs=8))) for engine in engines] * times
             names = [f"server-{index}" for index in range(len(urls))]
             specs = [
-                ServerEngineSpec(name, address(url, infer_timeout_s=None), index, expected) for index, (name, url) in enumerate(zip(names, urls, strict=True))
+                ServerEngineSpec(name, make_address(url, infer_timeout_s=None), index, expected)
+                for index, (name, url) in enumerate(zip(names, urls, strict=True))
             ]
             actors = [ray.remote(EngineActor).options(num_cpus=0).remote(spec) for spec in specs]
             pool = ActorPool(
@@ -53,7 +54,7 @@ def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
 
 
 def generated(pool: ActorPool, num_requests: int) -> list[Rollout]:
-    (shares,) = pool.generate([[ray.put(request(position)) for position in range(num_requests)]]).result(timeout=60)
+    (shares,) = pool.generate([[ray.put(make_request(position)) for position in range(num_requests)]]).result(timeout=60)
     return [rollout for share in ray.get(shares) for rollout in share]
 
 
@@ -137,7 +138,7 @@ def test_what_one_server_finds_wrong_ends_the_run_and_is_asked_of_no_other(make_
 def test_one_sync_reaches_every_server_by_its_own_group(make_pool: MakePool) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
     pool = make_pool(*engines)
-    made = offer(version=4, num_groups=2)
+    made = make_offer(version=4, num_groups=2)
     assert pool.receive_weights(made).result(timeout=60).version == 4
     for engine, group in zip(engines, made.rendezvous["terms"].groups, strict=True):
         assert [phase for phase, _ in engine.phases] == list(SyncPhase)
@@ -151,8 +152,8 @@ def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(make_pool: 
     pool = make_pool(*engines)
     engines[failing].trouble = [None, None, WeightSyncError("it broke", actor="x", phase="wire")]
     with pytest.raises(WeightSyncError, match=rf"wire on server-{failing}: .*it broke"):
-        pool.receive_weights(offer(num_groups=2)).result(timeout=60)
+        pool.receive_weights(make_offer(num_groups=2)).result(timeout=60)
     with pytest.raises(RolloutError, match="a sync to version 1"):
         generated(pool, 4)
-    pool.receive_weights(offer(version=2, num_groups=2)).result(timeout=60)
+    pool.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)
     assert {rollout.weight_version for rollout in generated(pool, 4)} == {2}

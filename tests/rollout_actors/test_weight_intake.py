@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_server import offer
+from fake_server import make_offer
 
 from rollout_actors.backends.stock_client import NoAdapters
 from rollout_actors.receipt import Receipt
@@ -82,7 +82,7 @@ class Engine:
 
 
 def an_offer(version: int = 1) -> WeightOffer:
-    return replace(offer(version), canary=PROBE)
+    return replace(make_offer(version), canary=PROBE)
 
 
 def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_the_old_one() -> None:

@@ -36,18 +36,18 @@ from shared.weight_terms import FullTerms, Group, TensorSpec
 DECODE = DecodeSettings(DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 4, 1, stop_token_ids=(9,), banned_token_ids=(), return_logprobs=True)
 
 
-def png(width: int = 2, height: int = 2) -> bytes:
+def make_png(width: int = 2, height: int = 2) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (width, height)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def request(position: int, **changes: Any) -> RolloutRequest:
+def make_request(position: int, **changes: Any) -> RolloutRequest:
     fields = {"images": (), "decode": DECODE, "seed": 100 + position} | changes
     return RolloutRequest(3, position, f"sample-{position}", (1, 2), **fields)
 
 
-def offer(version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout_s: float = 5.0) -> WeightOffer:
+def make_offer(version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout_s: float = 5.0) -> WeightOffer:
     groups = tuple(Group("127.0.0.1", 29500 + index, world_size, f"key-{index}") for index in range(num_groups))
     terms = FullTerms(groups, timeout_s, 1 << 20, (TensorSpec("a.weight", "float32", (2, 3), 24),))
     image = ImageRef(None, b"\x89PNG\xff\x00", "ab")
@@ -135,7 +135,7 @@ class ObedientEngine:
         )
 
 
-def settings(folder: Path, **changes: Any) -> EngineSettings:
+def make_settings(folder: Path, **changes: Any) -> EngineSettings:
     """Of an engine whose checkpoint is `folder`, which gets a config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
@@ -152,12 +152,12 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
     return replace(suits, **changes)
 
 
-def service(engine: Any, expected: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
+def make_service(engine: Any, expected: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
     limits = CallLimits(max_request_bytes, max_requests=8, max_image_pixels=10_000)
     return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=expected, limits=limits, image_root=image_root)
 
 
-def address(
+def make_address(
     url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None, kind: Literal["rollmatch", "vllm"] = "rollmatch"
 ) -> ServerAddress:
     return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, kind, token)
@@ -178,7 +178,7 @@ def serving(app: FastAPI) -> Iterator[str]:
 @contextmanager
 def serving_engine(engine: Any, expected: EngineSettings, *, token: str | None = None) -> Iterator[str]:
     """A started service over this engine."""
-    one = service(engine, expected)
+    one = make_service(engine, expected)
     asyncio.run(one.start())
     with serving(make_app(one, token=token)) as url:
         yield url
@@ -195,7 +195,7 @@ def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> bool
 
 def main() -> None:
     """Prints its URL; every rollout takes a minute."""
-    with serving_engine(ObedientEngine(latency_s=60.0), settings(Path(sys.argv[1]))) as url:
+    with serving_engine(ObedientEngine(latency_s=60.0), make_settings(Path(sys.argv[1]))) as url:
         print(url, flush=True)
         threading.Event().wait()
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_server import request
+from fake_server import make_request
 
 from rollout_actors.backends.infer_calls import infer_calls
 from rollout_actors.server.messages import CallLimits, InferCall
@@ -14,7 +14,7 @@ from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
 
 REQUESTS = [
-    request(position, images=tuple(ImageRef(Path(f"ä{position}.png"), bytes(size), "ab") for size in sizes))
+    make_request(position, images=tuple(ImageRef(Path(f"ä{position}.png"), bytes(size), "ab") for size in sizes))
     for position, sizes in enumerate([(), (1,), (2, 3000), (4000,), (), (2999, 3001), (5,)])
 ]
 

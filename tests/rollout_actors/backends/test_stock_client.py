@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import address, offer, request, serving, settings
+from fake_server import make_address, make_offer, make_request, make_settings, serving
 from fake_stock_server import GENERATE, StockServer
 from PIL import Image
 from pydantic import TypeAdapter
@@ -38,7 +38,7 @@ GUARD = RepeatGuardSettings(min_new_tokens=4, max_consecutive_token_repeats=3, n
 
 @pytest.fixture
 def expected(tmp_path: Path) -> EngineSettings:
-    return settings(tmp_path / "model")
+    return make_settings(tmp_path / "model")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def picture(mode: str, *, turned: bool = False) -> ImageRef:
 
 
 def client(url: str, expected: EngineSettings, *, watch_s: float = 10.0, **changes: Any) -> StockClient:
-    return StockClient("server-0", address(url, kind="vllm", **changes), index=0, expected=expected, watch_s=watch_s)
+    return StockClient("server-0", make_address(url, kind="vllm", **changes), index=0, expected=expected, watch_s=watch_s)
 
 
 async def started(url: str, expected: EngineSettings, **changes: Any) -> StockClient:
@@ -75,7 +75,7 @@ async def started(url: str, expected: EngineSettings, **changes: Any) -> StockCl
 
 
 def an_offer() -> WeightOffer:
-    return replace(offer(), canary=CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.5), 1e-4))
+    return replace(make_offer(), canary=CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.5), 1e-4))
 
 
 async def synced(one: StockClient, what: WeightOffer) -> Any:
@@ -150,24 +150,24 @@ class TestStart:
         server.label = label
         one = asyncio.run(started(url, expected))
         with pytest.raises(RolloutError, match="weights that another run has sent"):
-            asyncio.run(one.generate([request(0)]))
+            asyncio.run(one.generate([make_request(0)]))
         assert ("/collective_rpc abandon_update" in server.routes) == (label == "rollmatch-unverified"), "a model in pieces is made whole"
         asyncio.run(synced(one, an_offer()))
-        assert asyncio.run(one.generate([request(0)]))[0].weight_version == 1
+        assert asyncio.run(one.generate([make_request(0)]))[0].weight_version == 1
 
 
 class TestGenerate:
     def test_rollouts_are_read_with_the_stop_token_apart(self, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
-        first, second = asyncio.run(one.generate([request(0), request(1)]))
+        first, second = asyncio.run(one.generate([make_request(0), make_request(1)]))
         assert (first.prompt_token_ids, first.response_token_ids, first.logprobs) == ((1, 2, 7), (3, 4), (-0.375, -0.5))
         assert (first.stop_token_id, first.stop_token_logprob, first.finish_reason) == (9, -1.125, FinishReason.STOP)
         assert (first.position, second.position, second.seed, second.actor, second.attempt) == (0, 1, 101, "server-0", 0)
 
     def test_the_request_leaves_nothing_to_the_servers_defaults(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         image = picture("RGB")
-        decode = replace(request(0).decode, banned_token_ids=(5,), top_k=4)
-        asyncio.run(asyncio.run(started(url, expected)).generate([replace(request(0), images=(image,), decode=decode)]))
+        decode = replace(make_request(0).decode, banned_token_ids=(5,), top_k=4)
+        asyncio.run(asyncio.run(started(url, expected)).generate([replace(make_request(0), images=(image,), decode=decode)]))
         _, body = server.asked[-1]
         assert body["token_ids"] == [1, 2] and body["return_token_ids"]
         (part,) = body["content_parts"]
@@ -191,7 +191,7 @@ class TestGenerate:
         self, server: StockServer, url: str, expected: EngineSettings, mode: str, turned: bool
     ) -> None:
         image = picture(mode, turned=turned)
-        asyncio.run(asyncio.run(started(url, expected)).generate([replace(request(0), images=(image,))]))
+        asyncio.run(asyncio.run(started(url, expected)).generate([replace(make_request(0), images=(image,))]))
         sent = Image.open(io.BytesIO(base64.b64decode(server.asked[-1][1]["content_parts"][0]["url"].partition(",")[2])))
         assert (sent.mode, sent.getexif()) == ("RGB", {})
         assert sent.tobytes() == Image.open(io.BytesIO(image.data or b"")).convert("RGB").tobytes()
@@ -205,29 +205,29 @@ class TestGenerate:
     def test_a_failed_call_is_tried_once_more_with_the_same_seeds(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
         server.failures = 1
-        assert asyncio.run(one.generate([request(0)]))[0].attempt == 1
+        assert asyncio.run(one.generate([make_request(0)]))[0].attempt == 1
         (_, first), (_, second) = server.asked[-2:]
         assert first == second
         server.failures = 2
         with pytest.raises(RolloutError, match=f"{url} failed 2 times"):
-            asyncio.run(one.generate([request(0)]))
+            asyncio.run(one.generate([make_request(0)]))
 
     def test_an_answer_that_takes_too_long_is_given_up(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected, infer_timeout_s=0.2))
         server.latency_s = 5.0
         with pytest.raises(RolloutError, match=r"failed 2 times.*after 0\.2 s"):
-            asyncio.run(one.generate([request(0)]))
+            asyncio.run(one.generate([make_request(0)]))
 
     def test_an_engine_whose_counter_of_tokens_stands_still_is_given_up(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.1))
         server.latency_s = 60.0
         with pytest.raises(RolloutError, match=r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s = 0\.5 s"):
-            asyncio.run(one.generate([request(0)]))
+            asyncio.run(one.generate([make_request(0)]))
 
     def test_a_server_that_counts_no_tokens_is_waited_for_as_long_as_it_answers(self, server: StockServer, url: str, expected: EngineSettings) -> None:
-        one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=0.8, watch_s=0.1))
-        server.latency_s, server.num_tokens = 2.0, None
-        assert asyncio.run(one.generate([request(0)]))[0].attempt == 0
+        one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=2.0, watch_s=0.1))
+        server.latency_s, server.num_tokens = 4.0, None
+        assert asyncio.run(one.generate([make_request(0)]))[0].attempt == 0
 
     @pytest.mark.parametrize(
         ("choice", "said"),
@@ -246,7 +246,7 @@ class TestGenerate:
         one = asyncio.run(started(url, expected))
         server.choice = choice
         with pytest.raises(RolloutError, match=said):
-            asyncio.run(one.generate([request(0)]))
+            asyncio.run(one.generate([make_request(0)]))
 
     def test_a_repetition_that_went_on_says_that_the_guard_was_not_active(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         server.guard = {name: value for name in GUARD.__slots__ for value in [getattr(GUARD, name)]}
@@ -254,7 +254,7 @@ class TestGenerate:
         tokens = [5, 5, 5, 5, 5, 5]
         server.choice = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}] * 6}}
         with pytest.raises(RolloutError, match="was not active"):
-            asyncio.run(one.generate([request(0)]))
+            asyncio.run(one.generate([make_request(0)]))
 
 
 class TestSync:
@@ -282,7 +282,7 @@ class TestSync:
         assert (report.version, one.version) == (1, 1)
         labels = [body["new_version"] for route, body in server.asked if route == "/update_weight_version"]
         assert labels[0] == "rollmatch-unverified" and labels[1].endswith("-1")
-        assert asyncio.run(one.generate([request(0)]))[0].weight_version == 1
+        assert asyncio.run(one.generate([make_request(0)]))[0].weight_version == 1
 
     def test_the_second_sync_goes_over_the_same_group(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
@@ -292,8 +292,8 @@ class TestSync:
         assert "/init_weight_transfer_engine" not in server.routes
 
     def test_each_server_joins_its_own_group_at_rank_one(self, server: StockServer, url: str, expected: EngineSettings) -> None:
-        terms = FullTerms.of(offer(num_groups=2))
-        one = StockClient("server-1", address(url, kind="vllm"), index=1, expected=expected)
+        terms = FullTerms.of(make_offer(num_groups=2))
+        one = StockClient("server-1", make_address(url, kind="vllm"), index=1, expected=expected)
         asyncio.run(one.start())
         asyncio.run(synced(one, replace(an_offer(), rendezvous={"terms": terms})))
         (info,) = [body["init_info"] for route, body in server.asked if route == "/init_weight_transfer_engine"]
@@ -305,7 +305,7 @@ class TestSync:
         with pytest.raises(WeightSyncError, match="canary on server-0"):
             asyncio.run(synced(one, wrong))
         with pytest.raises(RolloutError, match="was not completed"):
-            asyncio.run(one.generate([request(0)]))
+            asyncio.run(one.generate([make_request(0)]))
 
     @pytest.mark.parametrize(("learners", "what"), [([-0.5, -0.6], "differ"), ([], "need one log-probability less, not 0")])
     def test_the_canarys_log_probabilities_may_come_behind_the_weights(
@@ -334,7 +334,7 @@ class TestSync:
 
 
 def test_a_spec_travels_to_an_actor_and_makes_a_client_there(url: str, expected: EngineSettings) -> None:
-    spec = ServerEngineSpec("server-0", address(url, kind="vllm"), 0, expected)
+    spec = ServerEngineSpec("server-0", make_address(url, kind="vllm"), 0, expected)
     assert asyncio.run(pickle.loads(pickle.dumps(spec))().start()) == 1
 
 
@@ -356,7 +356,7 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: En
     from rollout_actors.sampling import PROBE_FIELDS, sampling_fields
     from rollout_actors.vllm_requests import probe_params, sampling_params
 
-    decode = replace(request(0).decode, banned_token_ids=(5, 6), top_k=4)
+    decode = replace(make_request(0).decode, banned_token_ids=(5, 6), top_k=4)
     for fields, own in ((sampling_fields(decode, 3), sampling_params(decode, 3)), (PROBE_FIELDS, probe_params())):
         as_read = TypeAdapter(SamplingParams).validate_json(json.dumps(fields))
         as_read.output_kind = RequestOutputKind.FINAL_ONLY

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import ObedientEngine, address, eventually, offer, request, service, serving, serving_engine, settings
+from fake_server import ObedientEngine, eventually, make_address, make_offer, make_request, make_service, make_settings, serving, serving_engine
 
 from rollout_actors.backends import http_client
 from rollout_actors.backends.remote_engine import ServerEngineSpec
@@ -37,7 +37,7 @@ SUPPORT = Path(__file__).parents[2] / "support" / "fake_server.py"
 
 @pytest.fixture
 def expected(tmp_path: Path) -> EngineSettings:
-    return settings(tmp_path / "model")
+    return make_settings(tmp_path / "model")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def url(engine: ObedientEngine, expected: EngineSettings) -> Iterator[str]:
 
 
 def client(url: str, expected: EngineSettings, *, index: int = 0, watch_s: float = 10.0, **changes: Any) -> ServerClient:
-    return ServerClient("server-0", address(url, **changes), index=index, expected=expected, watch_s=watch_s)
+    return ServerClient("server-0", make_address(url, **changes), index=index, expected=expected, watch_s=watch_s)
 
 
 def free_port() -> int:
@@ -99,7 +99,7 @@ class TestStart:
             assert asyncio.run(client(url, expected).start()) == 2
 
     def test_a_server_that_comes_up_later_is_waited_for(self, engine: ObedientEngine, expected: EngineSettings) -> None:
-        one = service(engine, expected)
+        one = make_service(engine, expected)
         with serving(make_app(one)) as url:
             threading.Timer(0.7, lambda: asyncio.run(one.start())).start()
             assert asyncio.run(client(url, expected).start()) == 1
@@ -119,7 +119,7 @@ class TestStart:
             asyncio.run(client(f"http://127.0.0.1:{silent.getsockname()[1]}", expected, timeout_s=1.0).start())
 
     def test_a_server_that_stays_starting_is_given_up(self, engine: ObedientEngine, expected: EngineSettings) -> None:
-        with serving(make_app(service(engine, expected))) as url, pytest.raises(RolloutError, match="last: HTTP 503: a-server is starting"):
+        with serving(make_app(make_service(engine, expected))) as url, pytest.raises(RolloutError, match="last: HTTP 503: a-server is starting"):
             asyncio.run(client(url, expected, timeout_s=1.0).start())
 
     def test_something_else_that_answers_there_is_said_at_once(self, expected: EngineSettings, url: str) -> None:
@@ -134,7 +134,7 @@ class TestStart:
 
     def test_a_server_that_does_not_suit_the_run_is_refused_with_everything_that_differs(self, url: str, expected: EngineSettings, tmp_path: Path) -> None:
         guard = RepeatGuardSettings(64, 32, 16, 4, None)
-        other = settings(
+        other = make_settings(
             tmp_path / "other",
             dtype="bfloat16",
             max_model_len=128,
@@ -180,13 +180,13 @@ class TestStart:
         assert asyncio.run(client(url, expected).start()) == 1
 
     def test_what_makes_a_client_travels_to_its_process(self, url: str, expected: EngineSettings) -> None:
-        spec = ServerEngineSpec("server-0", address(url), 0, expected)
+        spec = ServerEngineSpec("server-0", make_address(url), 0, expected)
         assert asyncio.run(pickle.loads(pickle.dumps(spec))().start()) == 1
 
 
 class TestGenerate:
     def test_rollouts_come_in_order_under_the_client_s_name(self, url: str, expected: EngineSettings) -> None:
-        rollouts = asyncio.run(client(url, expected).generate([request(4), request(2)]))
+        rollouts = asyncio.run(client(url, expected).generate([make_request(4), make_request(2)]))
         assert [(r.position, r.seed, r.actor, r.attempt) for r in rollouts] == [(4, 104, "server-0", 0), (2, 102, "server-0", 0)]
         assert rollouts[0].logprobs == (-0.1, -1 / 3)
 
@@ -195,32 +195,32 @@ class TestGenerate:
 
     def test_a_failed_call_is_tried_once_more_with_the_same_seeds(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.trouble = [RuntimeError("a hiccup")]
-        (rollout,) = asyncio.run(client(url, expected).generate([request(3)]))
+        (rollout,) = asyncio.run(client(url, expected).generate([make_request(3)]))
         assert (rollout.attempt, rollout.seed) == (1, 103)
-        assert engine.asked == [(request(3),)] * 2
+        assert engine.asked == [(make_request(3),)] * 2
 
     def test_a_call_that_takes_too_long_is_tried_once_more_and_the_first_is_aborted(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.latency_s = 60.0
         threading.Timer(0.3, lambda: setattr(engine, "latency_s", 0.0)).start()
-        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=1.0).generate([request(3)]))
+        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=1.0).generate([make_request(3)]))
         assert rollout.attempt == 1
         assert eventually(lambda: engine.num_cancelled == 1)
 
     def test_a_server_that_fails_twice_is_named_with_its_url(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.trouble = [RuntimeError("no memory")] * 2
         with pytest.raises(UnreachableError) as caught:
-            asyncio.run(client(url, expected).generate([request(0)]))
+            asyncio.run(client(url, expected).generate([make_request(0)]))
         assert (caught.value.actor, caught.value.phase) == ("server-0", "generate")
         assert f"{url} failed 2 times, last with: HTTP 500: RuntimeError: no memory" in str(caught.value)
 
     def test_what_contradicts_the_run_is_final_and_not_asked_again(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.trouble = [RolloutError("sample-0 was sampled by weights [2, 3], not 3 alone", actor="x", phase="generate")]
         with pytest.raises(RolloutError, match=r"refused the call: HTTP 422: sample-0 was sampled by weights \[2, 3\], not 3 alone") as caught:
-            asyncio.run(client(url, expected).generate([request(0)]))
+            asyncio.run(client(url, expected).generate([make_request(0)]))
         assert (type(caught.value), len(engine.asked)) == (RolloutError, 1), "an UnreachableError would be asked of the next server"
 
     def test_what_the_server_refuses_is_not_tried_again(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
-        bad = request(0)
+        bad = make_request(0)
         with pytest.raises(RolloutError, match=r"refused the call: HTTP 400: requests\[0\]\.decode\.mode: 'beam'"):
             asyncio.run(client(url, expected).generate([replace(bad, decode=replace(bad.decode, mode=DecodeMode.BEAM))]))
         assert engine.asked == []
@@ -233,7 +233,7 @@ class TestGenerate:
 
         async def run() -> Any:
             await one.start()
-            return await one.generate([request(position) for position in range(19)])
+            return await one.generate([make_request(position) for position in range(19)])
 
         rollouts = asyncio.run(run())
         assert [(rollout.position, rollout.seed) for rollout in rollouts] == [(position, 100 + position) for position in range(19)]
@@ -245,7 +245,7 @@ class TestGenerate:
 
         async def run() -> Any:
             await one.start()
-            return await one.generate([request(position) for position in range(9)])
+            return await one.generate([make_request(position) for position in range(9)])
 
         assert {(rollout.attempt, rollout.seed - rollout.position) for rollout in asyncio.run(run())} == {(1, 100)}
 
@@ -253,11 +253,11 @@ class TestGenerate:
         self, url: str, engine: ObedientEngine, expected: EngineSettings
     ) -> None:
         one = client(url, expected)
-        large = request(1, images=(ImageRef(None, b"x" * (1 << 20), "ab"),))
+        large = make_request(1, images=(ImageRef(None, b"x" * (1 << 20), "ab"),))
 
         async def run() -> Any:
             await one.start()
-            return await one.generate([request(0), large])
+            return await one.generate([make_request(0), large])
 
         with pytest.raises(
             RolloutError, match=r"max_request_bytes = 1048576, and sample sample-1 with its images is (\d+); start it with max_request_bytes=\1"
@@ -267,7 +267,7 @@ class TestGenerate:
 
     def test_without_a_limit_a_slow_call_is_waited_for(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.latency_s = 1.0
-        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, watch_s=0.1).generate([request(0)]))
+        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, watch_s=0.1).generate([make_request(0)]))
         assert (rollout.attempt, len(engine.asked)) == (0, 1)
 
     def test_an_engine_that_is_stuck_behind_a_living_server_is_given_up(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
@@ -275,13 +275,13 @@ class TestGenerate:
         started = time.monotonic()
         stuck = r"it answers, and its engine has sampled no token for rollout_matching\.vllm\.server\.timeout_s = 0\.5 s"
         with pytest.raises(UnreachableError, match=stuck):
-            asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.1).generate([request(0)]))
+            asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.1).generate([make_request(0)]))
         assert time.monotonic() - started < 5
         assert eventually(lambda: engine.num_cancelled == 2)
 
     def test_an_engine_that_samples_is_waited_for_however_long_a_rollout_takes(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.latency_s = 1.5
-        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.3, watch_s=0.05).generate([request(0)]))
+        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.3, watch_s=0.05).generate([make_request(0)]))
         assert rollout.attempt == 0
 
     def test_cancelling_a_call_aborts_its_requests(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
@@ -289,7 +289,7 @@ class TestGenerate:
 
         async def give_up() -> None:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(client(url, expected, infer_timeout_s=None).generate([request(0)]), 0.5)
+                await asyncio.wait_for(client(url, expected, infer_timeout_s=None).generate([make_request(0)]), 0.5)
 
         asyncio.run(give_up())
         assert eventually(lambda: engine.num_cancelled == 1)
@@ -299,7 +299,7 @@ class TestGenerate:
             threading.Timer(1.0, process.kill).start()
             started = time.monotonic()
             with pytest.raises(RolloutError, match="failed 2 times"):
-                asyncio.run(client(url, expected, infer_timeout_s=None).generate([request(0)]))
+                asyncio.run(client(url, expected, infer_timeout_s=None).generate([make_request(0)]))
             assert time.monotonic() - started < 10
 
     def test_the_watch_ends_the_wait_for_a_server_that_fell_silent(self, expected: EngineSettings, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ class TestGenerate:
             threading.Timer(1.0, lambda: os.kill(process.pid, signal.SIGSTOP)).start()
             started = time.monotonic()
             with pytest.raises(RolloutError, match=r"no answer to /health/ after 0.5 s"):
-                asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.3).generate([request(0)]))
+                asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.3).generate([make_request(0)]))
             assert time.monotonic() - started < 10
 
 
@@ -320,12 +320,12 @@ class TestSync:
 
     def test_the_phases_reach_the_engine_and_the_report_comes_back(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         one = client(url, expected)
-        report = self.phases(one, offer(version=3))
+        report = self.phases(one, make_offer(version=3))
         assert (report.version, one.version, engine.version) == (3, 3, 3)
-        assert engine.phases == [(phase, offer(version=3)) for phase in SyncPhase]
+        assert engine.phases == [(phase, make_offer(version=3)) for phase in SyncPhase]
 
     def test_every_server_is_told_of_its_own_group(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
-        made = offer(num_groups=3)
+        made = make_offer(num_groups=3)
         self.phases(client(url, expected, index=2), made)
         assert {kept.rendezvous["terms"].group for _, kept in engine.phases} == {made.rendezvous["terms"].groups[2]}
 
@@ -334,7 +334,7 @@ class TestSync:
     ) -> None:
         engine.trouble = [None, None, None, WeightSyncError("they differ", actor="x", phase="verify", quantity="bucket checksums", size=2.0)]
         with pytest.raises(WeightSyncError) as caught:
-            self.phases(client(url, expected), offer())
+            self.phases(client(url, expected), make_offer())
         error = caught.value
         assert (error.actor, error.phase, error.quantity, error.size) == ("server-0", "verify", "bucket checksums", 2.0)
         assert f"{url} they differ" in str(error)
@@ -342,19 +342,19 @@ class TestSync:
 
     def test_a_phase_out_of_turn_is_an_error_of_its_phase(self, url: str, expected: EngineSettings) -> None:
         with pytest.raises(WeightSyncError, match=r"wire on server-0: .*out of turn"):
-            asyncio.run(client(url, expected).run_sync_phase(SyncPhase.WIRE, offer()))
+            asyncio.run(client(url, expected).run_sync_phase(SyncPhase.WIRE, make_offer()))
 
     def test_a_phase_that_is_not_answered_names_the_server(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.latency_s = 60.0
         with pytest.raises(WeightSyncError, match=r"pause on server-0: .*no answer to /sync/pause/ after 3\.5 s"):
-            asyncio.run(client(url, expected).run_sync_phase(SyncPhase.PAUSE, offer(timeout_s=0.5)))
+            asyncio.run(client(url, expected).run_sync_phase(SyncPhase.PAUSE, make_offer(timeout_s=0.5)))
 
     def test_another_run_s_weights_are_noticed(self, url: str, expected: EngineSettings) -> None:
         mine, other = client(url, expected), client(url, expected)
-        self.phases(mine, offer())
-        assert len(asyncio.run(mine.generate([request(0)]))) == 1
+        self.phases(mine, make_offer())
+        assert len(asyncio.run(mine.generate([make_request(0)]))) == 1
         with pytest.raises(RolloutError, match="another run's weights"):
-            asyncio.run(other.generate([request(0)]))
+            asyncio.run(other.generate([make_request(0)]))
 
 
 def test_a_server_is_never_dead_and_closing_ends_nothing(url: str, expected: EngineSettings) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_server import ObedientEngine, eventually, offer, png, request, service, serving, settings
+from fake_server import ObedientEngine, eventually, make_offer, make_png, make_request, make_service, make_settings, serving
 
 from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
@@ -39,7 +39,7 @@ class Caller:
         return self.post("/infer/", messages.InferCall(requests=requests, seed=1, run=run).body())
 
     def phase(self, phase: SyncPhase, version: int = 1, run: str | None = "a run", **changes: Any) -> httpx.Response:
-        return self.post(ROUTES[phase], messages.SyncCall.of(phase, offer(version, **changes), run).body())
+        return self.post(ROUTES[phase], messages.SyncCall.of(phase, make_offer(version, **changes), run).body())
 
     def sync(self, version: int = 1, run: str | None = "a run") -> None:
         for phase in SyncPhase:
@@ -59,15 +59,15 @@ def engine() -> ObedientEngine:
 def image_root(tmp_path: Path) -> Path:
     root = tmp_path / "images"
     root.mkdir()
-    (root / "a.png").write_bytes(png())
-    (tmp_path / "secret.png").write_bytes(png())
+    (root / "a.png").write_bytes(make_png())
+    (tmp_path / "secret.png").write_bytes(make_png())
     (root / "link.png").symlink_to(tmp_path / "secret.png")
     return root
 
 
 @pytest.fixture
 def caller(engine: ObedientEngine, tmp_path: Path, image_root: Path) -> Iterator[Caller]:
-    one = service(engine, settings(tmp_path / "model", max_images_per_prompt=2), max_request_bytes=20_000, image_root=image_root)
+    one = make_service(engine, make_settings(tmp_path / "model", max_images_per_prompt=2), max_request_bytes=20_000, image_root=image_root)
     asyncio.run(one.start())
     with serving(make_app(one)) as url:
         yield Caller(url, engine)
@@ -89,7 +89,7 @@ def test_health_tells_what_runs_and_how_far_it_is(caller: Caller) -> None:
 
     assert running() == 0
     caller.engine.latency_s = 1.0
-    asking = threading.Thread(target=lambda: caller.infer(request(0), request(1)))
+    asking = threading.Thread(target=lambda: caller.infer(make_request(0), make_request(1)))
     asking.start()
     assert eventually(lambda: running() == 2)
     asking.join()
@@ -99,7 +99,7 @@ def test_health_tells_what_runs_and_how_far_it_is(caller: Caller) -> None:
 
 
 def test_requests_are_answered_in_order_with_their_seeds(caller: Caller) -> None:
-    answer = caller.infer(request(4), request(2))
+    answer = caller.infer(make_request(4), make_request(2))
     rollouts = messages.read(messages.InferAnswer, answer.content).rollouts
     assert [(r.position, r.seed, r.response_token_ids) for r in rollouts] == [(4, 104, (4, 104)), (2, 102, (2, 102))]
     assert rollouts[0].logprobs == (-0.1, -1 / 3)
@@ -110,10 +110,16 @@ def test_no_requests_are_answered_with_no_rollouts(caller: Caller) -> None:
 
 
 def test_a_server_that_starts_or_has_died_says_503_everywhere(engine: ObedientEngine, tmp_path: Path) -> None:
-    one = service(engine, settings(tmp_path / "model"))
+    one = make_service(engine, make_settings(tmp_path / "model"))
     with serving(make_app(one)) as url:
         caller = Caller(url, engine)
-        for answer in (caller.get("/health/"), caller.get("/get_world_size/"), caller.get("/info/"), caller.infer(request(0)), caller.phase(SyncPhase.PAUSE)):
+        for answer in (
+            caller.get("/health/"),
+            caller.get("/get_world_size/"),
+            caller.get("/info/"),
+            caller.infer(make_request(0)),
+            caller.phase(SyncPhase.PAUSE),
+        ):
             assert (answer.status_code, "is starting" in said(answer)) == (503, True)
         asyncio.run(one.start())
         assert caller.get("/health/").status_code == 200
@@ -132,7 +138,7 @@ def test_another_route_is_404_and_another_method_405(caller: Caller) -> None:
 class TestToken:
     @pytest.fixture
     def locked(self, engine: ObedientEngine, tmp_path: Path) -> Iterator[Caller]:
-        one = service(engine, settings(tmp_path / "model"))
+        one = make_service(engine, make_settings(tmp_path / "model"))
         asyncio.run(one.start())
         with serving(make_app(one, token="pass")) as url:
             yield Caller(url, engine)
@@ -166,18 +172,18 @@ class TestLimits:
         assert answer.status_code == 413
 
     def test_more_requests_than_allowed_are_refused(self, caller: Caller) -> None:
-        answer = caller.infer(*[request(i) for i in range(9)])
+        answer = caller.infer(*[make_request(i) for i in range(9)])
         assert (answer.status_code, "requests: has 9, one call may have 8" in said(answer)) == (400, True)
 
     def test_what_is_not_called_json_is_refused(self, caller: Caller) -> None:
         """A page in a browser may send `text/plain` to any address unasked."""
-        body = messages.InferCall(requests=(request(0),), seed=1).body()
+        body = messages.InferCall(requests=(make_request(0),), seed=1).body()
         for kind in ("text/plain", "application/x-www-form-urlencoded", "application/octet-stream"):
             assert caller.post("/infer/", body, **{"Content-Type": kind}).status_code == 415
         assert caller.post("/infer/", body, **{"Content-Type": "application/json; charset=utf-8"}).status_code == 200
 
     def test_a_server_that_may_be_called_by_one_name_answers_to_no_other(self, engine: ObedientEngine, tmp_path: Path) -> None:
-        with serving(make_app(service(engine, settings(tmp_path / "model")), only_from=("localhost", "127.0.0.1"))) as url:
+        with serving(make_app(make_service(engine, make_settings(tmp_path / "model")), only_from=("localhost", "127.0.0.1"))) as url:
             assert httpx.get(url + "/health/", headers={"Host": "evil.example"}, trust_env=False).status_code == 400
             assert httpx.get(url + "/health/", trust_env=False).status_code == 503
 
@@ -197,14 +203,14 @@ class TestBadRequests:
         [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", 0), ("repetition_penalty", 0.0), ("max_new_tokens", 0)],
     )
     def test_decoding_the_engine_cannot_do_is_refused(self, caller: Caller, key: str, value: float) -> None:
-        body = json.loads(messages.InferCall(requests=(request(0),), seed=1).body())
+        body = json.loads(messages.InferCall(requests=(make_request(0),), seed=1).body())
         body["requests"][0]["decode"][key] = value
         answer = caller.post("/infer/", json.dumps(body).encode())
         assert (answer.status_code, f"requests[0].decode.{key}: is" in said(answer)) == (400, True)
         assert not caller.engine.asked
 
     def test_beams_too_many_images_and_a_prompt_that_is_too_long_are_refused_at_once(self, caller: Caller) -> None:
-        body = json.loads(messages.InferCall(requests=(request(0), request(1), request(2)), seed=1).body())
+        body = json.loads(messages.InferCall(requests=(make_request(0), make_request(1), make_request(2)), seed=1).body())
         body["requests"][0]["decode"]["mode"] = str(DecodeMode.BEAM)
         body["requests"][1]["images"] = [{"path": None, "data": "", "sha256": ""}] * 3
         body["requests"][2]["prompt_token_ids"] = [1] * 64
@@ -214,12 +220,12 @@ class TestBadRequests:
 
 class TestImages:
     def asked(self, caller: Caller, path: str | None, sha256: str = "") -> httpx.Response:
-        return caller.infer(request(0, images=(ImageRef(None if path is None else Path(path), None, sha256),)))
+        return caller.infer(make_request(0, images=(ImageRef(None if path is None else Path(path), None, sha256),)))
 
     def test_a_path_under_the_root_is_read(self, caller: Caller, image_root: Path) -> None:
         for path in ("a.png", str(image_root / "a.png"), "../images/a.png"):
             assert self.asked(caller, path).status_code == 200
-            assert caller.engine.asked[-1][0].images[0].data == png()
+            assert caller.engine.asked[-1][0].images[0].data == make_png()
 
     @pytest.mark.parametrize("path", ["../secret.png", "link.png", "/etc/passwd", "x/../../secret.png"])
     def test_a_path_that_leads_out_of_it_is_not(self, caller: Caller, path: str) -> None:
@@ -237,25 +243,25 @@ class TestImages:
         assert self.asked(caller, "large.png").status_code == 413
 
     def test_without_a_root_nothing_is_read(self, engine: ObedientEngine, tmp_path: Path, image_root: Path) -> None:
-        one = service(engine, settings(tmp_path / "model"))
+        one = make_service(engine, make_settings(tmp_path / "model"))
         asyncio.run(one.start())
         with serving(make_app(one)) as url:
             answer = self.asked(Caller(url, engine), str(image_root / "a.png"))
             assert (answer.status_code, "image_root" in said(answer)) == (403, True)
 
     def test_data_come_as_they_were_sent_and_their_path_is_a_label(self, caller: Caller) -> None:
-        image = ImageRef(Path("/etc/passwd"), png(), "ab")
-        assert caller.infer(request(0, images=(image,))).status_code == 200
+        image = ImageRef(Path("/etc/passwd"), make_png(), "ab")
+        assert caller.infer(make_request(0, images=(image,))).status_code == 200
         assert caller.engine.asked[-1][0].images == (image,)
 
     @pytest.mark.parametrize("data", [b"", b"no image", b"\x89PNG\r\n\x1a\ncut off"])
     def test_what_is_no_image_is_refused_before_the_engine_sees_it(self, caller: Caller, data: bytes) -> None:
-        answer = caller.infer(request(0), request(1, images=(ImageRef(None, data, ""),)))
+        answer = caller.infer(make_request(0), make_request(1, images=(ImageRef(None, data, ""),)))
         assert (answer.status_code, said(answer).startswith("requests[1].images[0]: is no image")) == (400, True)
         assert not caller.engine.asked
 
     def test_an_image_with_too_many_pixels_is_refused(self, caller: Caller) -> None:
-        answer = caller.infer(request(0, images=(ImageRef(None, png(100, 101), ""),)))
+        answer = caller.infer(make_request(0, images=(ImageRef(None, make_png(100, 101), ""),)))
         too_large = "requests[0].images[0]: of sample sample-0 has 100 x 101 pixels, one image may have 10000; send a smaller one, or start the server with "
         assert (answer.status_code, said(answer)) == (413, f"{too_large}max_image_pixels=10100")
 
@@ -264,7 +270,7 @@ class TestSync:
     def test_all_phases_in_order_raise_the_version(self, caller: Caller) -> None:
         caller.sync(version=5)
         assert [phase for phase, _ in caller.engine.phases] == list(SyncPhase)
-        assert {kept.canary for _, kept in caller.engine.phases} == {offer().canary}
+        assert {kept.canary for _, kept in caller.engine.phases} == {make_offer().canary}
         assert caller.get("/version/").json() == {"version": 5}
 
     def test_the_last_phase_gives_the_report(self, caller: Caller) -> None:
@@ -302,15 +308,15 @@ class TestSync:
         for changes in ({"world_size": 4}, {"num_groups": 2}):
             answer = caller.phase(SyncPhase.PAUSE, **changes)
             assert (answer.status_code, "offer.terms.groups" in said(answer)) == (400, True)
-        assert caller.infer(request(0)).status_code == 200, "no sync has begun"
+        assert caller.infer(make_request(0)).status_code == 200, "no sync has begun"
 
     def test_rollouts_wait_for_the_end_of_a_sync(self, caller: Caller) -> None:
         for phase in list(SyncPhase)[:-1]:
             caller.phase(phase)
-            answer = caller.infer(request(0))
+            answer = caller.infer(make_request(0))
             assert (answer.status_code, "its sync to version 1 was not completed" in said(answer)) == (409, True)
         caller.phase(SyncPhase.CANARY)
-        assert caller.infer(request(0)).status_code == 200
+        assert caller.infer(make_request(0)).status_code == 200
 
     def test_after_a_failed_phase_only_a_new_sync_opens_the_door(self, caller: Caller) -> None:
         caller.phase(SyncPhase.PAUSE)
@@ -319,24 +325,24 @@ class TestSync:
         assert answer.status_code == 500
         error = messages.read(messages.ErrorAnswer, answer.content).error
         assert (error.kind, error.message, error.phase, error.quantity, error.size) == (messages.ErrorKind.WEIGHT_SYNC, "no group", "rendezvous", "ranks", 2.0)
-        assert caller.infer(request(0)).status_code == 409
+        assert caller.infer(make_request(0)).status_code == 409
         assert caller.phase(SyncPhase.RENDEZVOUS).status_code == 409
         caller.sync()
-        assert caller.infer(request(0)).status_code == 200
+        assert caller.infer(make_request(0)).status_code == 200
 
     def test_the_weights_of_one_run_answer_no_other_run(self, caller: Caller) -> None:
-        assert caller.infer(request(0), run="another").status_code == 200, "before the first sync the weights are the checkpoint's"
+        assert caller.infer(make_request(0), run="another").status_code == 200, "before the first sync the weights are the checkpoint's"
         caller.sync(run="a run")
-        answer = caller.infer(request(0), run="another")
+        answer = caller.infer(make_request(0), run="another")
         assert (answer.status_code, "another run's weights" in said(answer)) == (409, True)
-        assert caller.infer(request(0), run="a run").status_code == 200
-        assert caller.infer(request(0)).status_code == 200
+        assert caller.infer(make_request(0), run="a run").status_code == 200
+        assert caller.infer(make_request(0)).status_code == 200
         caller.sync(run="another")
-        assert caller.infer(request(0), run="another").status_code == 200
+        assert caller.infer(make_request(0), run="another").status_code == 200
 
     def test_other_weights_than_the_caller_asks_for_do_not_answer(self, caller: Caller) -> None:
         """A server that was started again in the middle of a run."""
-        body = messages.InferCall(requests=(request(0),), seed=1, run="a run", version=3)
+        body = messages.InferCall(requests=(make_request(0),), seed=1, run="a run", version=3)
         answer = caller.post("/infer/", body.body())
         assert (answer.status_code, "holds version 0 of the weights, not 3" in said(answer)) == (409, True)
         caller.sync(version=3)
@@ -345,18 +351,18 @@ class TestSync:
 
 def test_what_contradicts_the_call_is_a_422_and_a_failing_engine_a_500_each_with_its_message(caller: Caller) -> None:
     caller.engine.trouble = [RolloutError("was sampled by other weights", actor="the engine", phase="generate"), ZeroDivisionError("by zero")]
-    answer = caller.infer(request(0))
+    answer = caller.infer(make_request(0))
     error = messages.read(messages.ErrorAnswer, answer.content).error
     assert (answer.status_code, error.kind) == (422, messages.ErrorKind.ROLLOUT)
     assert (error.message, error.phase) == ("was sampled by other weights", "generate")
-    answer = caller.infer(request(0))
+    answer = caller.infer(make_request(0))
     assert (answer.status_code, said(answer)) == (500, "ZeroDivisionError: by zero")
-    assert caller.infer(request(0)).status_code == 200
+    assert caller.infer(make_request(0)).status_code == 200
 
 
 def test_the_requests_of_a_caller_that_has_gone_are_aborted(caller: Caller) -> None:
     caller.engine.latency_s = 60.0
-    body = messages.InferCall(requests=(request(0),), seed=1).body()
+    body = messages.InferCall(requests=(make_request(0),), seed=1).body()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(caller.url + "/infer/", content=body, headers={"Content-Type": "application/json"}, trust_env=False, timeout=0.5)
     assert eventually(lambda: caller.engine.num_cancelled == 1)
@@ -367,7 +373,7 @@ def test_a_phase_goes_on_when_its_caller_has_gone(caller: Caller) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             caller.url + "/sync/pause/",
-            content=messages.SyncCall.of(SyncPhase.PAUSE, offer(), "a run").body(),
+            content=messages.SyncCall.of(SyncPhase.PAUSE, make_offer(), "a run").body(),
             headers={"Content-Type": "application/json"},
             trust_env=False,
             timeout=0.3,

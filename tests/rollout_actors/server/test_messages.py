@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import offer, request
+from fake_server import make_offer, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,7 +138,7 @@ def test_reports_arrive_as_they_were_written(sent: SyncReport) -> None:
 
 
 def test_an_offer_whose_terms_are_not_its_transports_is_refused() -> None:
-    body = json.loads(messages.SyncCall.of(SyncPhase.PAUSE, offer(), None).body())
+    body = json.loads(messages.SyncCall.of(SyncPhase.PAUSE, make_offer(), None).body())
     body["offer"]["transport"] = "adapter"
     with pytest.raises(ValueError, match="needs an adapter exactly where that is the transport"):
         messages.read(messages.SyncCall, json.dumps(body).encode())
@@ -146,7 +146,7 @@ def test_an_offer_whose_terms_are_not_its_transports_is_refused() -> None:
 
 def test_a_canary_that_met_no_number_arrives_so() -> None:
     probe = CanaryProbe((1,), (), (1, 2, 3), (float("nan"), float("-inf")), 1e-4)
-    full = offer()
+    full = make_offer()
     call = messages.SyncCall.of(SyncPhase.PAUSE, WeightOffer(1, full.transport, full.rendezvous, probe), None)
     arrived = there_and_back(call).weight_offer()
     assert arrived is not None
@@ -154,7 +154,7 @@ def test_a_canary_that_met_no_number_arrives_so() -> None:
 
 
 def test_the_offer_travels_at_the_beginning_and_its_group_at_the_rendezvous_and_no_weights_ever() -> None:
-    bodies = {phase: json.loads(messages.SyncCall.of(phase, offer(), "a run").body()) for phase in SyncPhase}
+    bodies = {phase: json.loads(messages.SyncCall.of(phase, make_offer(), "a run").body()) for phase in SyncPhase}
     assert [phase for phase, body in bodies.items() if body["offer"] is not None] == [SyncPhase.PAUSE, SyncPhase.RENDEZVOUS]
     assert bodies[SyncPhase.RENDEZVOUS]["offer"]["terms"]["groups"] == [{"host": "127.0.0.1", "port": 29500, "world_size": 2, "key": "key-0"}]
 
@@ -181,7 +181,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("problem", CHANGES)
 def test_what_is_wrong_is_said_with_its_path_and_what_to_do(problem: str) -> None:
-    body = json.loads(messages.InferCall(requests=(request(0),), seed=1).body())
+    body = json.loads(messages.InferCall(requests=(make_request(0),), seed=1).body())
     CHANGES[problem](body)
     with pytest.raises(ValueError) as caught:
         messages.read(messages.InferCall, json.dumps(body).encode())

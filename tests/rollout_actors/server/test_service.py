@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_server import offer
+from fake_server import make_offer
 
 from rollout_actors.server.messages import SyncCall
 from rollout_actors.server.service import Door, RefusalError
@@ -13,7 +13,7 @@ PHASES = list(SyncPhase)
 
 
 def call(phase: SyncPhase, version: int = 1) -> SyncCall:
-    return SyncCall.of(phase, offer(version), "mine")
+    return SyncCall.of(phase, make_offer(version), "mine")
 
 
 def through(door: Door, phases: list[SyncPhase], version: int = 1) -> Door:
@@ -39,7 +39,7 @@ def test_while_a_phase_runs_and_after_it_failed_only_the_beginning_is_in_turn(ph
     for next_ in PHASES[1:]:
         with pytest.raises(RefusalError, match="out of turn, the server waits for pause; begin with pause"):
             running.during(next_, call(next_))
-    assert through(running, PHASES, version=2).offer == offer(2)
+    assert through(running, PHASES, version=2).offer == make_offer(2)
 
 
 def test_a_phase_of_another_version_is_out_of_turn() -> None:
@@ -49,6 +49,6 @@ def test_a_phase_of_another_version_is_out_of_turn() -> None:
 
 def test_what_the_rendezvous_brings_takes_the_place_of_the_offer() -> None:
     door = through(Door(), PHASES[:1])
-    assert door.during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS)).offer == offer(1)
+    assert door.during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS)).offer == make_offer(1)
     later = through(Door(), PHASES[:2])
     assert later.during(SyncPhase.WIRE, call(SyncPhase.WIRE)).offer is later.offer
