@@ -109,15 +109,12 @@ def preflight(
 def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -> None:
     """What the learner would find: coord tokens that are missing, and samples that are too long."""
     from learner.heldout import HeldOut
-    from learner.lengths import require_lengths
+    from learner.lengths import require_train_lengths
     from learner.loading import load_tokens
     from learner.segments import PromptEncoder
-    from shared.config.derive import num_b_steps
 
     tokens = load_tokens(config)
-    encoder = PromptEncoder(tokens.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
-    longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
-    require_lengths(train, encoder, tokens.codec, max_new_tokens=longest, global_max_length=config.global_max_length)
+    require_train_lengths(config, train, PromptEncoder.of(config, tokens.processor), tokens.codec)
     if val is not None:
         HeldOut.of(config, val, tokens)
 
@@ -201,7 +198,7 @@ def _memory(config: RunConfig, placement: Placement, shape: ModelShape, there: D
 def _with_engines(config: RunConfig, placement: Placement, shape: ModelShape, there: DeviceMemory, needs: Needs) -> Needs:
     in_ranks, devices = not placement.engines, placement.devices_per_engine
     engine = engine_estimate(config, shape, devices, there.device, there.total)
-    shared = shared_device_estimate(config, needs.learner, engine) if in_ranks and there.device is Device.CUDA else None
+    shared = shared_device_estimate(config, shape, needs.learner, engine) if in_ranks and there.device is Device.CUDA else None
     num_engines = len(placement.ranks) if in_ranks else len(placement.engines)
     return replace(needs, engine=engine, num_engine_devices=devices * num_engines, shared=shared)
 

@@ -21,12 +21,13 @@ from shared.grounding.objects import ParsedObject
 from shared.grounding.parsing import parse_rollout
 from shared.records import GeometryKind, Sample
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
-from shared.seeds import request_seed
 from shared.tokens.vocabulary import TokenCodec
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
+    """How the held-out samples are asked for, and their rollouts read."""
+
     samples: Sequence[Sample]
     """In the order of the validation file; a request's position is its sample's place here."""
     encoder: PromptEncoder
@@ -40,7 +41,7 @@ class HeldOut:
     @classmethod
     def of(cls, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> HeldOut:
         """The first `data.max_val_samples` of `dataset`, as this configuration prompts and decodes. ConfigError for one that is too long."""
-        encoder = PromptEncoder(tokens.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+        encoder = PromptEncoder.of(config, tokens.processor)
         samples = dataset.first(config.data.max_val_samples)
         max_new_tokens = config.rollout_matching.max_new_tokens
         require_lengths(samples, encoder, tokens.codec, max_new_tokens=max_new_tokens, global_max_length=config.global_max_length, taught=False)
@@ -59,17 +60,8 @@ class HeldOut:
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
         """One per sample, in order: of all, or of those at `positions`. RecordError when an image file is gone or changed."""
         return [
-            RolloutRequest(
-                step=step,
-                position=position,
-                sample_id=sample.sample_id,
-                prompt_token_ids=self.encoder.request_ids(sample),
-                images=sample.with_image_data().images,
-                decode=self.decode,
-                seed=request_seed(self.run_seed, step, position),
-            )
+            self.encoder.request(self.samples[position].with_image_data(), self.decode, step=step, position=position, run_seed=self.run_seed)
             for position in (range(len(self.samples)) if positions is None else positions)
-            for sample in (self.samples[position],)
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:

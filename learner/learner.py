@@ -10,7 +10,6 @@ With several ranks every rank is such a learner, and every method of it is calle
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import deque
@@ -23,8 +22,7 @@ from learner.canary import Canary
 from learner.checks import LogprobTolerance, check_logprobs, check_prompt, check_weight_versions, compares_logprobs
 from learner.collate import PackedRow, collate
 from learner.counters import StepTally
-from learner.heldout import HeldOut
-from learner.lengths import require_lengths
+from learner.data import LearnerData
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.optimizer import Updater
@@ -36,22 +34,18 @@ from learner.rendezvous import Rendezvous, join_ranks
 from learner.rollout_log import RolloutLog
 from learner.rows import Row, row_policy
 from learner.rules import target_rules, text_weights
-from learner.samples import load_samples
-from learner.segments import EncodedPrompt, PromptEncoder, Segment
+from learner.segments import EncodedPrompt, Segment
 from learner.step import RowResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.derive import is_sharded, rank_name, resolved_sync_mode
 from shared.config.pipeline import Channel
-from shared.dataset import SampleStream
-from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
+from shared.errors import CollectiveError, LearnerError, RolloutError
 from shared.evaluation import Scene
-from shared.records import Sample
 from shared.reports import RankReport
 from shared.rollouts import Rollout, RolloutRequest
-from shared.schedule import RunSchedule, StepPlan
-from shared.seeds import request_seed
+from shared.schedule import StepPlan
 
 # Of the canary's response: enough to pass every layer and the head, little enough to cost one short prefill per sync.
 _CANARY_TOKENS = 32
@@ -75,18 +69,9 @@ class Learner:
         with self._ranks.of_phase("start"):
             self.loaded, self.parallel = load_parallel(config, torch.device(place.device), self._ranks)
         self.rules = target_rules(config)
-        self.encoder = PromptEncoder(self.loaded.processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+        self._data = LearnerData(config, self.loaded)
+        self.encoder = self._data.encoder
         self._decode = config.rollout_matching.decode_settings(stop_token_ids=(self.loaded.codec.eos_token_id,), banned_token_ids=self.loaded.banned_token_ids)
-        self._train = load_samples(config, config.data.train)
-        self._stream = SampleStream(len(self._train), seed=config.training.seed, shuffle=config.data.shuffle)
-        require_lengths(
-            self._train,
-            self.encoder,
-            self.loaded.codec,
-            max_new_tokens=config.rollout_matching.max_new_tokens if RunSchedule(config).num_b_steps else 0,
-            global_max_length=config.global_max_length,
-        )
-        self._held_out = self._load_held_out()
         pipeline = config.rollout_matching.pipeline
         self._objectives = {channel: build_objectives(pipeline, channel, self.loaded.coord_ids_C) for channel in Channel}
         self._text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
@@ -97,10 +82,11 @@ class Learner:
         self._logprob_tolerance = LogprobTolerance.of(config)
         self.updater = Updater(self.loaded.model, config.training, self._ranks)
         # The learner's fixed sequence: it proves a sync, and a rank without a row of its own computes it beside the others' rows.
-        self._fixed = Segment(0, self.encoder.encode(self._train[0]), ground_truth_target(self._train[0], self.loaded.codec, self.rules))
+        first = self._data.train[0]
+        self._fixed = Segment(0, self.encoder.encode(first), ground_truth_target(first, self.loaded.codec, self.rules))
         response = self._fixed.target.token_ids[:_CANARY_TOKENS]
         tolerance, proves_adapter = config.canary_tolerance, resolved_sync_mode(config) == "adapter"
-        canary = Canary(self.loaded, self._fixed.prompt, self._train[0].images, response, tolerance=tolerance, proves_adapter=proves_adapter)
+        canary = Canary(self.loaded, self._fixed.prompt, first.images, response, tolerance=tolerance, proves_adapter=proves_adapter)
         self.publisher = WeightPublisher(self._ranks, self.loaded, self.parallel, make_senders(config, place, self.loaded, self.parallel), canary)
         self.num_updates = 0
         """Finished updates: what the weights are of."""
@@ -108,7 +94,7 @@ class Learner:
         """Begun and not ended, oldest first."""
         self._told_to_stop = threading.Event()
         with self._ranks.of_phase("start"):
-            self._require_same_data()
+            self._data.require_same(self._ranks)
 
     # One step
 
@@ -117,8 +103,7 @@ class Learner:
         assert len(self.steps) <= self._config.rollout_matching.max_staleness, "finish_step ends a step before the next begins"
         started_s = time.time()
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
-        indexes = self._stream.take(plan.num_samples)
-        samples = [self._train[indexes[position]].with_image_data() for position in share]
+        samples = self._data.draw(plan.num_samples, share)
         # A row of one segment is not underfilled where nothing is packed.
         min_fill_ratio = self._config.training.packing_min_fill_ratio if self._config.training.packing else 0.0
         tally = StepTally(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio)
@@ -171,6 +156,7 @@ class Learner:
         return self._told_to_stop.is_set()
 
     def close(self) -> None:
+        """Leave the groups of the weight sync, and end the log of rollouts."""
         self.publisher.close()
         if self._log is not None:
             self._log.close()
@@ -184,12 +170,13 @@ class Learner:
 
     def held_out_requests(self, step: int) -> list[RolloutRequest]:
         """This rank's share of them, in order."""
-        assert self._held_out is not None, "there is a report only with data.val"
-        return self._held_out.requests(step, rank_share(len(self._held_out.samples), self._ranks.world_size, self._ranks.rank))
+        held_out = self._data.held_out
+        assert held_out is not None, "there is a report only with data.val"
+        return held_out.requests(step, rank_share(len(held_out.samples), self._ranks.world_size, self._ranks.rank))
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
-        assert self._held_out is not None
-        return self._held_out.score(rollouts)
+        assert self._data.held_out is not None
+        return self._data.held_out.score(rollouts)
 
     # Inside
 
@@ -198,33 +185,13 @@ class Learner:
         assert self.steps, "next_requests begins a step"
         return self.steps[0]
 
-    def _load_held_out(self) -> HeldOut | None:
-        path = self._config.data.val
-        return None if path is None else HeldOut.of(self._config, load_samples(self._config, path), self.loaded)
-
-    def _require_same_data(self) -> None:
-        """Each rank reads the data from its own node's disk."""
-        held_out = () if self._held_out is None else self._held_out.samples
-        where = self._ranks.first_difference([_digest(self._train), _digest(held_out)])
-        if where is not None:
-            key, path = (("data.train", self._config.data.train), ("data.val", self._config.data.val))[where]
-            raise ConfigError(f"{key}: the learner ranks read different samples from {path}; make the file and its images the same on every node")
-
     def _begin_log(self) -> None:
         if self._log is not None:
             self._log.begin(self._current.plan.step, self._current.plan.channel)
 
     def _request(self, step: StepInProgress, position: int) -> RolloutRequest:
-        sample = step.sample(position)
-        return RolloutRequest(
-            step=step.plan.step,
-            position=position,
-            sample_id=sample.sample_id,
-            prompt_token_ids=self.encoder.request_ids(sample),
-            images=sample.images,
-            decode=self._decode,
-            seed=request_seed(self._config.training.seed, step.plan.step, position),
-        )
+        run_seed = self._config.training.seed
+        return self.encoder.request(step.sample(position), self._decode, step=step.plan.step, position=position, run_seed=run_seed)
 
     def _rows_of_round(self, rollouts: Sequence[Rollout]) -> Iterator[Row]:
         """The rows that fall due with these rollouts. Whatever is wrong with a rollout is found in here, where no rank waits for this one."""
@@ -306,12 +273,3 @@ class Learner:
     def _backward(self, row: PackedRow, *, weight: float = 1.0) -> RowResult:
         objectives = self._objectives[self._current.plan.channel]
         return backward_row(self.loaded.model, row.to(self.loaded.device), objectives, self._sampled_under, run=self.parallel.forward, weight=weight)
-
-
-def _digest(samples: Sequence[Sample]) -> int:
-    """Of everything in them but where their images lie; of 63 bits."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        images = [image.sha256 for image in sample.images]
-        digest.update(repr((sample.sample_id, images, sample.width, sample.height, sample.objects)).encode())
-    return int.from_bytes(digest.digest()[:8], "big") >> 1

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from learner.segments import PromptEncoder
+from shared.config import RunConfig
+from shared.config.derive import num_b_steps
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.grounding.serialize import SerializedText, layout_append
@@ -41,6 +43,12 @@ class _Length:
     def describe(self) -> str:
         appended = "" if self.append is None else f" + appended objects {self.append} + {_CUT_SLACK} for the cut"
         return f"prompt {self.prompt} + response {self.response} (rollout_matching.max_new_tokens){appended} = {self.total} tokens"
+
+
+def require_train_lengths(config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec) -> None:
+    """`require_lengths` of the training samples of a run."""
+    longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
+    require_lengths(dataset, encoder, codec, max_new_tokens=longest, global_max_length=config.global_max_length)
 
 
 def require_lengths(dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec, *, max_new_tokens: int, global_max_length: int, taught: bool = True) -> None:

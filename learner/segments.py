@@ -13,9 +13,12 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from learner.targets import Target
+from shared.config import RunConfig
 from shared.errors import RecordError
 from shared.prompts import detection_messages
 from shared.records import ImageRef, Sample
+from shared.rollouts import DecodeSettings, RolloutRequest
+from shared.seeds import request_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
+    """A prompt and what is learned of a response to it."""
+
     position: int
     """The sample's place in its step."""
     prompt: EncodedPrompt
@@ -57,6 +62,22 @@ class PromptEncoder:
         self._processor = processor
         self._system_prompt = system_prompt
         self._user_prompt = user_prompt
+
+    @classmethod
+    def of(cls, config: RunConfig, processor: Any) -> PromptEncoder:
+        return cls(processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+
+    def request(self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int) -> RolloutRequest:
+        """What an engine is asked for a sample, which has the data of its images."""
+        return RolloutRequest(
+            step=step,
+            position=position,
+            sample_id=sample.sample_id,
+            prompt_token_ids=self.request_ids(sample),
+            images=sample.images,
+            decode=decode,
+            seed=request_seed(run_seed, step, position),
+        )
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
         """The unexpanded prompt; reads no image."""
