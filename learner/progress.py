@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from learner.counters import StepTally
-from learner.ranks import Waited
 from shared.config.pipeline import Channel
 from shared.records import Sample
 from shared.reports import RankReport
@@ -55,25 +54,22 @@ class StepInProgress:
 
     def mark(self, name: str, started_s: float, **args: int) -> None:
         """This rank's own work, from then until now."""
-        span = self._span(name, started_s, time.time(), **args)
+        span = Span(self.track, name, started_s, time.time(), {"step": self.plan.step, **args})
         self.learn_s += span.duration_s
         self.spans.append(span)
 
-    def report(self, version: int, step_metrics: Mapping[str, float], waits: Sequence[Waited], *, denominator: int, num_carried: int) -> RankReport:
+    def report(self, version: int, step_metrics: Mapping[str, float], waits: Sequence[Span], *, denominator: int, num_carried: int) -> RankReport:
         """At the step's end, once. `waits` lie within what was marked."""
         totals = self.tally.totals
         self.tally.finish(denominator)
         totals.add("packing/num_carried", num_carried)
         totals.raise_to("time/learn_s", self.learn_s)
         if waits:
-            totals.raise_to("time/reduce_s", sum(wait.end_s - wait.start_s for wait in waits))
-        self.spans += [self._span(wait.name, wait.start_s, wait.end_s) for wait in waits]
+            totals.raise_to("time/reduce_s", sum(wait.duration_s for wait in waits))
+        self.spans += [replace(wait, args={"step": self.plan.step}) for wait in waits]
         if self.plan.channel is Channel.B:
             totals.raise_to("time/generate_s", self.generate_s)
         return RankReport(self.plan.step, self.plan.channel, version, totals, step_metrics, tuple(self.spans))
-
-    def _span(self, name: str, start_s: float, end_s: float, **args: int) -> Span:
-        return Span(self.track, name, start_s, end_s, {"step": self.plan.step, **args})
 
 
 def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:

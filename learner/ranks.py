@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,19 +12,12 @@ import torch
 from torch.distributed import AllreduceOptions, DistError, ProcessGroup, ReduceOp
 
 from shared.chunking import cut_past
+from shared.config.derive import rank_name
 from shared.errors import CollectiveError, LearnerError
+from shared.timeline import Span
 
 BUCKET_ELEMENTS = 2**24
 """Gradients that are summed at once: 64 MiB in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waited:
-    """A stretch of time in which this rank had to do with the others. Unix seconds."""
-
-    name: str
-    start_s: float
-    end_s: float
 
 
 class Ranks(Protocol):
@@ -63,7 +55,7 @@ class Ranks(Protocol):
         """A context: a LearnerError that leaves it says which rank it is of, other errors stay as they are, and a lost or late peer is a CollectiveError."""
         ...
 
-    def take_times(self) -> list[Waited]:
+    def take_times(self) -> list[Span]:
         """What `meet` and `sum_gradients` took since the last call."""
         ...
 
@@ -96,7 +88,7 @@ class OneRank:
     def of_phase(self, phase: str) -> Iterator[None]:
         yield
 
-    def take_times(self) -> list[Waited]:
+    def take_times(self) -> list[Span]:
         return []
 
 
@@ -109,7 +101,8 @@ class DistributedRanks:
         self.group = group
         self._timeout_s = timeout_s
         self._sums_in_backward = sums_in_backward
-        self._times: list[Waited] = []
+        self._times: list[Span] = []
+        self._track = rank_name(rank, world_size)
 
     def sum(self, value: int) -> int:
         return self._reduced([value], ReduceOp.SUM)[0]
@@ -127,7 +120,7 @@ class DistributedRanks:
     def meet(self, flag: bool) -> bool:
         started_s = time.time()
         any_flag = bool(self.max(int(flag)))
-        self._times.append(Waited("wait for ranks", started_s, time.time()))
+        self._times.append(Span(self._track, "wait for ranks", started_s, time.time()))
         return any_flag
 
     def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -140,7 +133,7 @@ class DistributedRanks:
             self._all_reduce(flat, ReduceOp.SUM)
             for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
-        self._times.append(Waited("reduce gradients", started_s, time.time()))
+        self._times.append(Span(self._track, "reduce gradients", started_s, time.time()))
 
     @contextmanager
     def of_phase(self, phase: str) -> Iterator[None]:
@@ -157,7 +150,7 @@ class DistributedRanks:
             told = f"another one did not answer within timeouts.learn_s = {self._timeout_s:g} s, or its connection broke; check the rank that failed first"
             raise CollectiveError(f"rank {self.rank} of {self.world_size}: {told} ({error})", phase=phase) from error
 
-    def take_times(self) -> list[Waited]:
+    def take_times(self) -> list[Span]:
         times, self._times = self._times, []
         return times
 
