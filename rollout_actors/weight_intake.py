@@ -98,8 +98,6 @@ class WeightIntake:
             SyncPhase.RESET: self._reset,
             SyncPhase.CANARY: self._canary,
         }
-        # An adapter is in the offer: there is nothing to join, and its digest is verified before it is loaded.
-        self._adapter_phases = {**self._phases, SyncPhase.RENDEZVOUS: _nothing, SyncPhase.WIRE: self._take_adapter, SyncPhase.VERIFY: self._verify_adapter}
 
     async def take(self, offer: WeightOffer, handed: ChecksummedWeights | None = None) -> SyncReport:
         """Every phase in order. `handed`: the weights of the offer, where they pass from hand to hand."""
@@ -113,14 +111,14 @@ class WeightIntake:
 
         Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and what is fatal.
         """
-        phases, timeout_s = self._adapter_phases if offer.sends_adapter else self._phases, terms_of(offer).timeout_s
+        timeout_s = terms_of(offer).timeout_s
         async with self._turn:
             if phase is SyncPhase.PAUSE:
                 self._sync = _UnderWay()
                 self.shut = f"its sync to version {offer.version} was not completed"
             started = time.perf_counter()
             try:
-                await self._bounded(phase, phases[phase](offer), timeout_s)
+                await self._bounded(phase, self._phases[phase](offer), timeout_s)
             except WeightSyncError:
                 if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE) and not offer.sends_adapter:
                     await self._abandon(timeout_s)
@@ -162,10 +160,14 @@ class WeightIntake:
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
     async def _rendezvous(self, offer: WeightOffer) -> None:
-        if self._group is not None:
+        # An adapter comes with the offer: there is nothing to join.
+        if self._group is not None and not offer.sends_adapter:
             await self._group.join(FullTerms.of(offer))
 
     async def _wire(self, offer: WeightOffer) -> None:
+        if offer.sends_adapter:
+            await self.adapter.take(AdapterTerms.of(offer))
+            return
         # The merged weights hold the adapter: served on top of them it would count twice.
         await self.adapter.drop()
         terms = FullTerms.of(offer)
@@ -179,14 +181,11 @@ class WeightIntake:
         self._sync.finish_s = time.perf_counter() - started
         self._sync.receipts = [Receipt(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
 
-    async def _take_adapter(self, offer: WeightOffer) -> None:
-        await self.adapter.take(AdapterTerms.of(offer))
-
-    async def _verify_adapter(self, offer: WeightOffer) -> None:
-        await self.adapter.verify()
-
     async def _verify(self, offer: WeightOffer) -> None:
-        check_receipts(self._sync.receipts, self._name)
+        if offer.sends_adapter:
+            await self.adapter.verify()
+        else:
+            check_receipts(self._sync.receipts, self._name)
 
     async def _reset(self, offer: WeightOffer) -> None:
         # Loading resets no cache, and what they hold was computed with the old weights.
@@ -232,7 +231,3 @@ class WeightIntake:
 
     def _error(self, message: str, phase: SyncPhase) -> WeightSyncError:
         return WeightSyncError(message, actor=self._name, phase=phase)
-
-
-async def _nothing(offer: WeightOffer) -> None:
-    pass
