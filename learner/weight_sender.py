@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -163,4 +164,6 @@ def _run(work: Callable[[], T], result: Future[T]) -> None:
     try:
         result.set_result(work())
     except Exception as error:  # delivered to the waiting thread by the future
-        result.set_exception(error)
+        # In words: a traceback would hold the group and its work, and with them the connections whose end the receivers wait for.
+        error.add_note(traceback.format_exc())
+        result.set_exception(error.with_traceback(None))

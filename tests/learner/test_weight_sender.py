@@ -299,16 +299,16 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool) -> None:
     sender = WeightSender(
-        CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=3.0, bucket_bytes=10
+        CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10
     )
     offer = sender.offer(1, CANARY)
     terms = FullTerms.of(offer)
     with ThreadPoolExecutor(2) as threads:
-        threads.submit(lambda: receive(join(terms.groups[0], 1, 3.0, is_elsewhere=is_elsewhere), terms, 1))
-        threads.submit(lambda: receive(join(terms.groups[1], 1, 3.0, is_elsewhere=is_elsewhere), terms))
-        with pytest.raises(WeightSyncError, match="wire on learner"):
+        threads.submit(lambda: receive(join(terms.groups[0], 1, 20.0, is_elsewhere=is_elsewhere), terms, 1))
+        staying = threads.submit(lambda: receive(join(terms.groups[1], 1, 20.0, is_elsewhere=is_elsewhere), terms))
+        with pytest.raises(WeightSyncError, match="wire on learner") as failed:
             sender.send(offer)
-    sender.close()
+        assert isinstance(staying.exception(timeout=10), RuntimeError), f"it is told at once, while the error is still there: {failed.value}"
 
 
 def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:

@@ -94,8 +94,8 @@ def test_an_error_in_one_receiver_blocks_nobody_and_the_next_sync_succeeds(engin
     with pytest.raises(WeightSyncError, match="told to fail") as caught:
         sync_weights(learner, engine_pool.pool)
     assert (caught.value.actor, caught.value.phase) == ("actor-2", "wire")
-    assert time.monotonic() - started < TIMEOUTS.sync_phase.seconds / 2, "nobody waited for a timeout"
     sync_weights(learner, engine_pool.pool)
+    assert time.monotonic() - started < TIMEOUTS.sync_phase.seconds / 2, f"nobody waited for a timeout, while the error is still there: {caught.value}"
     request = learner.request(0)
     assert engine_pool.generate([request], "actor-2")[0].response_token_ids == learner.greedy(request)[0]
 
@@ -111,7 +111,7 @@ def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: Engi
 def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_they_begin(engine_pool: EnginePool, demo_checkpoint: Path) -> None:
     """As under `max_staleness`: the next step's first round still runs when this step's weights are due."""
     limits = TimeoutsSection(sync_phase_s=4.0)
-    pool = engine_pool.over(*engine_pool.actors, timeouts=PoolTimeouts.of_actors(limits))
+    pool = engine_pool.over(*engine_pool.actors, decode_batch_size=24, timeouts=PoolTimeouts.of_actors(limits))
     learner = SmallLearner(demo_checkpoint, num_receivers=3, timeout_s=limits.sync_phase_s)
     learner.version = served = engine_pool.pool.version
     requests = [learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(72)]
