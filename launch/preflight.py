@@ -29,7 +29,8 @@ from launch.server_checks import ask_servers, port_problems
 from launch.version_checks import version_problems
 from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig, load_config
-from shared.config.derive import actor_name, batch_algebra, engine_devices, rank_name, remarks, rollout_servers
+from shared.config.batch_algebra import batch_algebra
+from shared.config.derive import actor_name, engine_devices, rank_name, remarks, rollout_servers
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.transports import Device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import traceback
@@ -17,12 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.path_checks import run_folder_problem
+from launch.progress_line import progress_line
 from launch.ray_metrics import RayMetrics
 from launch.report import make_report
 from launch.report_folder import write_report
 from launch.server_calls import server_calls
 from shared.config import RunConfig
-from shared.config.derive import BatchAlgebra, resolved_sync_mode, rollout_servers, warmup_steps
+from shared.config.batch_algebra import BatchAlgebra
+from shared.config.derive import resolved_sync_mode, rollout_servers, warmup_steps
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.evaluation import Evaluation
@@ -131,12 +132,12 @@ class Telemetry:
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
         """Write the plan before the step and its metrics after it; nothing of a step that failed but its plan."""
         assert self._algebra is not None, "placed comes before the first step"
-        rounds = _positions(self._algebra) if plan.channel is Channel.B else []
+        rounds = self._algebra.rounds if plan.channel is Channel.B else ()
         _write(
             self._plans,
             {
                 **asdict(plan),
-                "rounds": rounds,
+                "rounds": [[[positions.start, positions.stop] for positions in ranks] for ranks in rounds],
                 "calls": self._calls(rounds, plan.step),
                 "engines": self._engines,
                 "servers": self._servers,
@@ -216,9 +217,9 @@ class Telemetry:
         # What is left of the step when the learner is done is the sync.
         sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
         self._trace_spans([span, *report.spans, *sync_span])
-        self._console.print(_progress_line(report, metrics, self._config.training.max_steps), highlight=False)
+        self._console.print(progress_line(report, metrics, self._config.training.max_steps), highlight=False)
 
-    def _calls(self, rounds: list[list[list[int]]], step: int) -> list[list[dict[str, Any]]]:
+    def _calls(self, rounds: Sequence[Sequence[range]], step: int) -> list[list[dict[str, Any]]]:
         """Of the servers, by round."""
         if not self._servers:
             return []
@@ -242,36 +243,6 @@ class Telemetry:
 def _span_until_now(name: str, seconds: float) -> Span:
     now_s = time.time()
     return Span(TRACK, name, now_s - seconds, now_s)
-
-
-def _progress_line(report: StepReport, metrics: Mapping[str, float | str], max_steps: int) -> str:
-    parts = [f"step {report.step + 1:>4}/{max_steps} {report.channel}", f"loss {metrics['loss/total']:7.4f}", f"rows {metrics['packing/num_rows']:.0f}"]
-    if report.channel is Channel.B:
-        parts += [
-            f"match {metrics['rollout/match_rate']:.2f}" if "rollout/match_rate" in metrics else "match of nothing",
-            f"dropped {metrics['rollout/num_dropped_objects']:.0f}",
-            *([f"nothing kept of {fallback:.0f}"] if (fallback := metrics["rollout/num_fallback"]) else []),
-            f"tokens {metrics['rollout/num_tokens']:.0f}",
-            f"logp {metrics['rollout/logprob_max_abs']:.0e}" if "rollout/logprob_max_abs" in metrics else "logp not compared",
-            f"generate {metrics['time/generate_s']:.2f} s",
-        ]
-    if metrics["packing/num_carried"]:
-        parts.append(f"carried {metrics['packing/num_carried']:.0f}")
-    parts.append(f"learn {metrics['time/learn_s']:.2f} s")
-    if "time/sync_s" in metrics:
-        parts.append(f"sync {metrics['time/sync_s']:.2f} s")
-    return "  ".join([*parts, f"step {metrics['time/step_s']:.2f} s", f"v{report.weight_version}"])
-
-
-def _positions(algebra: BatchAlgebra) -> list[list[list[int]]]:
-    """The positions of a channel-B step that each learner rank learns in each round, `[round][rank] = [first, end]`."""
-    firsts = [0, *itertools.accumulate(algebra.share_per_rank)][:-1]
-    rounds = []
-    for sizes in algebra.rank_rounds:
-        ends = [first + size for first, size in zip(firsts, sizes, strict=True)]
-        rounds.append([[first, end] for first, end in zip(firsts, ends, strict=True)])
-        firsts = ends
-    return rounds
 
 
 def _write(file: TextIO, values: Mapping[str, Any]) -> None:

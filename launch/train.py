@@ -17,7 +17,8 @@ from launch.command import end_on_signals, explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
 from launch.sweep import is_sweep, run_trial
 from shared.config import RunConfig, load_config
-from shared.config.derive import EnginePlace, batch_algebra, engine_devices, engines_in, remarks
+from shared.config.batch_algebra import batch_algebra
+from shared.config.derive import EnginePlace, engine_devices, engines_in, remarks
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

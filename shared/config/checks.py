@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from shared.config import engines, variants
+from shared.config import engine_checks, variant_checks
 from shared.config.base import Problem
 from shared.config.derive import needed_accumulation_steps
 from shared.config.pipeline import Channel
@@ -120,31 +120,31 @@ _BATCH = ("training.gradient_accumulation_steps", "training.effective_batch_size
 _DEVICES = (*_ENGINES, f"{_VLLM}.actors.num_actors", f"{_VLLM}.actors.tensor_parallel_size", f"{_VLLM}.tensor_parallel_size", "learner.world_size")
 
 CHECKS: tuple[Check, ...] = (
-    Check(variants.known_variant, (_VARIANT,)),
-    Check(engines.staleness_has_queue, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline", _VARIANT, _SCHEDULE)),
-    Check(engines.adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", *_ENGINES, f"{_VLLM}.server", "model.adapter", "learner.world_size")),
+    Check(variant_checks.known_variant, (_VARIANT,)),
+    Check(engine_checks.staleness_has_queue, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline", _VARIANT, _SCHEDULE)),
+    Check(engine_checks.adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", *_ENGINES, f"{_VLLM}.server", "model.adapter", "learner.world_size")),
     Check(_parts, ("training.parts", "model.adapter")),
     Check(_flash_attention, ("model.attn_implementation", "model.dtype")),
-    Check(engines.servers_or_actors, (*_ENGINES, f"{_VLLM}.server")),
-    Check(engines.servers_are_listed, (*_ENGINES, f"{_VLLM}.server")),
-    Check(engines.queue_has_devices_of_its_own, ("stage2_ab.channel_b.enable_pipeline", *_ENGINES)),
-    Check(variants.boxes_only, (_VARIANT, "rollout_matching.geometry")),
-    Check(variants.objective_covers_channels, (_VARIANT, _SCHEDULE, _PIPELINE)),
-    Check(variants.text_gate_has_text, (_VARIANT, _SCHEDULE, _PIPELINE)),
-    Check(variants.budget_has_effect, (_VARIANT, _BUDGET, *_BATCH)),
-    Check(variants.carry_only, (_VARIANT, "training.packing", "training.packing_drop_last")),
-    Check(variants.packing_buffer, (_VARIANT, _BUDGET, "training.packing", "training.packing_buffer", *_BATCH)),
+    Check(engine_checks.servers_or_actors, (*_ENGINES, f"{_VLLM}.server")),
+    Check(engine_checks.servers_are_listed, (*_ENGINES, f"{_VLLM}.server")),
+    Check(engine_checks.queue_has_devices_of_its_own, ("stage2_ab.channel_b.enable_pipeline", *_ENGINES)),
+    Check(variant_checks.boxes_only, (_VARIANT, "rollout_matching.geometry")),
+    Check(variant_checks.objective_covers_channels, (_VARIANT, _SCHEDULE, _PIPELINE)),
+    Check(variant_checks.text_gate_has_text, (_VARIANT, _SCHEDULE, _PIPELINE)),
+    Check(variant_checks.budget_has_effect, (_VARIANT, _BUDGET, *_BATCH)),
+    Check(variant_checks.carry_only, (_VARIANT, "training.packing", "training.packing_drop_last")),
+    Check(variant_checks.packing_buffer, (_VARIANT, _BUDGET, "training.packing", "training.packing_buffer", *_BATCH)),
     Check(_modules_once_per_channel, (_PIPELINE,)),
     Check(_decode_mode, (_MODE, _DECODING)),
-    Check(engines.beams, (_MODE, "rollout_matching.num_beams", "rollout_matching.repeat_terminate", *_ENGINES)),
-    Check(engines.whole_model_generates, ("rollout_matching.rollout_backend", "learner.parallel", "learner.world_size")),
+    Check(engine_checks.beams, (_MODE, "rollout_matching.num_beams", "rollout_matching.repeat_terminate", *_ENGINES)),
+    Check(engine_checks.whole_model_generates, ("rollout_matching.rollout_backend", "learner.parallel", "learner.world_size")),
     Check(_lengths, ("global_max_length", "rollout_matching.max_new_tokens")),
-    Check(engines.engine_length, ("global_max_length", f"{_VLLM}.max_model_len")),
+    Check(engine_checks.engine_length, ("global_max_length", f"{_VLLM}.max_model_len")),
     Check(_accumulation, _BATCH),
-    Check(engines.ranks_have_rollouts, ("rollout_matching.decode_batch_size", *_DEVICES)),
+    Check(engine_checks.ranks_have_rollouts, ("rollout_matching.decode_batch_size", *_DEVICES)),
     Check(_held_out, ("training.eval_steps", "checkpoint.keep_best", "data.val")),
-    Check(engines.transport_leads_there, (f"{_VLLM}.sync.transport", *_ENGINES)),
-    Check(engines.colocated_devices, (f"{_VLLM}.tensor_parallel_size", *_ENGINES)),
-    Check(engines.offload_moves_something, ("rollout_matching.offload",)),
-    Check(engines.actor_devices, (f"{_VLLM}.actors.gpus_per_actor", f"{_VLLM}.actors.tensor_parallel_size")),
+    Check(engine_checks.transport_leads_there, (f"{_VLLM}.sync.transport", *_ENGINES)),
+    Check(engine_checks.colocated_devices, (f"{_VLLM}.tensor_parallel_size", *_ENGINES)),
+    Check(engine_checks.offload_moves_something, ("rollout_matching.offload",)),
+    Check(engine_checks.actor_devices, (f"{_VLLM}.actors.gpus_per_actor", f"{_VLLM}.actors.tensor_parallel_size")),
 )

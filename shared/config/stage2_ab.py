@@ -1,7 +1,7 @@
 """`stage2_ab`: which channel a step of `stage2_two_channel` runs, and how a channel-B step is made (spec/channel-b-pipeline-spec.md).
 
 Under `stage2_rollout_aligned` every step is channel B and takes the effective batch size: a schedule has no effect there, and a budget of
-rollouts other than that size is refused (`shared.config.variants`).
+rollouts other than that size is refused (`shared.config.variant_checks`).
 """
 
 from __future__ import annotations

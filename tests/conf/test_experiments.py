@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from shared.config import RunConfig, load_config
-from shared.config.derive import batch_algebra, engine_devices
+from shared.config.batch_algebra import batch_algebra
+from shared.config.derive import engine_devices
 from shared.config.explain import sections_in
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule

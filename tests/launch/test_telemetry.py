@@ -9,7 +9,7 @@ from rich.console import Console
 from scene_support import guess, png, scene, truth
 
 from launch.telemetry import Telemetry
-from shared.config.derive import batch_algebra
+from shared.config.batch_algebra import batch_algebra
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.evaluation import Evaluation

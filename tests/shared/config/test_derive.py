@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config.derive import EnginePlace, RowRule, batch_algebra, engines_in, is_sharded, remarks, rollout_servers
+from shared.config.batch_algebra import batch_algebra
+from shared.config.derive import EnginePlace, RowRule, engines_in, is_sharded, remarks, rollout_servers
 from shared.config.pipeline import Channel
 
 ACTORS = "rollout_matching.vllm.actors"

@@ -14,7 +14,8 @@ import pytest
 
 from launch.data_checks import check_data
 from learner.rules import target_rules
-from shared.config.derive import batch_algebra, resolved_sync_mode
+from shared.config.batch_algebra import batch_algebra
+from shared.config.derive import resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.config.retired import take_retired
 from shared.errors import RecordError
