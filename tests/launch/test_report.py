@@ -9,7 +9,7 @@ import pytest
 from config_support import configuration
 from scene_support import guess, png, random_scenes, scene, truth
 
-from launch.export_coco import _read_predictions
+from launch.export_coco import read_predictions
 from launch.pictures import FOUND, OTHER_NAME, TRUTH, UNMATCHED, draw_scene
 from launch.report import make_report
 from launch.report_folder import write_report
@@ -90,7 +90,7 @@ def test_the_predictions_can_be_exported_to_coco(tmp_path):
     one = random_scenes(8)[3]
     sample = type(one.sample)(one.sample.sample_id, (), one.sample.width, one.sample.height, one.sample.objects, {"image_id": 17})
     write_report(tmp_path / "report", report_on([type(one)(0, sample, one.objects, one.dropped, one.truncated)], worst_scenes=0))
-    assert _read_predictions(tmp_path / "report" / "predictions.jsonl") == [ImagePredictions(17, sample.width, sample.height, one.objects)]
+    assert read_predictions(tmp_path / "report" / "predictions.jsonl") == [ImagePredictions(17, sample.width, sample.height, one.objects)]
 
 
 def test_what_cannot_be_written_says_where_and_leaves_nothing_half_done(tmp_path):

@@ -282,7 +282,7 @@ def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it
     ordinary, ignoring, naming = SamplingParams(), SamplingParams(ignore_eos=True), SamplingParams(stop_token_ids=[4, 5])
     for params in (ordinary, ignoring, naming):
         params.update_from_generation_config({}, 2)
-    assert [module._stop_token(params) for params in (ordinary, ignoring, naming)] == [2, None, 4]
+    assert [module.stop_token(params) for params in (ordinary, ignoring, naming)] == [2, None, 4]
 
 
 def runner_of(version: str, processors: list[Any]) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shared.grounding.geometry import aabb, mask_iou
-from shared.grounding.matching import MatchedPair, MatchResult, match_objects
+from shared.grounding.matching import MatchedPair, MatchResult, candidates, match_objects
 from shared.grounding.objects import ParsedObject
 from shared.records import GeometryKind, GroundTruthObject
 
@@ -153,8 +153,6 @@ def slow_candidates(prediction: ParsedObject, ground_truth: list[GroundTruthObje
 
 
 def test_candidates_are_by_overlap_then_by_distance_then_by_index() -> None:
-    from shared.grounding.matching import _candidates
-
     generator = random.Random(2)
     for _ in range(60):
         predictions = [guess(*random_bins(generator)) for _ in range(3)]
@@ -162,7 +160,7 @@ def test_candidates_are_by_overlap_then_by_distance_then_by_index() -> None:
         ground_truth.append(ground_truth[generator.randrange(8)])  # ties
         for top_k in (1, 3, 20):
             boxes = [np.array([aabb(shape) for shape in shapes], dtype=np.int64) for shapes in (predictions, ground_truth)]
-            actual = _candidates(*boxes, top_k).tolist()
+            actual = candidates(*boxes, top_k).tolist()
             assert actual == [slow_candidates(prediction, ground_truth, top_k) for prediction in predictions]
 
 
