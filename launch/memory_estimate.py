@@ -18,6 +18,7 @@ from learner.logits import LOGIT_CHUNK
 from learner.parts import Part, find_part, part_of, section_of
 from shared.config import RunConfig
 from shared.config.derive import is_sharded, resolved_sync_mode, rollout_servers
+from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.transports import Device, Transport
 
@@ -102,15 +103,19 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
     """Values that have gradients and optimizer state: of the adapter where there is one, else of the parts that are not frozen."""
     adapter = config.model.adapter
     if adapter is not None:
-        adapted = [
-            sizes
-            for name, sizes in shape.parameters.items()
-            # The vision tower has modules of the same names, which are not adapted.
-            if len(sizes) == 2 and name.split(".")[-2] in adapter.target_modules and part_of(name) is Part.LANGUAGE_MODEL
-        ]
-        return sum(adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0) for sizes in adapted)
+        return sum(adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0) for sizes in _adapted(adapter, shape))
     trained = (sizes for name, sizes in shape.parameters.items() if not section_of(part_of(name), config.training.parts).frozen)
     return sum(map(math.prod, trained))
+
+
+def _adapted(adapter: AdapterSection, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Shapes of the matrices that have adapters."""
+    return [
+        sizes
+        for name, sizes in shape.parameters.items()
+        # The vision tower has modules of the same names, which are not adapted.
+        if len(sizes) == 2 and name.split(".")[-2] in adapter.target_modules and part_of(name) is Part.LANGUAGE_MODEL
+    ]
 
 
 def learner_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
@@ -153,16 +158,18 @@ def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int
     return (blocks + 1) * CACHE_BLOCK * 2 * shape.layers * heads * shape.head_dim * BYTES[config.model.dtype]
 
 
-def shared_device_estimate(config: RunConfig, learner: Estimate, engine: Estimate) -> Estimate:
+def shared_device_estimate(config: RunConfig, shape: ModelShape, learner: Estimate, engine: Estimate) -> Estimate:
     """A learner rank and an engine on the same GPU, at the time when the two need most.
 
     While the rank learns, an engine that sleeps has given its memory back. While the engine generates or takes weights, the rank has no activations, and is
-    without what `rollout_matching.offload` moves away, save that full weights are read where they lie.
+    without what `rollout_matching.offload` moves away, save that full weights are read where they lie, or where they were merged or gathered for it. (Of an
+    engine over several GPUs the others hold a copy of the weights then, and nothing else of the rank: never more than its own.)
     """
     matching = config.rollout_matching
+    sends_full = resolved_sync_mode(config) == "full"
     model_leaves, optimizer_leaves = (matching.offload.enabled and moved for moved in (matching.offload.offload_model, matching.offload.offload_optimizer))
     stays = {
-        "weights": not model_leaves or resolved_sync_mode(config) == "full",
+        "weights": not model_leaves or sends_full,
         "master weights": not optimizer_leaves,
         # Where there are masters, the gradients are theirs.
         "gradients": not (optimizer_leaves if learner.parts["master weights"] else model_leaves),
@@ -170,12 +177,21 @@ def shared_device_estimate(config: RunConfig, learner: Estimate, engine: Estimat
     }
     of_engine = {f"engine's {name}": size for name, size in engine.parts.items()}
     learning = learner.parts if matching.vllm.sleep else {**learner.parts, **of_engine}
-    at_work = {name: learner.parts[name] for name in stays if stays[name]} | of_engine
+    made = {"weights made for the sync": _made_bytes(config, shape) if sends_full else 0}
+    at_work = {name: learner.parts[name] for name in stays if stays[name]} | made | of_engine
     return max(
         Estimate("learner rank and engine on one GPU, while the learner learns", learning),
         Estimate("learner rank and engine on one GPU, while the engine works", at_work),
         key=lambda estimate: estimate.total,
     )
+
+
+def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of the weights that are there for a full sync alone, all of them until the engine has the last: whole ones of shards, merged ones of adapters."""
+    size, adapter = BYTES[config.model.dtype], config.model.adapter
+    if is_sharded(config):
+        return shape.num_parameters * size
+    return 0 if adapter is None else size * sum(map(math.prod, _adapted(adapter, shape)))
 
 
 def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> int:

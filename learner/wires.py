@@ -31,7 +31,8 @@ class Wire(Protocol):
 class NcclWire:
     """Between GPUs, to vLLM's own `nccl` engine, with vLLM's own packing. Not run on a GPU.
 
-    NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups; the receiving actor is ended by its pool.
+    NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups. A receiver that hangs in one stays there until its process
+    ends: an actor's at the end of the run, a server's when somebody ends it.
     """
 
     def __init__(self, terms: FullTerms, listening: list[socket.socket]) -> None:

@@ -25,8 +25,8 @@ class Receipt:
     """Seconds in which the model took the weights."""
     verify_s: float
     """Seconds in which checksums were computed."""
-    logprobs: list[float]
-    """The learner's of the canary; empty where the offer has them."""
+    logprobs: list[str]
+    """The learner's of the canary; empty where the offer has them. As text: they may be NaN, for which the JSON of a stock server has no number."""
 
 
 def check_receipts(receipts: Sequence[Receipt], actor: str) -> None:

@@ -107,7 +107,7 @@ class ReceiptWorker(GuardedWorker):
             "unexpected": sorted(watch.loaded - watch.expected),
             "load_s": watch.load_s,
             "verify_s": watch.verify_s,
-            "logprobs": watch.logprobs,
+            "logprobs": [repr(logprob) for logprob in watch.logprobs],
         }
 
     def abandon_update(self) -> None:

@@ -8,6 +8,7 @@ import os
 import struct
 import uuid
 import weakref
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -49,10 +50,10 @@ class SharedMemory:
     """A mapping that lives as long as `memory` is referred to."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes over the open file."""
+        """Takes over the open file. Raises OSError where it cannot be mapped; then the file is still the caller's."""
+        self.memory = mmap.mmap(descriptor, 0)
         self._descriptor = descriptor
         self._closing = weakref.finalize(self, os.close, descriptor)
-        self.memory = mmap.mmap(descriptor, 0)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory | None:
@@ -67,10 +68,10 @@ class SharedMemory:
             # Taken now: where it turns out later that there is none left, the process that writes is killed.
             os.posix_fallocate(descriptor, 0, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+            return cls(descriptor)
         except OSError:
             os.close(descriptor)
             return None
-        return cls(descriptor)
 
     @classmethod
     def open(cls, address: Address) -> SharedMemory | None:
@@ -82,8 +83,9 @@ class SharedMemory:
             descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
-        if _is(descriptor, address):
-            return cls(descriptor)
+        with suppress(OSError):
+            if _is(descriptor, address):
+                return cls(descriptor)
         os.close(descriptor)
         return None
 

@@ -137,9 +137,20 @@ OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
         ({}, {**OFFLOAD, "enabled": False}, 150),
     ],
 )
-def test_a_learner_and_an_engine_on_one_gpu_need_the_most_that_either_leaves_there_beside_the_other(config, vllm, offload, total):
+def test_a_learner_and_an_engine_on_one_gpu_need_the_most_that_either_leaves_there_beside_the_other(config, shape, vllm, offload, total):
     run = config(rollout_matching__vllm={"mode": "colocate", **vllm}, rollout_matching__offload=offload, stage2_ab__channel_b__enable_pipeline=False)
-    assert shared_device_estimate(run, LEARNER, ENGINE).total == total
+    assert shared_device_estimate(run, shape, LEARNER, ENGINE).total == total
+
+
+def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, shape):
+    colocate = {"rollout_matching__vllm": {"mode": "colocate"}, "stage2_ab__channel_b__enable_pipeline": False}
+    run = config(**colocate, model__adapter={"kind": "dora", "rank": 4, "target_modules": ["q_proj"]})
+    merged = shared_device_estimate(run, shape, LEARNER, ENGINE)
+    # 3 layers, hidden 128, 4 heads of 32, float32.
+    assert merged.parts["weights made for the sync"] == 3 * 128 * 4 * 32 * 4
+    assert "weights made for the sync" in merged.describe()
+    shards = shared_device_estimate(config(**colocate, learner__world_size=2, learner__parallel="fsdp"), shape, LEARNER, ENGINE)
+    assert shards.parts["weights made for the sync"] == shape.num_parameters * 4
 
 
 def test_what_a_gpu_cannot_hold_is_refused_together_where_it_is_shared_and_else_alone():

@@ -109,3 +109,13 @@ def test_processes_of_one_machine_name_it_alike() -> None:
         [sys.executable, "-c", "from shared.shared_memory import this_machine; print(this_machine())"], capture_output=True, text=True, check=True
     )
     assert told.stdout.strip() == str(this_machine())
+
+
+def test_memory_that_cannot_be_mapped_is_not_there_and_holds_nothing(mine: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, length: int) -> None:
+        raise PermissionError(1, "not here")
+
+    monkeypatch.setattr("shared.shared_memory.mmap.mmap", refuse)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    assert (SharedMemory.create(5000), SharedMemory.open(mine.address)) == (None, None)
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
