@@ -123,7 +123,7 @@ def noise_image(seed: int) -> ImageRef:
 class SmallLearner:
     """transformers' model and processor, a sender, and nothing that is tested elsewhere."""
 
-    offers_adapter = False
+    offers_adapter = falls_back = False
 
     def __init__(self, checkpoint: Path, num_receivers: int, *, timeout_s: float = TIMEOUTS.sync_phase.seconds) -> None:
         self.processor = AutoProcessor.from_pretrained(checkpoint)
@@ -222,6 +222,9 @@ class SmallLearner:
 
     def sync_done(self) -> None:
         pass
+
+    def fall_back_to_full(self) -> None:
+        raise AssertionError("nothing but full weights is offered")
 
     def close(self) -> None:
         self.sender.close()

@@ -43,7 +43,7 @@ def make_png(width: int = 2, height: int = 2) -> bytes:
 
 
 def make_request(position: int, **changes: Any) -> RolloutRequest:
-    fields = {"images": (), "decode": DECODE, "seed": 100 + position} | changes
+    fields: dict[str, Any] = {"images": (), "decode": DECODE, "seed": 100 + position} | changes
     return RolloutRequest(3, position, f"sample-{position}", (1, 2), **fields)
 
 

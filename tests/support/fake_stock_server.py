@@ -85,7 +85,7 @@ class StockServer:
             self.failures -= 1
             return JSONResponse({"error": {"message": "not now"}}, 500)
         expanded = [*body["token_ids"], 7]
-        tokens = [{"token_id": token_id, "logprob": -token_id / 8, "rank": 1, "top_logprobs": []} for token_id in (3, 4, 9)]
+        tokens: list[dict[str, Any]] = [{"token_id": token_id, "logprob": -token_id / 8, "rank": 1, "top_logprobs": []} for token_id in (3, 4, 9)]
         span = {"version": self.label, "start": 0, "end": 3}
         choice = {"index": 0, "finish_reason": "stop", "stop_reason": 9, "token_ids": [3, 4, 9], "logprobs": {"content": tokens}, "weight_versions": [span]}
         scores = [None, *({str(token_id): {"logprob": -0.5, "rank": 1, "decoded_token": None}} for token_id in expanded[1:])]

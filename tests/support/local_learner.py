@@ -31,7 +31,7 @@ from shared.weight_sync import SendReport
 class LocalLearner:
     """What `learner.remote_learner.RemoteLearner` of one rank is, without a process of its own and without an adapter. Remembers every rollout."""
 
-    offers_adapter = False
+    offers_adapter = falls_back = False
 
     def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
         self.learner = Learner(config, LearnerPlace(Transport.GLOO, (ReceiverGroup(receiver_ranks),)))
@@ -58,13 +58,18 @@ class LocalLearner:
         return self.learner.score(_get(done))
 
     def offer_weights(self) -> WeightOffer:
-        return self.learner.publisher.offer()
+        offer = self.learner.publisher.offer()
+        assert offer is not None, "it is the only rank"
+        return offer
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self._send, offer)
 
     def sync_done(self) -> None:
         self.learner.publisher.done()
+
+    def fall_back_to_full(self) -> None:
+        raise AssertionError("nothing but full weights is offered")
 
     def _send(self, offer: WeightOffer) -> SendReport:
         report = self.learner.publisher.send(offer)

@@ -21,7 +21,7 @@ from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.errors import LearnerError, RolloutError
 from shared.reports import RankReport
-from shared.rollouts import WeightOffer
+from shared.rollouts import Rollout, WeightOffer
 from shared.schedule import RunSchedule
 
 
@@ -111,12 +111,17 @@ def fails_on_rank_1(place: LearnerPlace, rendezvous: Rendezvous | None, config: 
     learner.finish_step()
 
 
+def damaged(rollout: Rollout, field: str) -> Rollout:
+    wrong: dict[str, Any] = {field: (-99,) * len(rollout.response_token_ids)}
+    return replace(rollout, **wrong)
+
+
 def fails_and_saves(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, damage: str, at_end: bool, folder: Path) -> Any:
     """Rank 1 finds this field of its rollouts wrong, in the round or at the step's end; then the ranks save. The rank's error."""
     learner, error = Learner(config, place, rendezvous), None
     rollouts = half_right(learner, RunSchedule(config).plan(1))
     if place.rank == 1:
-        rollouts = [replace(rollout, **{damage: (-99,) * len(rollout.response_token_ids)}) for rollout in rollouts]
+        rollouts = [damaged(rollout, damage) for rollout in rollouts]
     try:
         learner.accumulate(rollouts)
         if at_end:

@@ -77,7 +77,15 @@ def _text(tokenizer: Qwen2Tokenizer, vocabulary: int, **more: Any) -> dict[str, 
 
 def _qwen3(tokenizer: Qwen2Tokenizer, tied: bool, vocabulary: int) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     vision |= {"out_hidden_size": HIDDEN, "num_position_embeddings": 144, "deepstack_visual_indexes": [0, 1], "initializer_range": 0.1}
     text = _text(tokenizer, vocabulary, head_dim=32, rope_parameters=rope, tie_word_embeddings=tied)
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, dtype="float32", **_ids(tokenizer)))
@@ -86,7 +94,15 @@ def _qwen3(tokenizer: Qwen2Tokenizer, tied: bool, vocabulary: int) -> Any:
 def _qwen2_5(tokenizer: Qwen2Tokenizer, tied: bool, vocabulary: int) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
     # Windows of two by two merged patches: smaller than the images of the tests.
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     vision |= {"out_hidden_size": HIDDEN, "window_size": 32, "fullatt_block_indexes": [1], "initializer_range": 0.1}
     text = _text(tokenizer, vocabulary, rope_parameters=rope, tie_word_embeddings=tied)
     return Qwen2_5_VLForConditionalGeneration(
