@@ -18,8 +18,8 @@ from launch.run_engines import settings_of_run
 from learner.actor import STOPPING, LearnerActor
 from learner.place import LearnerPlace, ReceiverGroup
 from learner.remote_learner import RemoteLearner
-from rollout_actors.backends.http_client import TRIES, server_addresses
-from rollout_actors.backends.remote_engine import ServerEngineSpec
+from rollout_actors.backends.http_client import server_addresses
+from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
@@ -29,6 +29,7 @@ from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, Limit
 from shared.protocols import MakeBackend
+from shared.rollouts import TRIES
 
 Rollouts = ActorPool | RankRollouts
 

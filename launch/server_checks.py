@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rollout_actors.backends.http_client import HttpClient, HttpStatusError, ServerAddress, UnansweredError, server_addresses
-from rollout_actors.backends.remote_engine import ServerEngineSpec, ServerFacts
+from rollout_actors.backends.remote_engine import ServerFacts
+from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
-from rollout_actors.backends.http_client import TRIES
+from rollout_actors.ray_answers import Asked, Call, all_answers, next_answer, value_of
 from rollout_actors.round_queue import RoundQueue
 from shared.chunking import RoundPart, chunk_size, cut_rounds
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import ConfigError, Limit, RolloutError, UnreachableError, WeightSyncError, ended, late
+from shared.errors import ConfigError, Limit, RolloutError, UnreachableError, WeightSyncError
 from shared.protocols import CLOSE_S, ByRank
-from shared.rollouts import SyncReport, WeightOffer
+from shared.rollouts import TRIES, SyncReport, WeightOffer
 from shared.weight_sync import POOL_MARGIN_S, SyncPhase
 
 _LOGGER = logging.getLogger(__name__)
-Error = RolloutError | WeightSyncError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +34,6 @@ class PoolTimeouts:
     @classmethod
     def of_actors(cls, timeouts: TimeoutsSection) -> PoolTimeouts:
         return cls(timeouts.limit("start_s"), timeouts.limit("generate_s"), timeouts.limit("sync_phase_s"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call to every engine that takes part: what to say when it does not end well."""
-
-    phase: str
-    limit: Limit | None
-    """None: the engine keeps one itself."""
-    check: str
-    error: type[Error]
-    margin_s: float = 0.0
-    """Waited beyond the limit, where the engine keeps the same timeout itself and can say more."""
-
-    def deadline(self) -> float | None:
-        """Of what is asked now, by the monotonic clock; None: there is none."""
-        return None if self.limit is None else time.monotonic() + self.limit.seconds + self.margin_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """An answer that is waited for."""
-
-    name: str
-    """The engine's."""
-    deadline: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +89,9 @@ class ActorPool:
 
         Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round, or one server has two names.
         """
-        call = _Call("start", self._timeouts.start, "the engine's log for what it is loading, and the machine's free memory", RolloutError)
+        call = Call("start", self._timeouts.start, "the engine's log for what it is loading, and the machine's free memory", RolloutError)
         self._has_begun = True
-        started = _all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()])
+        started = all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()])
         self.devices = tuple(devices for devices, _ in started)
         _require_several([process for _, process in started])
         try:
@@ -176,21 +147,21 @@ class ActorPool:
 
     def _collect(self, round_: ByRank) -> ByRank:
         check = "the engine's log, and whether max_new_tokens times the share fits the time"
-        call = _Call("generate", self._timeouts.generate, check, RolloutError)
+        call = Call("generate", self._timeouts.generate, check, RolloutError)
         queue = RoundQueue(list(map(len, round_)), self.devices, decode_batch_size=self._decode_batch_size)
         sent: dict[Any, _Sent] = {}
-        asked: dict[Any, _Asked] = {}
+        asked: dict[Any, Asked] = {}
         done: list[_Sent] = []
         while True:
             deadline = call.deadline()
             for one in [self._send(part, round_) for part in queue.take()]:
-                sent[one.count], asked[one.count] = one, _Asked(self._names[one.part.engine], deadline)
+                sent[one.count], asked[one.count] = one, Asked(self._names[one.part.engine], deadline)
             if not asked:
                 break
-            answer = _next_answer(call, asked)
+            answer = next_answer(call, asked)
             one, name = sent[answer], asked.pop(answer).name
             try:
-                count = _value(call, name, answer)
+                count = value_of(call, name, answer)
             except UnreachableError as error:
                 self._ask_next(queue, one.part, error)
                 continue
@@ -220,8 +191,8 @@ class ActorPool:
         check = "that the learner and every other engine are alive"
         # Phase by phase over all engines: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
-            call = _Call(phase, self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
-            answers = _all_answers(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
+            call = Call(phase, self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
+            answers = all_answers(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
         self._version = offer.version
         return SyncReport.of_slowest(answers)
 
@@ -235,37 +206,3 @@ def _require_several(processes: Sequence[str]) -> None:
         if process and processes.index(process) != index:
             server = f"rollout_matching.vllm.server.servers[{index}].base_url"
             raise ConfigError(f"{server}: is the server of servers[{processes.index(process)}] by another name; list every server once")
-
-
-def _all_answers(call: _Call, answers: Iterable[tuple[str, Any]]) -> list[Any]:
-    """Every engine's answer, in order. The first failure ends the wait, whatever the others are doing."""
-    deadline = call.deadline()
-    asked = {answer: _Asked(name, deadline) for name, answer in answers}
-    waiting, values = dict(asked), {}
-    while waiting:
-        answer = _next_answer(call, waiting)
-        values[answer] = _value(call, waiting.pop(answer).name, answer)
-    return [values[answer] for answer in asked]
-
-
-def _next_answer(call: _Call, waiting: Mapping[Any, _Asked]) -> Any:
-    """The reference that is there first. Raises the call's error when the limit of one of them is over."""
-    deadlines = [asked.deadline for asked in waiting.values() if asked.deadline is not None]
-    ready, _ = ray.wait(list(waiting), timeout=max(0.0, min(deadlines) - time.monotonic()) if deadlines else None)
-    if ready:
-        return ready[0]
-    silent = list(dict.fromkeys(asked.name for asked in waiting.values() if asked.deadline == min(deadlines)))
-    assert call.limit is not None, "there is a deadline"
-    raise call.error(late(", ".join(silent), call.limit, call.check), actor=silent[0], phase=call.phase)
-
-
-def _value(call: _Call, name: str, answer: Any) -> Any:
-    try:
-        return ray.get(answer)
-    except RayTaskError as error:
-        # Ray hides the actor's own exception in one of its own kind.
-        if isinstance(error.cause, Error):
-            raise error.cause from error
-        raise call.error(f"{type(error.cause).__name__}: {error.cause}", actor=name, phase=call.phase) from error
-    except RayActorError as error:
-        raise call.error(ended("its", error), actor=name, phase=call.phase) from error

@@ -59,6 +59,10 @@ class FinishReason(StrEnum):
     ABORTED = "aborted"
 
 
+TRIES = 2
+"""Of one server; whoever has another server asks that one next (DESIGN 5, decision 14)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     step: int
@@ -79,7 +83,7 @@ class Rollout:
     weight_version: int
     actor: str
     attempt: int
-    """0 for the first try."""
+    """0 for the first try; each server before this one counts for `TRIES`."""
     seed: int
     generate_s: float
     """Seconds from the share's arrival at the engine to this response's own end; beams that are searched together end together."""

@@ -18,6 +18,7 @@ import httpx
 
 from shared.config.server import ServerSection, is_loopback
 from shared.errors import ConfigError, RolloutError, UnreachableError
+from shared.rollouts import TRIES
 
 T = TypeVar("T")
 
@@ -28,8 +29,6 @@ WATCH_S = 10.0
 """Between two questions whether a working server is still there, and gets on."""
 CONNECT_S = 10.0
 """Longest time to open a connection."""
-TRIES = 2
-"""Of one server; whoever has another server asks that one next (DESIGN 5, decision 14)."""
 NOT_YET = (502, 503, 504)
 """What a server, or the proxy before it, answers while it loads."""
 

@@ -6,32 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout_actors.backends.http_client import HttpClient, ServerAddress
+from rollout_actors.backends.http_client import HttpClient
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server.messages import CallLimits
 from shared.protocols import RolloutEngine
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
-
-
-@dataclass(frozen=True, slots=True)
-class ServerEngineSpec:
-    """Makes the client of one server: `EngineActor(ServerEngineSpec(...))`."""
-
-    name: str
-    address: ServerAddress
-    index: int
-    """The server's place among the servers of the run, and so its group's in a weight sync."""
-    expected: EngineSettings
-    """What the run would start an engine of its own with: the server must agree."""
-
-    def __call__(self) -> RemoteEngine:
-        # Here and not above: the clients import this module.
-        from rollout_actors.backends.stock_client import StockClient
-        from rollout_actors.backends.vllm_server import ServerClient
-
-        client = StockClient if self.address.kind == "vllm" else ServerClient
-        return client(self.name, self.address, index=self.index, expected=self.expected)
 
 
 @dataclass(frozen=True, slots=True)

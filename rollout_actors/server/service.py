@@ -14,6 +14,7 @@ from PIL import Image
 
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server import messages
+from rollout_actors.server.request_checks import request_problems
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
 from shared.records import ImageRef
@@ -155,7 +156,7 @@ class RolloutService:
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Raises RefusalError, and what the engine raises. Cancelling it aborts its requests."""
         self._check_open(call)
-        wrong = list(messages.problems(call.requests, self._settings))
+        wrong = list(request_problems(call.requests, self._settings))
         if len(call.requests) > self.limits.max_requests:
             wrong.append(f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests}; split it, or start the server with max_requests=N")
         if wrong:

@@ -11,7 +11,7 @@ import pytest
 import ray
 from fake_server import ObedientEngine, make_address, make_offer, make_request, make_settings, serving_engine
 
-from rollout_actors.backends.remote_engine import ServerEngineSpec
+from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config.timeouts import TimeoutsSection

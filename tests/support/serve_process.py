@@ -16,7 +16,8 @@ import psutil
 from process_family import ended_with_its_family, family_of
 
 from rollout_actors.backends.http_client import ServerAddress
-from rollout_actors.backends.remote_engine import RemoteEngine, ServerEngineSpec
+from rollout_actors.backends.remote_engine import RemoteEngine
+from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.engine_settings import EngineSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase

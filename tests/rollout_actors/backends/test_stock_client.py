@@ -18,7 +18,7 @@ from fake_stock_server import GENERATE, StockServer
 from PIL import Image
 from pydantic import TypeAdapter
 
-from rollout_actors.backends.remote_engine import ServerEngineSpec
+from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.backends.stock_client import StockClient
 from rollout_actors.backends.stock_command import NOT_SAID, stock_arguments, stock_environment
 from rollout_actors.engine_settings import EngineSettings, engine_arguments

@@ -21,7 +21,7 @@ import pytest
 from fake_server import ObedientEngine, eventually, make_address, make_offer, make_request, make_service, make_settings, serving, serving_engine
 
 from rollout_actors.backends import http_client
-from rollout_actors.backends.remote_engine import ServerEngineSpec
+from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.backends.vllm_server import ServerClient
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server.app import make_app

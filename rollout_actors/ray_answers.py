@@ -1,0 +1,76 @@
+"""Answers of Ray actors, each waited for no longer than its limit, and what is raised in place of one that does not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from shared.errors import Limit, RolloutError, WeightSyncError, ended, late
+
+Error = RolloutError | WeightSyncError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call to every engine that takes part: what to say when it does not end well."""
+
+    phase: str
+    limit: Limit | None
+    """None: the engine keeps one itself."""
+    check: str
+    error: type[Error]
+    margin_s: float = 0.0
+    """Waited beyond the limit, where the engine keeps the same timeout itself and can say more."""
+
+    def deadline(self) -> float | None:
+        """Of what is asked now, by the monotonic clock; None: there is none."""
+        return None if self.limit is None else time.monotonic() + self.limit.seconds + self.margin_s
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An answer that is waited for."""
+
+    name: str
+    """The engine's."""
+    deadline: float | None
+
+
+def all_answers(call: Call, answers: Iterable[tuple[str, Any]]) -> list[Any]:
+    """Every engine's answer, in order. The first failure ends the wait, whatever the others are doing."""
+    deadline = call.deadline()
+    asked = {answer: Asked(name, deadline) for name, answer in answers}
+    waiting, values = dict(asked), {}
+    while waiting:
+        answer = next_answer(call, waiting)
+        values[answer] = value_of(call, waiting.pop(answer).name, answer)
+    return [values[answer] for answer in asked]
+
+
+def next_answer(call: Call, waiting: Mapping[Any, Asked]) -> Any:
+    """The reference that is there first. Raises the call's error when the limit of one of them is over."""
+    deadlines = [asked.deadline for asked in waiting.values() if asked.deadline is not None]
+    ready, _ = ray.wait(list(waiting), timeout=max(0.0, min(deadlines) - time.monotonic()) if deadlines else None)
+    if ready:
+        return ready[0]
+    silent = list(dict.fromkeys(asked.name for asked in waiting.values() if asked.deadline == min(deadlines)))
+    assert call.limit is not None, "there is a deadline"
+    raise call.error(late(", ".join(silent), call.limit, call.check), actor=silent[0], phase=call.phase)
+
+
+def value_of(call: Call, name: str, answer: Any) -> Any:
+    """What the engine of this name has answered. Raises its own error, or the call's."""
+    try:
+        return ray.get(answer)
+    except RayTaskError as error:
+        # Ray hides the actor's own exception in one of its own kind.
+        if isinstance(error.cause, Error):
+            raise error.cause from error
+        raise call.error(f"{type(error.cause).__name__}: {error.cause}", actor=name, phase=call.phase) from error
+    except RayActorError as error:
+        raise call.error(ended("its", error), actor=name, phase=call.phase) from error
