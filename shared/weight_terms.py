@@ -75,10 +75,6 @@ class FullTerms:
         (group,) = self.groups
         return group
 
-    def for_group(self, index: int) -> FullTerms:
-        """The same sync as the receivers of this group are told of it."""
-        return replace(self, groups=(self.groups[index],))
-
     @property
     def sent(self) -> tuple[TensorSpec, ...]:
         """The weights and what comes behind them: everything that is handed over, in order."""
@@ -120,6 +116,12 @@ class AdapterTerms:
 def terms_of(offer: WeightOffer) -> FullTerms | AdapterTerms:
     """Of either kind, which `WeightOffer.sends_adapter` tells."""
     return AdapterTerms.of(offer) if offer.sends_adapter else FullTerms.of(offer)
+
+
+def offer_for(offer: WeightOffer, index: int) -> WeightOffer:
+    """The same sync as the receivers of one group are told of it."""
+    terms = terms_of(offer)
+    return replace(offer, rendezvous={"terms": replace(terms, groups=(terms.groups[index],))}) if isinstance(terms, FullTerms) else offer
 
 
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:

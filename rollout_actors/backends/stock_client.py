@@ -26,7 +26,7 @@ from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
-from shared.weight_terms import AdapterTerms, FullTerms
+from shared.weight_terms import AdapterTerms, offer_for
 
 GENERATE = "/inference/v1/generate"
 CHECKPOINT = ("default", "-0")
@@ -71,8 +71,7 @@ class StockClient(RemoteEngine):
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """By the server's own routes, each called once: a phase is not what it was once it has been tried."""
-        mine = offer if offer.sends_adapter else replace(offer, rendezvous={**offer.rendezvous, "terms": FullTerms.of(offer).for_group(self._index)})
-        return await self._intake.run(phase, mine)
+        return await self._intake.run(phase, offer_for(offer, self._index))
 
     @property
     def version(self) -> int:

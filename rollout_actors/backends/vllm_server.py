@@ -18,7 +18,7 @@ from rollout_actors.server import messages
 from shared.errors import WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import CLIENT_MARGIN_S, SyncPhase
-from shared.weight_terms import FullTerms, terms_of
+from shared.weight_terms import offer_for, terms_of
 
 
 class ServerClient(RemoteEngine):
@@ -60,16 +60,13 @@ class ServerClient(RemoteEngine):
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """One HTTP call, never repeated: a phase is not what it was once it has been tried. The weights themselves travel by the process group."""
-        terms = terms_of(offer)
-        if isinstance(terms, FullTerms):
-            offer = replace(offer, rendezvous={"terms": terms.for_group(self._index)})
         is_rendezvous = phase is SyncPhase.RENDEZVOUS
         # The server keeps the phase's limit itself and can say more.
-        limit_s = terms.timeout_s + CLIENT_MARGIN_S
+        limit_s = terms_of(offer).timeout_s + CLIENT_MARGIN_S
         try:
             answer = await self._http.post(
                 "/init_communicator/" if is_rendezvous else f"/sync/{phase}/",
-                messages.SyncCall.of(phase, offer, self._run).body(),
+                messages.SyncCall.of(phase, offer_for(offer, self._index), self._run).body(),
                 timeout_s=min(limit_s, self._http.address.timeout_s) if is_rendezvous else limit_s,
             )
         except UnansweredError as error:

@@ -16,7 +16,7 @@ from shared.lora import AdapterFiles
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import CLIENT_MARGIN_S, ENGINE_MARGIN_S, POOL_MARGIN_S, SendReport, SyncPhase, all_phases_s, sender_s, sync_weights, whole_sync_s
-from shared.weight_terms import CHECKSUMS, AdapterTerms, FullTerms, Group, TensorSpec, buckets, offsets
+from shared.weight_terms import CHECKSUMS, AdapterTerms, FullTerms, Group, TensorSpec, buckets, offer_for, offsets
 
 TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
 GROUPS = (Group("127.0.0.1", 1234, world_size=2, key="a"), Group("10.0.0.1", 5678, world_size=3, key="b"))
@@ -146,7 +146,7 @@ def test_tensors_of_a_bucket_begin_at_aligned_offsets_and_do_not_overlap() -> No
 
 
 def test_a_receiver_is_told_of_its_own_group_alone() -> None:
-    told = TERMS.for_group(1)
+    told = FullTerms.of(offer_for(WeightOffer(1, "rollmatch_gloo", {"terms": TERMS}, None), 1))
     assert (told.group, told.tensors) == (GROUPS[1], TENSORS)
 
 
