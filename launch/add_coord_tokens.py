@@ -25,7 +25,7 @@ from launch.command import explained
 from launch.coord_embeddings import CoordInit, coord_rows
 from launch.make_once import make_once
 from learner.checkpoint_folder import checkpoint_problems
-from learner.loading import MODEL_TYPES
+from learner.loading import model_type_problem
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, StorageError
 from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
@@ -100,8 +100,8 @@ def _read_stock(options: AddOptions) -> _Stock:
 def _load_stock(folder: Path, problems: list[str]) -> _Stock | None:
     try:
         config = AutoConfig.from_pretrained(folder)
-        if config.model_type not in MODEL_TYPES:
-            problems.append(f"model: {folder} is a {config.model_type} model; this version trains {', '.join(MODEL_TYPES)}")
+        if problem := model_type_problem(folder, config, key="model"):
+            problems.append(problem)
             return None
         return _Stock(config, AutoProcessor.from_pretrained(folder))
     except (ValueError, OSError) as error:

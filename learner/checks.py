@@ -57,7 +57,10 @@ def check_weight_versions(rollouts: Sequence[Rollout], version: int, *, max_stal
 
 
 def compares_logprobs(decode: DecodeSettings) -> bool:
-    """Truncated or penalised sampling renormalises over a set whose border depends on the last bits of the logits: there is nothing exact to compare."""
+    """Whether log-probabilities so decoded can be compared with the learner's.
+
+    Truncated or penalised sampling renormalises over a set whose border depends on the last bits of the logits: there is nothing exact to compare.
+    """
     return decode.return_logprobs and decode.top_p >= 1.0 and decode.top_k <= 0 and decode.repetition_penalty == 1.0
 
 

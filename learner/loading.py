@@ -44,6 +44,12 @@ class LoadedModel(LoadedTokens):
     """int64 [1000]: the token id of each bin."""
 
 
+def model_type_problem(folder: Path, model_config: Any, *, key: str = "model.path") -> str | None:
+    """Why the checkpoint in `folder`, which `key` names, is of no kind that is trained; None where it is."""
+    kind = model_config.model_type
+    return None if kind in MODEL_TYPES else f"{key}: {folder} is a {kind} model; this version trains {', '.join(MODEL_TYPES)}"
+
+
 def load_tokens(config: RunConfig) -> LoadedTokens:
     """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a known kind or its tokenizer lacks coord tokens."""
     path = Path(config.model.path)
@@ -53,8 +59,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         model_config = AutoConfig.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
-    if model_config.model_type not in MODEL_TYPES:
-        raise ConfigError(f"model.path: {path} is a {model_config.model_type} model; this version trains {', '.join(MODEL_TYPES)}")
+    if problem := model_type_problem(path, model_config):
+        raise ConfigError(problem)
     try:
         processor = AutoProcessor.from_pretrained(path)
         codec = HFTokenCodec(processor.tokenizer)

@@ -19,6 +19,8 @@ from shared.errors import LearnerError
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
+    """What one update was."""
+
     grad_norm: float
     """Before clipping. Not finite where the update was skipped."""
     learning_rate: float

@@ -33,6 +33,8 @@ class SlotMean(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
+    """What the forward and backward of one row gave."""
+
     loss: float
     """The row's part of the step's loss."""
     terms: dict[str, float]

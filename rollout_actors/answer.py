@@ -37,6 +37,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """What an engine said to one request."""
+
     prompt_token_ids: tuple[int, ...]
     """As the engine used them: image placeholders expanded."""
     token_ids: Sequence[int]

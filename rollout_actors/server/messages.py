@@ -36,6 +36,8 @@ M = TypeVar("M", bound=Message)
 
 
 class InferCall(Message):
+    """A share of a round."""
+
     requests: tuple[RolloutRequest, ...]
     seed: int
     """Of the call: its first request's. Every request brings its own; this one is in the run's plan (spec: determinism in server mode)."""
@@ -51,6 +53,7 @@ class InferCall(Message):
 
 class InferAnswer(Message):
     rollouts: tuple[Rollout, ...]
+    """One for each request, in order."""
 
 
 class Offer(Message):
@@ -103,7 +106,7 @@ class SyncCall(Message):
 
 class SyncAnswer(Message):
     report: SyncReport | None
-    """Of the last phase."""
+    """Of the last phase; null after the others."""
 
 
 class WorldSize(Message):
@@ -171,6 +174,8 @@ class ErrorKind(StrEnum):
 
 
 class ErrorDetail(Message):
+    """The fields of an error here, as far as its kind has them."""
+
     kind: ErrorKind
     message: str
     actor: str = ""
