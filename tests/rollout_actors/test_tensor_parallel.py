@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-import ray
-from engine_support import TIMEOUTS, SmallLearner, create_actor, small_settings
+from engine_support import TIMEOUTS, SmallLearner, create_actor, generated, small_settings
 
 from rollout_actors.pool import ActorPool
 from shared.weight_sync import sync_weights
@@ -34,9 +34,8 @@ def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[ActorPool]:
 
 @pytest.fixture(scope="module")
 def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
-    learner = SmallLearner(demo_checkpoint, num_receivers=2)
-    yield learner
-    learner.close()
+    with closing(SmallLearner(demo_checkpoint, num_receivers=2)) as learner:
+        yield learner
 
 
 def test_an_engine_of_two_devices_takes_weights_on_both_and_decodes_for_both(pool: ActorPool, learner: SmallLearner) -> None:
@@ -47,8 +46,7 @@ def test_an_engine_of_two_devices_takes_weights_on_both_and_decodes_for_both(poo
         report = sync_weights(learner, pool)
         assert report.canary_max_abs < 1e-4
         requests = [learner.request(position) for position in range(4)]
-        ((share,),) = pool.generate([[ray.put(request) for request in requests]]).result()
-        for rollout, request in zip(ray.get(share), requests, strict=True):
+        for rollout, request in zip(generated(pool, requests), requests, strict=True):
             tokens, logprobs = learner.greedy(request)
             assert rollout.response_token_ids == tokens
             assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
