@@ -14,17 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
 from learner.canary import Canary
-from learner.checks import LogprobTolerance, check_logprobs, check_prompt, check_weight_versions, compares_logprobs
-from learner.collate import PackedRow, collate
+from learner.checks import check_prompt, check_weight_versions
 from learner.counters import StepTally
 from learner.data import LearnerData
-from learner.objectives.coord_math import Normalizer
-from learner.objectives.registry import build_objectives
 from learner.optimizer import Updater
 from learner.parallel import load_parallel
 from learner.place import LearnerPlace
@@ -32,10 +28,10 @@ from learner.progress import StepInProgress
 from learner.publisher import WeightPublisher, make_senders
 from learner.rendezvous import Rendezvous, join_ranks
 from learner.rollout_log import RolloutLog
+from learner.row_learner import RowLearner
 from learner.rows import Row, row_policy
-from learner.rules import target_rules, text_weights
+from learner.rules import target_rules
 from learner.segments import EncodedPrompt, Segment
-from learner.step import RowResult, backward_row
 from learner.targets import Target, ground_truth_target, rollout_target
 from shared.chunking import rank_share
 from shared.config import RunConfig
@@ -72,14 +68,9 @@ class Learner:
         self._data = LearnerData(config, self.loaded)
         self.encoder = self._data.encoder
         self._decode = config.rollout_matching.decode_settings(stop_token_ids=(self.loaded.codec.eos_token_id,), banned_token_ids=self.loaded.banned_token_ids)
-        pipeline = config.rollout_matching.pipeline
-        self._objectives = {channel: build_objectives(pipeline, channel, self.loaded.coord_ids_C) for channel in Channel}
-        self._text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
-        # Greedy engines (temperature 0) report the log-probability at temperature 1.
-        self._sampled_under = Normalizer(self._decode.temperature or 1.0, self.loaded.banned_token_ids)
+        self._row_learner = RowLearner(config, self.loaded, self.parallel, self._decode)
         self._rows = row_policy(config)
         self._log = RolloutLog(config.telemetry.run_dir / "rollouts", self.loaded.codec, rank=place.rank) if config.telemetry.rollouts else None
-        self._logprob_tolerance = LogprobTolerance.of(config)
         self.updater = Updater(self.loaded.model, config.training, self._ranks)
         # The learner's fixed sequence: it proves a sync, and a rank without a row of its own computes it beside the others' rows.
         first = self._data.train[0]
@@ -223,19 +214,19 @@ class Learner:
         position, sample = step.next_position, step.next_sample
         step.num_targets += 1
         if self._log is not None:
-            self._log.write(rollout, sample, target, self._text_weights[step.plan.channel].of(target.roles), position)
+            self._log.write(rollout, sample, target, self._row_learner.text_weights[step.plan.channel].of(target.roles), position)
         actor, version = (None, None) if rollout is None else (rollout.actor, rollout.weight_version)
         return self._rows.add(Segment(position, prompt, target, step.plan.step, actor, version))
 
     def _learn_rows(self, rows: Iterator[Row]) -> bool:
         """False where a rank of a row left behind it: it was told to stop, or the row's rollouts contradict the learner."""
+        channel, tally = self._current.plan.channel, self._current.tally
         for row in self.parallel.rows_of_all_ranks(rows):
             try:
                 if row is None:
-                    # Beside a row of another rank, with whose weights it is computed.
-                    self._backward(self._collate([self._fixed]), weight=0.0)
+                    self._row_learner.compute_beside(self._fixed, channel)
                 else:
-                    self._learn(row)
+                    self._row_learner.learn(row, channel, tally, version=self.publisher.version)
             except RolloutError:
                 # Found behind the row's backward, where the others are too.
                 self.parallel.any_of_row(True)
@@ -249,27 +240,3 @@ class Learner:
         if self.is_told_to_stop:
             return LearnerError("told to stop, because the run is being ended", phase=phase)
         return CollectiveError("another learner rank left the step; check the rank that failed first", phase=phase)
-
-    def _learn(self, segments: Row) -> None:
-        """Forward and backward of one row, and the comparison of its sampled tokens with the engine's."""
-        tally = self._current.tally
-        segments = [self._comparable(segment) for segment in segments]
-        row = self._collate(segments)
-        result = self._backward(row)
-        if self._current.plan.channel is Channel.B and compares_logprobs(self._decode):
-            learner_K, engine_K = result.sampled_logprobs_K, row.sampled.logprobs
-            tally.compared = check_logprobs(segments, learner_K, engine_K, tolerance=self._logprob_tolerance, so_far=tally.compared)
-        tally.add_row(row, result)
-
-    def _comparable(self, segment: Segment) -> Segment:
-        """Without the log-probabilities of a rollout, carried or stale, whose weights have changed since: there is nothing to compare."""
-        if segment.weight_version == self.publisher.version:
-            return segment
-        return replace(segment, target=replace(segment.target, sampled_logprobs=()))
-
-    def _collate(self, segments: Row) -> PackedRow:
-        return collate(segments, text_weights=self._text_weights[self._current.plan.channel], rope_index=self.loaded.model.model.get_rope_index)
-
-    def _backward(self, row: PackedRow, *, weight: float = 1.0) -> RowResult:
-        objectives = self._objectives[self._current.plan.channel]
-        return backward_row(self.loaded.model, row.to(self.loaded.device), objectives, self._sampled_under, run=self.parallel.forward, weight=weight)

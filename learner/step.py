@@ -45,7 +45,7 @@ class RowResult:
     """The learner's log-probabilities of the row's sampled tokens, on the CPU."""
 
 
-class _Forward(NamedTuple):
+class _RowForward(NamedTuple):
     """A tuple of tensors on its top level: that is where fsdp looks for what a backward begins with."""
 
     loss: torch.Tensor
@@ -60,7 +60,7 @@ def backward_row(
     sampled_under: Normalizer,
     *,
     logit_chunk: int = LOGIT_CHUNK,
-    run: Callable[..., _Forward] = directly,
+    run: Callable[..., _RowForward] = directly,
     weight: float = 1.0,
 ) -> RowResult:
     """Add the row's gradient. Logits exist only at supervised and compared positions, `logit_chunk` of them at a time.
@@ -68,13 +68,13 @@ def backward_row(
     `sampled_under` is how the engine drew its tokens, for computing the same probabilities here. `run` runs the forward. `weight` multiplies the gradient:
     with 0 the row is there for the other ranks' sake.
     """
-    loss, terms, values = run(_forward, model, row, objectives, sampled_under, logit_chunk)
+    loss, terms, values = run(_run_row, model, row, objectives, sampled_under, logit_chunk)
     (weight * loss).backward()
     names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
     return RowResult(loss.item(), dict(zip(names, terms.tolist(), strict=True)), _diagnose(objectives, values, row), values.sampled_logprobs_K.detach().cpu())
 
 
-def _forward(model: Any, row: PackedRow, objectives: ChannelObjectives, sampled_under: Normalizer, logit_chunk: int) -> _Forward:
+def _run_row(model: Any, row: PackedRow, objectives: ChannelObjectives, sampled_under: Normalizer, logit_chunk: int) -> _RowForward:
     inputs = row.inputs
     output = model.model(
         input_ids=inputs.input_ids,
@@ -92,7 +92,7 @@ def _forward(model: Any, row: PackedRow, objectives: ChannelObjectives, sampled_
     nothing = 0.0 * values.coord_logits_SC.sum()
     loss = torch.stack([nothing, *(part.loss for part in losses)]).sum()
     terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)])[1:]
-    return _Forward(loss, terms, values)
+    return _RowForward(loss, terms, values)
 
 
 @torch.no_grad()
