@@ -20,6 +20,11 @@ def test_32_rollouts_on_three_actors_that_decode_6_are_two_rounds_of_16(load):
     assert (algebra.packing_length, algebra.packing_window) == (2048, 8)
 
 
+def test_the_positions_of_a_round_are_contiguous_within_each_rank_s_share_of_the_step(load):
+    algebra = batch_algebra(load({"learner.world_size": 2, "stage2_ab.channel_b.rollouts_per_step": 33}))
+    assert algebra.rounds == ((range(9), range(17, 25)), (range(9, 17), range(25, 33)))
+
+
 @pytest.mark.parametrize("num_actors", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 @pytest.mark.parametrize("decode_batch_size", [1, 5, 6, 64])
