@@ -198,18 +198,7 @@ class Telemetry:
             metrics["rollout/decode_mode"] = self._config.rollout_matching.resolved_decode_mode
         if sync is not None:
             self._note_mode(sync)
-            metrics |= {
-                "sync/version": sync.version,
-                "sync/mode": sync.mode,
-                "sync/bytes": sync.bytes,
-                "sync/canary_max_abs": sync.canary_max_abs,
-                "time/sync_s": sync.total_s,
-            }
-            if sync.adapter_effect is not None:
-                metrics["sync/adapter_effect"] = sync.adapter_effect
-            if sync.wire_gb_per_s is not None:
-                metrics["sync/wire_gb_per_s"] = sync.wire_gb_per_s
-            metrics |= {f"sync/{phase}_s": seconds for phase, seconds in sync.phase_s.items()}
+            metrics |= sync.metrics()
         assert metrics.keys() <= BY_NAME.keys(), f"not in shared/metrics.py: {metrics.keys() - BY_NAME.keys()}"
         _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
         if self._ray_metrics is not None:

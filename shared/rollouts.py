@@ -147,3 +147,17 @@ class SyncReport:
     def wire_gb_per_s(self) -> float | None:
         """What one engine received per second of the slowest one's wire phase, in 1e9 bytes; None where nothing went over a wire."""
         return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None
+
+    def metrics(self) -> dict[str, float | str]:
+        """As `shared.metrics` names them; what there is none of is absent."""
+        values = {
+            "sync/version": self.version,
+            "sync/mode": self.mode,
+            "sync/bytes": self.bytes,
+            "sync/canary_max_abs": self.canary_max_abs,
+            "sync/adapter_effect": self.adapter_effect,
+            "sync/wire_gb_per_s": self.wire_gb_per_s,
+            "time/sync_s": self.total_s,
+            **{f"sync/{phase}_s": seconds for phase, seconds in self.phase_s.items()},
+        }
+        return {name: value for name, value in values.items() if value is not None}
