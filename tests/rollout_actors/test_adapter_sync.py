@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,9 @@ def test_without_fallback_a_failed_adapter_sync_ends_the_run_with_the_key_to_cha
     serves(fresh, learner)
 
 
-def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(fresh: EnginePool, make_learner: Any) -> None:
+def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(fresh: EnginePool, make_learner: Any, tmp_path: Path) -> None:
     """Nothing else would notice: names, checksums and versions are all as they should be."""
-    ray.get(fresh.actors["actor-0"].trouble_adapters.remote(KeptAdapter))
+    ray.get(fresh.actors["actor-0"].trouble_adapters.remote(partial(KeptAdapter, folder=tmp_path)))
     learner = make_learner()
     learner.learn(51)
     assert sync(learner, fresh).mode == "adapter"

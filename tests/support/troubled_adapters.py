@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rollout_actors.weight_intake import TakesAdapters
 from shared.weight_terms import AdapterTerms
 
 
-class KeptAdapter:
-    """A full sync does not take it away."""
+class IdleAdapter:
+    """vLLM holds what it is sent, and no request asks for it."""
+
+    request: Any = None
 
     def __init__(self, sound: TakesAdapters) -> None:
         self.sound = sound
-
-    @property
-    def request(self) -> Any:
-        return self.sound.request
 
     async def take(self, terms: AdapterTerms) -> None:
         await self.sound.take(terms)
@@ -25,13 +26,20 @@ class KeptAdapter:
         await self.sound.verify()
 
     async def drop(self) -> None:
-        pass
+        await self.sound.drop()
 
 
-class IdleAdapter(KeptAdapter):
-    """vLLM holds what it is sent, and no request asks for it."""
+class KeptAdapter(IdleAdapter):
+    """It stays in this folder, and a full sync does not take it away."""
 
-    request = None
+    def __init__(self, sound: TakesAdapters, folder: Path) -> None:
+        super().__init__(sound)
+        self._folder = folder
+
+    async def take(self, terms: AdapterTerms) -> None:
+        await super().take(terms)
+        terms.files.save(self._folder)
+        self.request = msgspec.structs.replace(self.sound.request, lora_path=str(self._folder))
 
     async def drop(self) -> None:
-        await self.sound.drop()
+        pass
