@@ -1,14 +1,16 @@
 """A verified weight sync of a 200-million-parameter model to running engines, beside the raw broadcast and beside save + reload, all in one run.
 
-`python -m benchmarks.weight_sync [--engines 2] [--syncs 5] [--warm-up 5] [--bucket-mib 16] [--layers 24]`. The model is a random Qwen3-VL, fp32, with tied
+`python -m benchmarks.weight_sync [--engines 2] [--syncs 9] [--warm-up 5] [--bucket-mib 16] [--layers 24]`. The model is a random Qwen3-VL, fp32, with tied
 embeddings; learner and engines share this machine's cores, all at the same priority.
 
 - raw: one gloo broadcast of the same number of bytes, from touched memory into touched memory, to as many processes over loopback (the sync's own bytes
   pass through shared memory, as they do wherever learner and engines are on one machine);
 - sync: from the offer until every engine serves the new version; the phases are the slowest engine's, or the learner's;
+- unverified: the same, alternating with it, without checksums and canary on either side: what verification costs is the difference;
 - reload: `save_pretrained`, then vLLM's own `reload_weights` on every engine at once, through a folder on disk and through one in memory.
 
-The engines' greedy tokens are compared with the learner's, and a sync of which two elements arrive exchanged has to fail.
+The engines' greedy tokens are compared with the learner's, after verified syncs and after unverified ones. A sync of which two elements arrive exchanged has
+to fail, and an unverified one must not notice.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,113 +30,22 @@ from typing import Any
 
 import ray
 import torch
-from transformers import Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
-from launch.make_demo_model import make_config, make_processor, make_tokenizer
-from learner.place import ReceiverGroup
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
-from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
+from benchmarks.sync_sides import NUM_GREEDY_TOKENS, Engine, EngineSpec, Learner, make_model, set_verifies
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
-from shared.canary import CanaryProbe
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import WeightSyncError
-from shared.prompts import DEFAULT_USER_PROMPT
-from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncReport
 from shared.transports import Device, Transport
-from shared.weight_sync import SendReport, sync_weights
+from shared.weight_sync import sync_weights
 
 ROOT = Path(__file__).parent.parent
 TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=60.0))
-NUM_CANARY_TOKENS = 12
-NUM_GREEDY_TOKENS = 12
 CORRUPTED = "model.language_model.layers.1.mlp.gate_proj.weight"
 # Ray gives its workers the lowest priority but one, unless it is told not to.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0"}
-
-
-def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
-    """216 million parameters with 24 layers, saved with everything that vLLM wants beside them."""
-    tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
-    config = make_config(tokenizer)
-    text = config.text_config
-    text.hidden_size, text.intermediate_size, text.num_hidden_layers = 768, 3072, layers
-    text.num_attention_heads, text.num_key_value_heads, text.head_dim = 12, 4, 64
-    text.vocab_size = 10_240
-    text.rope_parameters = {**text.rope_parameters, "mrope_section": [12, 10, 10]}
-    config.vision_config.out_hidden_size = 768
-    torch.manual_seed(17)
-    model = Qwen3VLForConditionalGeneration(config).eval()
-    model.save_pretrained(folder)
-    make_processor(tokenizer).save_pretrained(folder)
-    return model
-
-
-class Engine(EngineActor):
-    """An ordinary actor that can also reload a checkpoint, and receive one tensor wrongly."""
-
-    _engine: Any
-
-    async def reload(self, folder: str) -> None:
-        await self._engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-
-    async def exchange_elements(self, name: str) -> None:
-        """Two of this tensor, in the next sync."""
-        await self._engine._llm.collective_rpc("arm", args=("exchange", name))
-
-
-class BenchLearner:
-    """A model that changes between syncs, and the sender of its weights."""
-
-    def __init__(self, model: Any, num_engines: int, bucket_bytes: int) -> None:
-        self._model = model
-        self._version = 0
-        self._threads = ThreadPoolExecutor(1)
-        self.tokens = tuple(torch.randint(300, (NUM_CANARY_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist())
-        self.sender = WeightSender(
-            CheckpointWeights(model),
-            transport="rollmatch_gloo",
-            receivers=(ReceiverGroup(num_engines),),
-            timeout_s=TIMEOUTS.sync_phase.seconds,
-            bucket_bytes=bucket_bytes,
-        )
-
-    def learn(self) -> None:
-        with torch.no_grad():
-            for parameter in self._model.parameters():
-                parameter.mul_(1.0 + 0.02 * float(torch.randn(())))
-
-    def offer_weights(self) -> WeightOffer:
-        self._version += 1
-        return self.sender.offer(self._version, CanaryProbe(self.tokens, (), self.tokens, None, tolerance=1e-4), self._logprobs)
-
-    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        return self._threads.submit(self.sender.send, offer)
-
-    def sync_done(self) -> None:
-        pass
-
-    def fall_back_to_full(self) -> None:
-        raise AssertionError("no adapter is offered")
-
-    def greedy(self) -> tuple[int, ...]:
-        tokens = list(self.tokens)
-        for _ in range(NUM_GREEDY_TOKENS):
-            tokens.append(int(self._logits(tokens)[-1].argmax()))
-        return tuple(tokens[len(self.tokens) :])
-
-    def save(self, folder: Path) -> None:
-        self._model.save_pretrained(folder)
-
-    def _logprobs(self) -> list[float]:
-        logprobs: list[float] = self._logits(self.tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(self.tokens[1:])[:, None])[:, 0].tolist()
-        return logprobs
-
-    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        with torch.no_grad():
-            return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
 def raw_broadcast_s(num_bytes: int, num_receivers: int, repeats: int = 5) -> float:
@@ -176,7 +86,7 @@ class TimedSync:
 
     @property
     def verify_s(self) -> float:
-        """By which verification prolongs the sync: the slowest engine's checksums, names and canary. The learner's run beside the engines' loading."""
+        """Of the slowest engine: checksums, names and canary. The learner's run beside the engines' loading."""
         return self.report.phase_s["verify"] + self.report.phase_s["canary"]
 
     @property
@@ -194,7 +104,7 @@ def print_target(what: str, value: float, target: float, *, at_most: bool = Fals
     print(f"{what}: {value:.2f}, asked for {'at most' if at_most else 'at least'} {target:g}: {'met' if met else 'missed'}")
 
 
-def check_served(learner: BenchLearner, pool: ActorPool, num_engines: int) -> None:
+def check_served(learner: Learner, pool: ActorPool, num_engines: int) -> None:
     """Every engine's greedy tokens are the learner's."""
     decode = DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, NUM_GREEDY_TOKENS, 1, (), (), return_logprobs=False)
     requests = [RolloutRequest(0, i, f"check-{i}", learner.tokens, (), decode, i) for i in range(num_engines)]
@@ -206,8 +116,12 @@ def check_served(learner: BenchLearner, pool: ActorPool, num_engines: int) -> No
     print(f"greedy tokens of every engine equal the learner's: {list(expected)}")
 
 
-def check_corruption(learner: BenchLearner, pool: ActorPool, actors: Sequence[Any]) -> None:
-    """Two neighbouring elements that arrive exchanged are noticed, and the next sync is sound."""
+def check_corruption(learner: Learner, pool: ActorPool, actors: Sequence[Any]) -> None:
+    """Two neighbouring elements that arrive exchanged are noticed by verification and by nothing else, and the next sync is sound."""
+    set_verifies(False, learner, actors)
+    ray.get(actors[-1].exchange_elements.remote(CORRUPTED))
+    sync_weights(learner, pool)
+    set_verifies(True, learner, actors)
     ray.get(actors[-1].exchange_elements.remote(CORRUPTED))
     noticed = None
     try:
@@ -220,7 +134,7 @@ def check_corruption(learner: BenchLearner, pool: ActorPool, actors: Sequence[An
     sync_weights(learner, pool)
 
 
-def reload_s(learner: BenchLearner, actors: Sequence[Any], folder: Path) -> tuple[float, float]:
+def reload_s(learner: Learner, actors: Sequence[Any], folder: Path) -> tuple[float, float]:
     """(seconds of saving, seconds until every engine has reloaded), of the median of three."""
     times = []
     for _ in range(3):
@@ -233,15 +147,9 @@ def reload_s(learner: BenchLearner, actors: Sequence[Any], folder: Path) -> tupl
     return sorted(times, key=sum)[1]
 
 
-def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
-    model = make_model(folder / "model", options.layers)
-    learner = BenchLearner(model, options.engines, options.bucket_mib << 20)
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    print(f"{num_bytes / 4e6:.0f} million parameters, {num_bytes / 1e9:.2f} GB, {options.engines} engines, {os.cpu_count()} cores, {folder}")
-    raw_s = raw_broadcast_s(num_bytes, options.engines)
-    print(f"raw gloo broadcast {raw_s:.3f} s, {num_bytes / raw_s / 1e9:.2f} GB/s to each of {options.engines}")
+def start_engines(model: Path, num_engines: int) -> tuple[ActorPool, list[Any]]:
     settings = EngineSettings(
-        model_path=str(folder / "model"),
+        model_path=str(model),
         dtype="float32",
         max_model_len=256,
         max_num_seqs=4,
@@ -250,31 +158,57 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
         device=Device.CPU,
         gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=64 << 20,
-        worker_extension="spoiling_worker.SpoilingWorker",
+        worker_extension="benchmarks.unverified_engine.UnverifiedWorker",
     )
     environment = engine_environment(settings) | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
     make_actor = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": environment})
-    names = [f"engine-{i}" for i in range(options.engines)]
-    actors = [make_actor.remote(VllmEngineSpec(name, settings, i)) for i, name in enumerate(names)]
+    names = [f"engine-{i}" for i in range(num_engines)]
+    actors = [make_actor.remote(EngineSpec(name, settings, i)) for i, name in enumerate(names)]
     pool = ActorPool(actors, names, TIMEOUTS, decode_batch_size=4)
     pool.start()
+    return pool, actors
+
+
+def timed_sync(learner: Learner, pool: ActorPool) -> TimedSync:
+    """Of new weights."""
+    learner.learn()
+    started = time.perf_counter()
+    report = sync_weights(learner, pool)
+    return TimedSync(report, time.perf_counter() - started)
+
+
+def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
+    model = make_model(folder / "model", options.layers)
+    learner = Learner(model, options.engines, bucket_bytes=options.bucket_mib << 20, timeout_s=TIMEOUTS.sync_phase.seconds)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    print(f"{num_bytes / 4e6:.0f} million parameters, {num_bytes / 1e9:.2f} GB, {options.engines} engines, {os.cpu_count()} cores, {folder}")
+    raw_s = raw_broadcast_s(num_bytes, options.engines)
+    print(f"raw gloo broadcast {raw_s:.3f} s, {num_bytes / raw_s / 1e9:.2f} GB/s to each of {options.engines}")
+    pool, actors = start_engines(folder / "model", options.engines)
     for _ in range(1 + options.warm_up):  # the first opens the group
         sync_weights(learner, pool)
-    syncs = []
+    syncs, unverified = [], []
     for _ in range(options.syncs):
-        learner.learn()
-        started = time.perf_counter()
-        report = sync_weights(learner, pool)
-        syncs.append(TimedSync(report, time.perf_counter() - started))
+        set_verifies(False, learner, actors)
+        unverified.append(timed_sync(learner, pool))
+        set_verifies(True, learner, actors)
+        syncs.append(timed_sync(learner, pool))
         syncs[-1].print()
+        print(f"  unverified {unverified[-1].total_s:.3f} s")
+    check_served(learner, pool, options.engines)
+    set_verifies(False, learner, actors)
+    timed_sync(learner, pool)
     check_served(learner, pool, options.engines)
     check_corruption(learner, pool, actors)
     total_s = statistics.median(sync.total_s for sync in syncs)
     print(f"of {len(syncs)} syncs, medians: {total_s:.3f} s")
     print_target("rate of the wire, to the raw rate", statistics.median(raw_s / sync.report.phase_s["wire"] for sync in syncs), 0.7)
-    print_target("verification, of the whole", statistics.median(sync.verify_s / sync.total_s for sync in syncs), 0.25, at_most=True)
+    without_s = statistics.median(sync.total_s for sync in unverified)
+    print(f"of as many unverified ones: {without_s:.3f} s")
+    print_target("what verification adds, of the whole", (total_s - without_s) / total_s, 0.25, at_most=True)
+    of_slowest = statistics.median(sync.verify_s / sync.total_s for sync in syncs)
     of_all = statistics.median(sync.verify_of_all_s / sync.total_s for sync in syncs)
-    print(f"  {of_all:.2f} with the learner's checksums and canary, which run beside the engines' loading")
+    print(f"  by the phases: {of_slowest:.2f} of the slowest engine, {of_all:.2f} with the learner's, which run beside the engines' loading")
     for medium, place in (("disk", disk), ("memory", folder)):
         save_s, load_s = reload_s(learner, actors, place / "saved")
         print(f"through {medium}: save {save_s:.3f} s + reload {load_s:.3f} s = {save_s + load_s:.3f} s")
@@ -289,7 +223,7 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--syncs", type=int, default=5)
+    parser.add_argument("--syncs", type=int, default=9, help="of each kind")
     parser.add_argument("--warm-up", type=int, default=5, help="syncs before those: until every process has the memory it needs")
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--layers", type=int, default=24)

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -92,7 +92,7 @@ class WeightSender:
                 self._wire = self._result(_in_thread(lambda: self._open(terms), SyncPhase.RENDEZVOUS), SyncPhase.RENDEZVOUS)
             joined = time.perf_counter()
             logprobs: Future[tuple[float, ...]] = Future()
-            wire, checksummed = self._wire, ChecksummedWeights(self._source.tensors(), terms, torch, logprobs.result)
+            wire, checksummed = self._wire, self.outgoing(terms, logprobs.result)
             sending = _in_thread(lambda: wire.send(checksummed, terms), SyncPhase.WIRE)
             # Beside the packing, and beside the engines' loading.
             _run(self._canary.logprobs, logprobs)
@@ -104,6 +104,10 @@ class WeightSender:
             raise
         phase_s = {"send_gather": checksummed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": checksummed.verify_s}
         return SendReport(phase_s | {"send_canary": scored - joined})
+
+    def outgoing(self, terms: FullTerms, logprobs: Callable[[], Sequence[float]]) -> ChecksummedWeights:
+        """The weights as they go out; `logprobs` waits for those of the canary."""
+        return ChecksummedWeights(self._source.tensors(), terms, torch, logprobs)
 
     def close(self) -> None:
         """Leave the groups; the next offer opens others. Also to be called when the set of receivers changes. Twice is harmless."""

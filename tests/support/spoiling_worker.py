@@ -52,6 +52,7 @@ class SpoilingWorker(ReceiptWorker):
     model_runner: Any
     _fault: Fault | None = None
     _spoiled = ""
+    watch_class = SpoilingWatch
 
     def arm(self, fault: str, name: str) -> None:
         """For the next sync alone: what happens to the parameter of this name."""
@@ -65,7 +66,7 @@ class SpoilingWorker(ReceiptWorker):
         hook = self.model_runner.model.register_forward_pre_hook(fail)
 
     def make_watch(self, model: nn.Module, bucket_bytes: int) -> LoadWatch:
-        watch = SpoilingWatch(model, bucket_bytes, self._fault, self._spoiled)
+        watch = self.watch_class(model, bucket_bytes, self._fault, self._spoiled)
         self._fault = None
         return watch
 

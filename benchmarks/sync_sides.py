@@ -1,0 +1,148 @@
+"""The two sides of `benchmarks.weight_sync`: a learner and engines, either of which can leave out its part of the verification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from transformers import Qwen3VLForConditionalGeneration
+
+from launch.make_demo_model import make_config, make_processor, make_tokenizer
+from learner.place import ReceiverGroup
+from learner.weight_sender import WeightSender
+from learner.weight_source import CheckpointWeights
+from rollout_actors.engine_actor import EngineActor, PooledEngine, VllmEngineSpec
+from shared.canary import CanaryProbe
+from shared.checksummed_weights import ChecksummedWeights
+from shared.prompts import DEFAULT_USER_PROMPT
+from shared.rollouts import WeightOffer
+from shared.transports import Transport
+from shared.weight_sync import SendReport
+from shared.weight_terms import FullTerms
+
+NUM_CANARY_TOKENS = 12
+NUM_GREEDY_TOKENS = 12
+
+
+def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
+    """216 million parameters with 24 layers, saved with everything that vLLM wants beside them."""
+    tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
+    config = make_config(tokenizer)
+    text = config.text_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = 768, 3072, layers
+    text.num_attention_heads, text.num_key_value_heads, text.head_dim = 12, 4, 64
+    text.vocab_size = 10_240
+    text.rope_parameters = {**text.rope_parameters, "mrope_section": [12, 10, 10]}
+    config.vision_config.out_hidden_size = 768
+    torch.manual_seed(17)
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    make_processor(tokenizer).save_pretrained(folder)
+    return model
+
+
+class EngineSpec(VllmEngineSpec):
+    def __call__(self) -> PooledEngine:
+        from benchmarks.unverified_engine import UnverifiedEngine
+
+        return UnverifiedEngine(self.name, self.settings, index=self.index)
+
+
+class Engine(EngineActor):
+    """An ordinary actor that can also reload a checkpoint, receive one tensor wrongly, and take weights unverified."""
+
+    _engine: Any
+
+    async def reload(self, folder: str) -> None:
+        await self._engine.collective_rpc("reload_weights", None, folder)
+
+    async def exchange_elements(self, name: str) -> None:
+        """Two of this tensor, in the next sync."""
+        await self._engine.collective_rpc("arm", "exchange", name)
+
+    async def set_verifies(self, verifies: bool) -> None:
+        """Of the syncs from now on."""
+        self._engine.verifies = verifies
+        await self._engine.collective_rpc("set_verifies", verifies)
+
+
+class UnverifiedWeights(ChecksummedWeights):
+    """Followed by zeros."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._weights
+        for spec in self._terms.sent[len(self._terms.tensors) :]:
+            yield spec.name, torch.zeros(spec.num_bytes, dtype=torch.uint8)
+
+
+class Sender(WeightSender):
+    """An ordinary sender that can leave out the checksums."""
+
+    verifies = True
+
+    def outgoing(self, terms: FullTerms, logprobs: Callable[[], Sequence[float]]) -> ChecksummedWeights:
+        return super().outgoing(terms, logprobs) if self.verifies else UnverifiedWeights(self._source.tensors(), terms, torch)
+
+
+class Learner:
+    """A model that changes between syncs, the sender of its weights, and their canary."""
+
+    offers_adapter = False
+
+    def __init__(self, model: Any, num_engines: int, *, bucket_bytes: int, timeout_s: float) -> None:
+        self._model = model
+        self._version = 0
+        self._threads = ThreadPoolExecutor(1)
+        self.tokens = tuple(torch.randint(300, (NUM_CANARY_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist())
+        self.sender = Sender(
+            CheckpointWeights(model), transport=Transport.GLOO, receivers=(ReceiverGroup(num_engines),), timeout_s=timeout_s, bucket_bytes=bucket_bytes
+        )
+
+    def learn(self) -> None:
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.mul_(1.0 + 0.02 * float(torch.randn(())))
+
+    def offer_weights(self) -> WeightOffer:
+        self._version += 1
+        return self.sender.offer(self._version, self)
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        return self._threads.submit(self.sender.send, offer)
+
+    def sync_done(self) -> None:
+        pass
+
+    def question(self) -> CanaryProbe:
+        return CanaryProbe(self.tokens, (), self.tokens, None, tolerance=1e-4)
+
+    def logprobs(self) -> tuple[float, ...]:
+        if not self.sender.verifies:
+            return ()
+        return tuple(self._logits(self.tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(self.tokens[1:])[:, None])[:, 0].tolist())
+
+    def probe(self) -> CanaryProbe:
+        return self.question().with_logprobs(self.logprobs())
+
+    def greedy(self) -> tuple[int, ...]:
+        tokens = list(self.tokens)
+        for _ in range(NUM_GREEDY_TOKENS):
+            tokens.append(int(self._logits(tokens)[-1].argmax()))
+        return tuple(tokens[len(self.tokens) :])
+
+    def save(self, folder: Path) -> None:
+        self._model.save_pretrained(folder)
+
+    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def set_verifies(verifies: bool, learner: Learner, actors: Sequence[Any]) -> None:
+    """Of both sides, in the syncs from now on."""
+    learner.sender.verifies = verifies
+    ray.get([actor.set_verifies.remote(verifies) for actor in actors])
