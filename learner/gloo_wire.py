@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -56,25 +57,23 @@ class GlooWire:
         cut = [(bucket, offsets(bucket)) for bucket in buckets(terms.sent, terms.bucket_bytes)]
         assert [starts[-1] for _, starts in cut] == [len(place) for place in self._places], "a source sends the same tensors every time"
         stream = iter(tensors)
-        sending: list[list[Any]] = []
         for turn, ((bucket, (*starts, _)), packed) in enumerate(zip(cut, self._places, strict=True)):
             if turn >= NUM_BUFFERS:
                 # The bucket before the last one may have been packed in the same place.
-                _wait(sending[turn - NUM_BUFFERS])
+                for group in self._groups:
+                    group.wait()
             for spec, start in zip(bucket, starts, strict=True):
                 _, tensor = next(stream)
                 packed[start : start + spec.num_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
-            sending.append([group.send(packed) for group in self._groups])
-        for works in sending:
-            _wait(works)
-        # One that fails while it loads leaves its group: then this fails too, and the next sync begins with new groups.
+            for group in self._groups:
+                group.send(packed)
         for group in self._groups:
-            group.agree(True)
+            group.finish()
 
     def close(self) -> None:
         for group in self._groups:
             group.close()
-        # Gloo closes its connections when the last reference goes, and the traceback of a failed send holds one to this wire. So with the memory.
+        # The traceback of a failed send refers to this wire.
         self._groups, self._places = [], []
 
 
@@ -85,15 +84,34 @@ class _Group:
         """Returns when all receivers have come. `shared` is asked only if all of them are on this machine."""
         store = TCPStore(group.host, group.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach())
         self._group: Any = ProcessGroupGloo(store, 0, group.world_size, gloo_options(group.host, timeout))
+        self._sending: deque[Any] = deque()
         self._it_is_there = torch.ones(1, dtype=torch.uint8)
-        self.reads_shared = self._tell(this_machine()) and self._share(shared())
-        """Whether every receiver of this group has opened the shared memory."""
+        try:
+            self.reads_shared = self._tell(this_machine()) and self._share(shared())
+            """Whether every receiver of this group has opened the shared memory."""
+        except BaseException:
+            self.close()
+            raise
 
-    def send(self, packed: torch.Tensor) -> Any:
-        return self._broadcast(self._it_is_there if self.reads_shared else packed)
+    def send(self, packed: torch.Tensor) -> None:
+        """Begins to; `packed` stays as it is until `wait` has returned as often as this was called."""
+        self._sending.append(self._broadcast(self._it_is_there if self.reads_shared else packed))
+
+    def wait(self) -> None:
+        """Until what was sent first, of what has not been waited for, has arrived."""
+        self._sending.popleft().wait()
+
+    def finish(self) -> None:
+        """Waits until all has arrived and every receiver has loaded it. One that fails while it loads leaves its group: then this fails too."""
+        while self._sending:
+            self.wait()
+        self._agree(True)
 
     def close(self) -> None:
-        self._group.shutdown()
+        # Gloo closes its connections, which is what ends the others' waits, when nothing refers to the group any more, nor to anything that is on its way in
+        # it; `shutdown` and `abort` of the group do not.
+        self._sending.clear()
+        self._group = None
 
     def _share(self, memory: SharedMemory | None) -> bool:
         return self._tell((NOWHERE if memory is None else memory.address).numbers())
@@ -101,9 +119,9 @@ class _Group:
     def _tell(self, numbers: Sequence[int]) -> bool:
         """Whether every receiver can do something with them."""
         self._broadcast(torch.tensor(numbers, dtype=torch.int64)).wait()
-        return self.agree(True)
+        return self._agree(True)
 
-    def agree(self, yes: bool) -> bool:
+    def _agree(self, yes: bool) -> bool:
         """Whether every rank says so, once every rank has come to say it."""
         vote = torch.tensor([yes], dtype=torch.int32)
         options: Any = torch.distributed.AllreduceOptions()
@@ -115,8 +133,3 @@ class _Group:
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         return self._group.broadcast([tensor], options)
-
-
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,35 +30,44 @@ class WeightGroup:
         # Without it gloo asks the host's name for an address, which may be one that nobody else reaches (127.0.1.1 on a Debian machine).
         options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
         self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
-        self._shared = self._open() if self._agree(self._told(len(machine())) == list(machine())) else None
+        self._coming: deque[Any] = deque()
+        try:
+            self._shared = self._open() if self._agree(self._told(len(machine())) == list(machine())) else None
+        except BaseException:
+            self.close()
+            raise
 
     def receive(self, tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[tuple[TensorSpec, ...], torch.Tensor]]:
         """Every bucket and its bytes, as `offsets` places the tensors, each while the next one is on its way. They stay as they are until the next sync.
 
         Rank 0 waits until all are through with the last bucket.
         """
-        coming: tuple[Any, tuple[TensorSpec, ...], torch.Tensor] | None = None
+        following: tuple[tuple[TensorSpec, ...], torch.Tensor] | None = None
         begin = 0
         for bucket in buckets(tensors, bucket_bytes):
             size = offsets(bucket)[-1]
             if self._shared is not None:
                 packed = self._shared[begin : begin + size]
                 begin += size
-                following = (self._broadcast(torch.empty(1, dtype=torch.uint8)), bucket, packed)
+                self._coming.append(self._broadcast(torch.empty(1, dtype=torch.uint8)))
             else:
                 # A new buffer per bucket: the reload keeps views of it until the last parameter of a layer has come, maybe in the next bucket.
                 packed = torch.empty(size, dtype=torch.uint8)
-                following = (self._broadcast(packed), bucket, packed)
-            if coming is not None:
-                yield _arrived(*coming)
-            coming = following
-        if coming is not None:
-            yield _arrived(*coming)
+                self._coming.append(self._broadcast(packed))
+            if following is not None:
+                self._coming.popleft().wait()
+                yield following
+            following = (bucket, packed)
+        if following is not None:
+            self._coming.popleft().wait()
+            yield following
         self._agree(True)
 
     def close(self) -> None:
-        self._group.shutdown()
-        self._shared = None
+        # Gloo closes its connections, which is what ends the others' waits, when nothing refers to the group any more, nor to anything that is on its way in
+        # it; `shutdown` and `abort` of the group do not.
+        self._coming.clear()
+        self._group = self._shared = None
 
     def _told(self, num_numbers: int) -> list[int]:
         """By rank 0."""
@@ -83,11 +93,6 @@ class WeightGroup:
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         return self._group.broadcast([tensor], options)
-
-
-def _arrived(work: Any, bucket: tuple[TensorSpec, ...], packed: torch.Tensor) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
-    work.wait()
-    return bucket, packed
 
 
 def address_towards(host: str, port: int) -> str:

@@ -310,6 +310,36 @@ def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool
         assert isinstance(staying.exception(timeout=10), RuntimeError), f"it is told at once, while the error is still there: {failed.value}"
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("leaving", [1, 2, 3])
+def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_errors_are_kept(leaving: int, is_elsewhere: bool) -> None:
+    """Gloo's broadcast goes from receiver to receiver, so each that is told has to tell the next."""
+    sender = WeightSender(CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(3),), timeout_s=60.0, bucket_bytes=10)
+    offer = sender.offer(1, CANARY)
+    terms = FullTerms.of(offer)
+    kept = []
+
+    def take(rank: int) -> None:
+        joined = join(terms.group, rank, 60.0, is_elsewhere=is_elsewhere)
+        arriving = joined.receive(terms.sent, terms.bucket_bytes)
+        kept.append(arriving)  # as a traceback does
+        try:
+            for _ in arriving:
+                if rank == leaving:
+                    raise ZeroDivisionError
+        finally:
+            joined.close()
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(3) as threads:
+        taking = [threads.submit(take, rank) for rank in (1, 2, 3)]
+        with pytest.raises(WeightSyncError, match="wire on learner") as failed:
+            sender.send(offer)
+        errors = [type(future.exception(timeout=60)) for future in taking]
+    assert time.monotonic() - started < 30, "nobody waited for the timeout"
+    assert errors == [ZeroDivisionError if rank == leaving else RuntimeError for rank in (1, 2, 3)], failed.value
+
+
 def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
     sender = WeightSender(CheckpointWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5)
     offer = sender.offer(1, CANARY)
