@@ -64,8 +64,8 @@ lint: setup
 check: lint
 	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not slow"
 
-test: lint
-	@$(PYTHON) -m pytest -q -m "not engines_extra"
+test: check
+	@$(PYTHON) -m pytest -q -m "(engine or ray or slow) and not engines_extra"
 
 test-engines: setup
 	@$(PYTHON) -m pytest -q -m engines_extra

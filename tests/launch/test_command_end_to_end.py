@@ -80,7 +80,7 @@ print("loaded elsewhere")
     assert "loaded elsewhere" in done.stdout, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.engines_extra)])
 def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_process(command, number):
     run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
     run.wait_for("step    2/500")
@@ -112,6 +112,7 @@ def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_
     assert f"saved     {run.run_dir / 'checkpoint_interrupted_000001'}" in run.output, run.output
 
 
+@pytest.mark.engines_extra
 def test_a_killed_actor_ends_the_run_with_its_name_and_leaves_no_process(command):
     run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
     run.wait_for("step    2/500")
