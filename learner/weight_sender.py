@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -168,6 +167,4 @@ def _run(work: Callable[[], T], result: Future[T]) -> None:
     try:
         result.set_result(work())
     except Exception as error:  # delivered to the waiting thread by the future
-        # In words: a traceback would hold the group and its work, and with them the connections whose end the receivers wait for.
-        error.add_note(traceback.format_exc())
-        result.set_exception(error.with_traceback(None))
+        result.set_exception(error)
