@@ -102,7 +102,7 @@ def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_proces
 @pytest.mark.engines_extra
 def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_and_saves_its_weights(command):
     """The weights would come behind the round, and `timeouts.interrupt_s` would be over."""
-    large = ("rollout_matching.decode_batch_size=96", "stage2_ab.channel_b.rollouts_per_step=96", "training.packing_buffer=96")
+    large = ("rollout_matching.decode_batch_size=192", "stage2_ab.channel_b.rollouts_per_step=192", "training.packing_buffer=192")
     run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=1", "data.val=null", "timeouts.interrupt_s=6.0", *large, experiment="stage2_hf")
     run.wait_for("step    1/500")
     time.sleep(2.0)  # into the first round
