@@ -5,9 +5,11 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import ray
+from config_support import configuration
 
 from learner.actor import STOPPING
 from learner.place import LearnerPlace, ReceiverGroup
@@ -19,6 +21,8 @@ from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
 
 pytestmark = pytest.mark.ray
+
+CONFIG = configuration(Path("model"), Path("data"), Path("run"))
 
 
 class Shell:
@@ -83,7 +87,7 @@ def learner(ray_cluster):
 
 def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_behind_it(learner):
     with pytest.raises(ConfigError, match=r"model\.path: no") as caught:
-        learner().start(None, [LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))])
+        learner().start(CONFIG, [LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))])
     assert type(caught.value) is ConfigError
     assert "in start" in str(caught.value.__cause__)
 
@@ -195,7 +199,7 @@ def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call
 def test_closing_reaches_a_rank_that_is_busy_and_does_not_wait_for_one_that_has_ended(learner):
     closed = learner()
     with pytest.raises(ConfigError):
-        closed.start(None, [LearnerPlace("inproc", ())], make_backend=dict)
+        closed.start(CONFIG, [LearnerPlace("inproc", ())], make_backend=dict)
     with ThreadPoolExecutor(1) as threads:
         busy = threads.submit(closed.score, [[]])
         time.sleep(1)
