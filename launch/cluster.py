@@ -11,6 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from launch.data_checks import ImageNeeds
 from launch.placement import Placement, Resources, plan_placement
 from launch.rank_rollouts import RankRollouts
 from launch.ray_connection import connect, nodes_there
@@ -40,10 +41,9 @@ GRACE_S = 60.0
 class Cluster:
     """One run's processes. On exit, good or bad, all of them end; a cluster that was running before the run is left running."""
 
-    def __init__(self, config: RunConfig, *, max_images: int) -> None:
-        """`max_images` is the largest number of images of a sample."""
+    def __init__(self, config: RunConfig, images: ImageNeeds) -> None:
         self._config = config
-        self._max_images = max_images
+        self._images = images
         self._ends = ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -85,7 +85,7 @@ class Cluster:
     def _start_in_ranks(self, placement: Placement, learner: RemoteLearner) -> RankRollouts:
         """One wait for both: a rank loads its engine when it has loaded its model, whose device the two share."""
         config = self._config
-        learner.start(config, _places(placement, ()), _make_backend(config, placement, max_images=self._max_images))
+        learner.start(config, _places(placement, ()), _make_backend(config, placement, self._images))
         size, devices = config.rollout_matching.decode_batch_size, placement.devices_per_engine
         return RankRollouts(learner, num_ranks=config.learner.world_size, devices_per_rank=devices, decode_batch_size=size)
 
@@ -134,7 +134,7 @@ class Cluster:
 
     def _place_actors(self, placement: Placement, group: PlacementGroup) -> ActorPool:
         config = self._config
-        settings = settings_of_run(config, placement, max_images=self._max_images)
+        settings = settings_of_run(config, placement, self._images)
         names = [actor_name(index) for index in range(len(placement.engines))]
         environment = engine_environment(settings)
         actors = [
@@ -157,7 +157,7 @@ class Cluster:
         Raises ConfigError where the token is not there.
         """
         names = [server_name(index) for index in range(len(section.servers))]
-        settings = settings_of_run(self._config, placement, max_images=self._max_images)
+        settings = settings_of_run(self._config, placement, self._images)
         specs = [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
         nothing = Resources(cpus=0.0, gpus=0.0)
         actors = [self._create(ray.remote(EngineActor), (spec,), name=spec.name, resources=nothing, where=here(), environment={}) for spec in specs]
@@ -220,7 +220,7 @@ def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[
     ]
 
 
-def _make_backend(config: RunConfig, placement: Placement, *, max_images: int) -> MakeBackend:
+def _make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeBackend:
     """The backend that lives in every learner rank."""
     if config.rollout_matching.rollout_backend == "hf":
         from rollout_actors.backends.hf import HFBackendSpec
@@ -228,4 +228,4 @@ def _make_backend(config: RunConfig, placement: Placement, *, max_images: int) -
         return HFBackendSpec(config.rollout_matching.decode_batch_size, config.rollout_matching.repeat_terminate.settings())
     from rollout_actors.backends.vllm_colocate import ColocatedSpec
 
-    return ColocatedSpec(settings_of_run(config, placement, max_images=max_images), sleep=config.rollout_matching.vllm.sleep)
+    return ColocatedSpec(settings_of_run(config, placement, images), sleep=config.rollout_matching.vllm.sleep)

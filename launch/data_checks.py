@@ -13,23 +13,33 @@ from shared.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class ImageNeeds:
+    """What the images of the data ask of an engine."""
+
+    max_per_prompt: int = 1
+    max_pixels: int = 0
+    """Width times height of the largest one; 0: not known."""
+
+    @classmethod
+    def of(cls, *datasets: Dataset) -> ImageNeeds:
+        samples = [sample for dataset in datasets for sample in dataset]
+        return cls(max(len(sample.images) for sample in samples), max(sample.width * sample.height for sample in samples))
+
+
+@dataclass(frozen=True, slots=True)
 class DataFacts:
     """What the rest of the run needs to know of its data."""
 
-    max_images: int
-    """Most images of a row, over training and validation: the engines' limit per prompt."""
-    max_image_pixels: int
-    """Width times height of the largest image of them."""
+    images: ImageNeeds
+    """Of training and validation."""
     num_train_skipped: int
     num_val_skipped: int
     """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
 
     @classmethod
     def of(cls, train: Dataset, val: Dataset | None) -> DataFacts:
-        samples = [sample for dataset in (train, val) if dataset is not None for sample in dataset]
         return cls(
-            max_images=max(len(sample.images) for sample in samples),
-            max_image_pixels=max(sample.width * sample.height for sample in samples),
+            images=ImageNeeds.of(train) if val is None else ImageNeeds.of(train, val),
             num_train_skipped=train.num_skipped,
             num_val_skipped=0 if val is None else val.num_skipped,
         )

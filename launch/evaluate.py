@@ -100,6 +100,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from launch.cluster import Cluster
+    from launch.data_checks import ImageNeeds
     from launch.driver import evaluate
     from launch.local_held_out import LocalHeldOut
     from launch.pipeline import one_ahead
@@ -110,7 +111,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     from learner.loading import load_tokens
 
     held_out = HeldOut.of(config, dataset, load_tokens(config))
-    with Cluster(config, max_images=max(len(sample.images) for sample in dataset)) as cluster:
+    with Cluster(config, ImageNeeds.of(dataset)) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
         console.print(f"ready     {', '.join(rollouts.names)} with {config.model.path}", highlight=False)

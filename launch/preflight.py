@@ -18,7 +18,7 @@ from rich.console import Console
 
 from launch.command import explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.data_checks import DataFacts, load_data
+from launch.data_checks import DataFacts, ImageNeeds, load_data
 from launch.device_memory import DeviceMemory, Needs, device_memory
 from launch.memory_estimate import ModelShape, engine_estimate, in_gib, learner_estimate, sequences_in_cache, shared_device_estimate, synced_bytes
 from launch.path_checks import path_problems
@@ -102,8 +102,8 @@ def preflight(
         findings.attempt(lambda: _require_offload(config, placement))
         if shape is not None:
             findings.check(lambda: _memory(config, placement, shape, memory_of(placement.learner_device), len(nodes), findings))
-            expected = settings_of_run(config, placement, max_images=1 if facts is None else facts.max_images)
-    findings.check(lambda: _servers(config, expected, 0 if facts is None else facts.max_image_pixels, findings))
+            expected = settings_of_run(config, placement, ImageNeeds() if facts is None else facts.images)
+    findings.check(lambda: _servers(config, expected, findings))
     return findings
 
 
@@ -128,12 +128,12 @@ def _require_offload(config: RunConfig, placement: Placement) -> None:
     require_offload(config, torch.device(placement.learner_device))
 
 
-def _servers(config: RunConfig, expected: EngineSettings | None, max_image_pixels: int, findings: Findings) -> Iterator[str]:
-    """What the servers say, and what that makes of the run's rounds. What is expected of them, and the largest image, as `ask_servers` wants them."""
+def _servers(config: RunConfig, expected: EngineSettings | None, findings: Findings) -> Iterator[str]:
+    """What the servers say, and what that makes of the run's rounds. What is expected of them, as `ask_servers` wants it."""
     section = rollout_servers(config)
     if section is None:
         return
-    answers = ask_servers(section, expected, max_image_pixels=max_image_pixels)
+    answers = ask_servers(section, expected)
     findings.lines += answers.lines
     yield from answers.problems
     if answers.devices is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launch.data_checks import ImageNeeds
 from launch.memory_estimate import ModelShape, batch_cache_bytes
 from launch.placement import Placement
 from rollout_actors.engine_settings import EngineSettings
@@ -11,7 +12,7 @@ from shared.config import RunConfig
 from shared.transports import Device
 
 
-def settings_of_run(config: RunConfig, placement: Placement, *, max_images: int) -> EngineSettings:
+def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds) -> EngineSettings:
     """The same for every engine, or what every server is expected to be started with. ConfigError where the model's files have to be read and cannot be."""
     vllm, devices = config.rollout_matching.vllm, placement.devices_per_engine
     cache = vllm.kv_cache_memory_bytes
@@ -29,7 +30,8 @@ def settings_of_run(config: RunConfig, placement: Placement, *, max_images: int)
         kv_cache_memory_bytes=cache,
         gpu_memory_utilization=vllm.resolved_gpu_memory_utilization,
         enforce_eager=vllm.enforce_eager,
-        max_images_per_prompt=max_images,
+        max_images_per_prompt=images.max_per_prompt,
+        max_image_pixels=images.max_pixels,
         repeat_guard=config.rollout_matching.repeat_terminate.settings(),
         enable_lora=vllm.enable_lora,
         max_lora_rank=1 if config.model.adapter is None else config.model.adapter.rank,

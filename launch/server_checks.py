@@ -41,12 +41,11 @@ class ServerAnswers:
     """Rollout devices of each server, in order; None where one of them did not say."""
 
 
-def ask_servers(section: ServerSection, settings: EngineSettings | None, *, max_image_pixels: int = 0, inspect_s: float = INSPECT_S) -> ServerAnswers:
+def ask_servers(section: ServerSection, settings: EngineSettings | None, *, inspect_s: float = INSPECT_S) -> ServerAnswers:
     """Ask each of them what a run's client asks at its start, without waiting for one that loads, and changing nothing.
 
     Args:
         settings: what the run expects of them; None: not known, and they are asked only whether they are up.
-        max_image_pixels: of the largest image of the data; 0: not known.
         inspect_s: for everything that one server is asked.
 
     Raises:
@@ -62,11 +61,6 @@ def ask_servers(section: ServerSection, settings: EngineSettings | None, *, max_
         elif answer is not None:
             lines.append(f"serves    {_told(address, answer)}")
             problems += [f"{path} does not suit the run; {problem}" for problem in answer.problems]
-            if answer.limits is not None and answer.limits.max_image_pixels < max_image_pixels:
-                problems.append(
-                    f"{path} takes images of max_image_pixels = {answer.limits.max_image_pixels}, the largest of the data has {max_image_pixels}; start it "
-                    f"with max_image_pixels={max_image_pixels}"
-                )
             if answer.process and seen.setdefault(answer.process, index) != index:
                 problems.append(f"{path} is the server of servers[{seen[answer.process]}]; list every server once")
     known = [answer.world_size for answer in answers if isinstance(answer, ServerFacts)]

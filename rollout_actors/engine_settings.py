@@ -38,6 +38,8 @@ class EngineSettings:
     """Fraction of the device's memory that the engine may use; on CPU of the machine's. Ignored where `kv_cache_memory_bytes` is given."""
     tensor_parallel_size: int = 1
     max_images_per_prompt: int = 1
+    max_image_pixels: int = 0
+    """Of the largest image that will come; 0: not known. Servers alone have a limit."""
     kv_cache_memory_bytes: int | None = None
     """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine refuses to start beside other processes."""
     enforce_eager: bool = True

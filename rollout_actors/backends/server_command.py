@@ -28,6 +28,8 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
         "max_images_per_prompt": settings.max_images_per_prompt,
         "seed": settings.seed,
     }
+    if settings.max_image_pixels:
+        values["max_image_pixels"] = settings.max_image_pixels
     if settings.kv_cache_memory_bytes is None:
         values["gpu_memory_utilization"] = settings.gpu_memory_utilization
     else:

@@ -133,6 +133,11 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
     yield from too_few_sequences(info.max_num_seqs, expected, world_size=info.world_size, remedy="start it with max_num_seqs=")
     if info.max_images_per_prompt < expected.max_images_per_prompt:
         yield f"max_images_per_prompt is {info.max_images_per_prompt}: start it with max_images_per_prompt={expected.max_images_per_prompt}"
+    if info.limits.max_image_pixels < expected.max_image_pixels:
+        yield (
+            f"max_image_pixels is {info.limits.max_image_pixels}, the largest image of the data has {expected.max_image_pixels}: "
+            f"start it with max_image_pixels={expected.max_image_pixels}"
+        )
     if info.transport != expected.transport:
         yield f"its weights come over {info.transport}, the learner sends over {expected.transport}: start it with transport={expected.transport}"
     if info.repeat_guard != expected.repeat_guard:

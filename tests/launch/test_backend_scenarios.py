@@ -6,6 +6,7 @@ import pytest
 from config_support import configuration, mapping
 from packaging.requirements import Requirement
 
+from launch.data_checks import ImageNeeds
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
 from launch.version_checks import vllm_problems
@@ -35,7 +36,7 @@ def test_default_behavior_preserved_colocate(config):
     assert engines_in(unset) is EnginePlace.RANKS
     placement = plan_placement(unset, [Resources(cpus=16, gpus=4)])
     assert (placement.engines, placement.transport) == ((), "ipc")
-    settings = settings_of_run(unset, placement, max_images=1)
+    settings = settings_of_run(unset, placement, ImageNeeds())
     assert (settings.gpu_memory_utilization, settings.tensor_parallel_size) == (0.45, 4)
 
 
@@ -69,6 +70,6 @@ def test_existing_yaml_enables_repeat_aware_behavior_in_vllm_mode(config, mode):
     changes: dict[str, Any] = {"rollout_matching__repeat_terminate": GUARD}
     hf = config(rollout_matching__rollout_backend="hf", **changes).rollout_matching.repeat_terminate.settings()
     switched = config(rollout_matching__vllm={"mode": mode, "kv_cache_memory_bytes": 2**26} | ({"server": SERVER} if mode == "server" else {}), **changes)
-    settings = settings_of_run(switched, plan_placement(switched, [Resources(cpus=16, gpus=0)]), max_images=1)
+    settings = settings_of_run(switched, plan_placement(switched, [Resources(cpus=16, gpus=0)]), ImageNeeds())
     assert settings.repeat_guard == hf
     assert hf is not None and hf.max_object_keys == 60

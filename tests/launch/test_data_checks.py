@@ -10,7 +10,7 @@ import pytest
 from config_support import configuration
 from PIL import Image
 
-from launch.data_checks import DataFacts, check_data
+from launch.data_checks import DataFacts, ImageNeeds, check_data
 from learner.samples import load_samples
 from shared.errors import ConfigError, RecordError
 
@@ -36,7 +36,7 @@ def change_row(data, number, name="train.jsonl", **changes):
 
 def test_sound_data_pass(run):
     facts = check_data(run[0])
-    assert facts == DataFacts(max_images=1, max_image_pixels=96 * 96, num_train_skipped=0, num_val_skipped=0)
+    assert facts == DataFacts(ImageNeeds(1, 96 * 96), num_train_skipped=0, num_val_skipped=0)
     assert facts.describe() == []
 
 
@@ -44,14 +44,14 @@ def test_the_most_images_of_a_row_are_those_of_training_and_validation(run):
     config, data = run
     change_row(data, 2, name="val.jsonl", images=["val/00002.png", "val/00003.png", "val/00004.png"])
     change_row(data, 2, images=["train/00002.png", "train/00003.png"])
-    assert check_data(config).max_images == 3
+    assert check_data(config).images.max_per_prompt == 3
 
 
 def test_the_largest_image_is_known(run):
     config, data = run
     Image.new("RGB", (200, 101)).save(data / "val" / "large.png")
     change_row(data, 2, name="val.jsonl", images=["val/large.png"], width=200, height=101)
-    assert check_data(config).max_image_pixels == 20_200
+    assert check_data(config).images.max_pixels == 20_200
 
 
 def test_the_check_loads_neither_torch_nor_what_needs_it():

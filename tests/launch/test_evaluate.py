@@ -12,6 +12,7 @@ from config_support import configuration
 from hydra import compose, initialize_config_dir
 
 from launch.composition import as_mapping
+from launch.data_checks import ImageNeeds
 from launch.driver import evaluate
 from launch.evaluate import EvaluateOptions, evaluation_config, report_folder
 from launch.local_held_out import LocalHeldOut
@@ -122,7 +123,7 @@ def test_on_cpu_the_actors_of_a_run_that_had_none_start_at_once_and_take_what_th
     config = evaluation_config(EvaluateOptions(run=tmp_path, checkpoint=demo_checkpoint), [])
     (one,) = plan_placement(config, [Resources(cpus=2, gpus=0)], learns=False).bundles
     assert one == Resources(cpus=1, gpus=0)
-    settings = settings_of_run(config, plan_placement(config, [Resources(cpus=2, gpus=0)], learns=False), max_images=1)
+    settings = settings_of_run(config, plan_placement(config, [Resources(cpus=2, gpus=0)], learns=False), ImageNeeds())
     assert settings.enforce_eager
     # Keys and values, 3 layers, 2 heads of 32, float32: the longest sequences, and a block that vLLM keeps.
     a_token = 2 * 3 * 2 * 32 * 4

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 from tiny_qwen import FAMILIES, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
+from launch.data_checks import ImageNeeds
 from launch.device_memory import DeviceMemory, Needs, container_limits, device_memory
 from launch.memory_estimate import (
     Estimate,
@@ -101,10 +102,10 @@ def test_on_cpu_a_cache_without_a_size_holds_the_longest_sequences_that_are_deco
     engine = engine_estimate(run, shape, devices, Device.CPU, 2**34)
     fit, asked = sequences_in_cache(run, shape, engine, devices), run.rollout_matching.decode_batch_size * devices
     assert asked <= fit <= asked + 1
-    settings = settings_of_run(run, plan_placement(run, [Resources(cpus=16, gpus=0)]), max_images=1)
+    settings = settings_of_run(run, plan_placement(run, [Resources(cpus=16, gpus=0)]), ImageNeeds())
     assert settings.kv_cache_memory_bytes == engine_estimate(run, shape, 1, Device.CPU, 0).parts["key-value cache"]
     on_gpus = plan_placement(run, [Resources(cpus=16, gpus=4)])
-    assert settings_of_run(run, on_gpus, max_images=1).kv_cache_memory_bytes is None
+    assert settings_of_run(run, on_gpus, ImageNeeds()).kv_cache_memory_bytes is None
 
 
 def test_a_folder_that_holds_no_weights_is_named(tmp_path):

@@ -7,6 +7,7 @@ import ray
 from config_support import configuration
 
 from launch.cluster import here, server_timeouts
+from launch.data_checks import ImageNeeds
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
 from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
@@ -153,16 +154,16 @@ def test_without_a_learner_only_actors_are_placed(config):
 
 
 def test_an_engine_decodes_no_more_than_decode_batch_size_for_each_of_its_devices(config):
-    settings = settings_of_run(config(**SIZED), plan_placement(config(), CPUS), max_images=2)
+    settings = settings_of_run(config(**SIZED), plan_placement(config(), CPUS), ImageNeeds(2))
     assert (settings.max_num_seqs, settings.max_model_len, settings.max_images_per_prompt, settings.device) == (6, 2048, 2, Device.CPU)
     tensor_parallel = config(**SIZED, rollout_matching__vllm__actors__tensor_parallel_size=2)
-    assert settings_of_run(tensor_parallel, plan_placement(tensor_parallel, CPUS), max_images=1).max_num_seqs == 12
+    assert settings_of_run(tensor_parallel, plan_placement(tensor_parallel, CPUS), ImageNeeds()).max_num_seqs == 12
 
 
 def test_an_engine_beside_the_learner_leaves_it_more_than_half_of_the_memory(config):
     colocated = config(**COLOCATE, **SIZED)
-    assert settings_of_run(colocated, plan_placement(colocated, CPUS), max_images=1).gpu_memory_utilization == 0.45
-    assert settings_of_run(config(**SIZED), plan_placement(config(), CPUS), max_images=1).gpu_memory_utilization == 0.85
+    assert settings_of_run(colocated, plan_placement(colocated, CPUS), ImageNeeds()).gpu_memory_utilization == 0.45
+    assert settings_of_run(config(**SIZED), plan_placement(config(), CPUS), ImageNeeds()).gpu_memory_utilization == 0.85
 
 
 @pytest.mark.ray

@@ -181,7 +181,7 @@ def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_t
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as url:
         (problem,) = preflight(config(**in_server_mode(url), data__train=tmp_path / "train.jsonl")).problems
-    wrong = "takes images of max_image_pixels = 10000, the largest of the data has 20200; start it with max_image_pixels=20200"
+    wrong = "does not suit the run; max_image_pixels is 10000, the largest image of the data has 20200: start it with max_image_pixels=20200"
     assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {wrong}"
 
 

@@ -127,7 +127,7 @@ def test_preflight_runtime_consume_a_shared_validated_rollout_contract(load, tmp
     rules = target_rules(run)
     assert (rules.geometry, rules.matching.maskiou_gate, rules.transport.cost, rules.field_order) == (kinds, 0.25, "l1", "geometry_first")
     with nullcontext() if is_polygon_sound else pytest.raises(RecordError, match=r"train\.jsonl:1: objects\[0\]"):
-        assert check_data(run).max_images == 1
+        assert check_data(run).images.max_per_prompt == 1
     # What is sent to another process is the same contract.
     assert target_rules(pickle.loads(pickle.dumps(run))) == rules
     assert RunSchedule(run).plan(99).num_samples == batch_algebra(run).raw_rollouts_per_step
