@@ -59,7 +59,7 @@ class HFBackend:
     """
 
     def __init__(self, host: BackendHost, name: str, *, decode_batch_size: int, repeat_guard: RepeatGuardSettings | None = None) -> None:
-        """At most `decode_batch_size` sequences are decoded at a time; the beams of one prompt are never separated."""
+        """At most `decode_batch_size` sequences are decoded at a time, each beam being one; the beams of one prompt are never separated."""
         self._host = host
         self._name = name
         self._decode_batch_size = decode_batch_size
@@ -95,7 +95,11 @@ class HFBackend:
     def _batches(self, requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
         for decode, group in groupby(requests, key=lambda request: request.decode):
             alike = list(group)
-            size = max(1, self._decode_batch_size // decode.num_beams) if decode.mode is DecodeMode.BEAM else self._decode_batch_size
+            width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1
+            size = self._decode_batch_size // width
+            if not size:
+                over = f"{width} beams do not fit into a batch of {self._decode_batch_size} sequences; lower num_beams, or raise decode_batch_size"
+                raise RolloutError(over, actor=self._name, phase="generate")
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
     def _encode(self, request: RolloutRequest) -> _Encoded:

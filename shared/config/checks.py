@@ -136,7 +136,10 @@ CHECKS: tuple[Check, ...] = (
     Check(variant_checks.packing_buffer, (_VARIANT, _BUDGET, "training.packing", "training.packing_buffer", *_BATCH)),
     Check(_modules_once_per_channel, (_PIPELINE,)),
     Check(_decode_mode, (_MODE, _DECODING)),
-    Check(engine_checks.beams, (_MODE, "rollout_matching.num_beams", "rollout_matching.repeat_terminate", *_ENGINES)),
+    Check(
+        engine_checks.beams,
+        (_MODE, "rollout_matching.num_beams", "rollout_matching.decode_batch_size", "rollout_matching.repeat_terminate", *_ENGINES),
+    ),
     Check(engine_checks.whole_model_generates, ("rollout_matching.rollout_backend", "learner.parallel", "learner.world_size")),
     Check(_lengths, ("global_max_length", "rollout_matching.max_new_tokens")),
     Check(engine_checks.engine_length, ("global_max_length", f"{_VLLM}.max_model_len")),

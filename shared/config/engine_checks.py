@@ -15,6 +15,9 @@ from shared.rollouts import DecodeMode
 _MODE = "rollout_matching.decode_mode"
 _VLLM = "rollout_matching.vllm"
 
+MAX_VLLM_BEAMS = 10
+"""vLLM's beam search asks for the log-probabilities of twice as many tokens, and an engine gives 20 (its default `max_logprobs`)."""
+
 
 def servers_or_actors(run: RunConfig) -> Iterator[Problem]:
     """Beside `colocate` and `hf`, to which the messages about a server that fails send the user, the list stays without harm (`derive.remarks`)."""
@@ -93,6 +96,18 @@ def beams(run: RunConfig) -> Iterator[Problem]:
         )
     if is_beam and num_beams == 1:
         yield Problem("rollout_matching.num_beams", "1 beam is greedy search", f"set at least 2, or remove {_MODE}")
+    if is_beam and run.rollout_matching.rollout_backend == "hf" and num_beams > run.rollout_matching.decode_batch_size:
+        yield Problem(
+            "rollout_matching.num_beams",
+            f"{num_beams} beams of one rollout are more than the {run.rollout_matching.decode_batch_size} sequences that 'hf' decodes at a time",
+            f"set rollout_matching.decode_batch_size to at least {num_beams}, or lower num_beams",
+        )
+    if is_beam and run.rollout_matching.rollout_backend == "vllm" and num_beams > MAX_VLLM_BEAMS:
+        yield Problem(
+            "rollout_matching.num_beams",
+            f"{num_beams} is more than the {MAX_VLLM_BEAMS} beams of vLLM's search",
+            "lower it, or set rollout_matching.rollout_backend: hf",
+        )
     if not is_beam and num_beams > 1:
         yield Problem("rollout_matching.num_beams", f"{num_beams} beams need decode_mode: beam", f"set {_MODE}: beam, or remove num_beams")
 

@@ -159,7 +159,7 @@ class RolloutMatchingSection(Section):
     """greedy, sample or beam; null: by the temperature."""
 
     num_beams: PositiveInt = 1
-    """Beams of `decode_mode: beam`."""
+    """Beams of `decode_mode: beam`: at most decode_batch_size under `rollout_backend: hf`, at most 10 in a vLLM engine."""
 
     max_new_tokens: PositiveInt = 1024
     """Longest response, in tokens."""

@@ -1,4 +1,4 @@
-"""What an engine is started with for adapters."""
+"""What an engine is started with for adapters, and which of vLLM's bounds the configuration keeps to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from engine_support import small_settings
 
-from rollout_actors.engine_settings import lora_arguments, model_type
+from rollout_actors.engine_settings import engine_arguments, lora_arguments, model_type
+from shared.config.engine_checks import MAX_VLLM_BEAMS
 from shared.lora import LORA_RANKS
 
 
@@ -28,6 +29,14 @@ def test_the_ranks_are_vllms_own() -> None:
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == LORA_RANKS
+
+
+@pytest.mark.engine
+def test_as_many_beams_are_permitted_as_vllms_search_gets_log_probabilities_for() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert "max_logprobs" not in engine_arguments(small_settings(Path("model")))
+    assert EngineArgs.max_logprobs == 2 * MAX_VLLM_BEAMS
 
 
 def test_a_checkpoint_says_its_family(tmp_path: Path) -> None:

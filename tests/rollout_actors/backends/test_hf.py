@@ -166,11 +166,20 @@ def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(l
     widths: list[int] = []
     hook = learner.model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)
     requests = [learner.request(position, max_new_tokens=3) for position in range(6)]
+
+    def beams(number: int) -> list[RolloutRequest]:
+        return [replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=number)) for request in requests]
+
     try:
         backend.generate(requests)
         assert (max(widths), widths[0], widths[-1]) == (4, 4, 2)
+        for number, widest in ((2, 4), (3, 3), (4, 4)):
+            widths.clear()
+            backend.generate(beams(number))
+            assert max(widths) == widest
         widths.clear()
-        backend.generate([replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=2)) for request in requests])
-        assert max(widths) == 4
+        with pytest.raises(RolloutError, match="generate on hf: 5 beams do not fit into a batch of 4 sequences"):
+            backend.generate(beams(5))
+        assert widths == []
     finally:
         hook.remove()

@@ -274,6 +274,26 @@ def test_vllms_beams_are_not_guarded_and_transformers_are(problems):
     assert problems({**beams, f"{MATCHING}.rollout_backend": "hf"}) == []
 
 
+BEAM = {**NO_QUEUE, f"{MATCHING}.decode_mode": "beam"}
+
+
+def test_transformers_search_no_more_beams_than_one_device_decodes_sequences(problems):
+    hf = {**BEAM, f"{MATCHING}.rollout_backend": "hf", f"{MATCHING}.decode_batch_size": 4}
+    assert problems({**hf, f"{MATCHING}.num_beams": 4}) == []
+    (line,) = problems({**hf, f"{MATCHING}.num_beams": 5})
+    assert line.startswith(f"{MATCHING}.num_beams: 5 beams of one rollout are more than the 4 sequences that 'hf' decodes at a time; ")
+    assert line.endswith(f"set {MATCHING}.decode_batch_size to at least 5, or lower num_beams")
+
+
+def test_vllm_searches_no_more_beams_than_its_engines_give_log_probabilities_for(problems):
+    colocate = {**BEAM, f"{VLLM}.mode": "colocate", f"{MATCHING}.decode_batch_size": 4}
+    assert problems({**colocate, f"{MATCHING}.num_beams": 10}) == [], "the engine's scheduler keeps to the bound: beams are requests of their own"
+    (line,) = problems({**colocate, f"{MATCHING}.num_beams": 11})
+    assert line == f"{MATCHING}.num_beams: 11 is more than the 10 beams of vLLM's search; lower it, or set {MATCHING}.rollout_backend: hf"
+    enough = {f"{MATCHING}.rollout_backend": "hf", f"{MATCHING}.decode_batch_size": 11, f"{MATCHING}.num_beams": 11}
+    assert problems({**BEAM, **enough}) == []
+
+
 def test_a_sharded_model_does_not_generate(problems):
     (line,) = problems({**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf", "learner.parallel": "fsdp", "learner.world_size": 2})
     assert line.startswith(f"{MATCHING}.rollout_backend: 'hf' generates with the learner's own model")
