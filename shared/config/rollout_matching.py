@@ -76,7 +76,10 @@ class SyncSection(Section):
     """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
 
     transport: Literal["auto", "nccl", "ipc", "rollmatch_gloo", "inproc"] = "auto"
-    """How weights travel: between GPUs, to an engine on the same GPU, between processes on CPU, within one process. auto: by the placement."""
+    """How weights travel: nccl between GPUs, ipc to an engine on the learner's own GPU, rollmatch_gloo between processes on CPU, inproc within one process.
+
+    No placement has more than one that works, and auto takes it. Any other value chooses nothing: it says which it has to be, and other runs are refused.
+    """
 
     bucket_bytes: PositiveInt = 16 * 2**20
     """Bytes of one packed bucket on the wire. On CPU larger ones are slower: the system takes their memory back after each and hands it out page by page."""
