@@ -62,10 +62,12 @@ lint: setup
 	@$(PYTHON) -m mypy
 
 check: lint
-	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not slow"
+	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not processes and not slow"
 
-test: check
-	@$(PYTHON) -m pytest -q -m "(engine or ray or slow) and not engines_extra"
+# What starts processes of its own has the machine for itself.
+test: lint
+	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not processes"
+	@$(PYTHON) -m pytest -q -m "(engine or ray or processes) and not engines_extra"
 
 test-engines: setup
 	@$(PYTHON) -m pytest -q -m engines_extra

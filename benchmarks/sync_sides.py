@@ -29,7 +29,7 @@ NUM_GREEDY_TOKENS = 12
 
 
 def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
-    """216 million parameters with 24 layers, saved with everything that vLLM wants beside them."""
+    """219 million parameters with 24 layers, saved with everything that vLLM wants beside them."""
     tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
     config = make_config(tokenizer)
     text = config.text_config

@@ -1,4 +1,4 @@
-"""A verified weight sync of a 200-million-parameter model to running engines, beside the raw broadcast and beside save + reload, all in one run.
+"""A verified weight sync of a 219-million-parameter model to running engines, beside the raw broadcast and beside save + reload, all in one run.
 
 `python -m benchmarks.weight_sync [--engines 2] [--syncs 9] [--warm-up 5] [--bucket-mib 16] [--layers 24]`. The model is a random Qwen3-VL, fp32, with tied
 embeddings; learner and engines share this machine's cores, all at the same priority.

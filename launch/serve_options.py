@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt, ValidationError
 
 from learner.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.server.messages import IMAGE_PIXELS
 from shared.config.base import ConfigPath, Section, plain
 from shared.config.explain import explain
 from shared.config.repeat_terminate import RepeatTerminateSection
@@ -83,7 +84,7 @@ class ServeOptions(Section):
     max_request_bytes: PositiveInt = 256 * 2**20
     """Largest body of one call, and largest image file."""
 
-    max_image_pixels: PositiveInt = 50_000_000
+    max_image_pixels: PositiveInt = IMAGE_PIXELS
     """Largest image, decoded: width times height."""
 
     seed: int = 0

@@ -109,7 +109,8 @@ class _Group:
 
     def close(self) -> None:
         # Gloo closes its connections, which is what ends the others' waits, when nothing refers to the group any more, nor to anything that is on its way in
-        # it; `shutdown` and `abort` of the group do not.
+        # it; `shutdown` and `abort` of the group do not. Whoever drops the last one waits for what another thread
+        # has under way, at most the group's timeout.
         self._sending.clear()
         self._group = None
 

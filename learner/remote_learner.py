@@ -19,7 +19,7 @@ from shared.config.derive import resolved_sync_mode
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, LearnerError, Limit, ended, late
 from shared.evaluation import Scene
-from shared.protocols import CLOSE_S, ByRank, MakeBackend
+from shared.protocols import CLOSED_S, ByRank, MakeBackend
 from shared.reports import RankReport, StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
@@ -85,7 +85,7 @@ class RemoteLearner:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         """Rank 0 sends, and keeps the limits of a sync's phases itself: it takes part in two, and says first what was late."""
         ref = self._actors[0].send_weights.remote(offer)
-        limit = Limit(sender_s(self._timeouts.sync_phase_s), "timeouts.sync_phase_s")
+        limit = Limit(sender_s(self._timeouts.sync_phase_s), "2 x timeouts.sync_phase_s")
         return self._threads.submit(lambda: self._wait("send_weights", limit, [ref])[0])
 
     def sync_done(self) -> None:
@@ -114,9 +114,9 @@ class RemoteLearner:
         self._all("save", limit, lambda rank: self._actors[rank].save.remote(folder))
 
     def close(self) -> None:
-        """End the engines beside the ranks, in order and within `CLOSE_S`; whose process does not answer keeps its engine. Twice is harmless."""
+        """End the engines beside the ranks, in order and within `CLOSED_S`; whose process does not answer keeps its engine. Twice is harmless."""
         closing = [actor.close.remote() for actor in self._actors if self._has_backends]
-        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSED_S)
 
     # Where the ranks generate their own rollouts
 

@@ -15,7 +15,7 @@ from rollout_actors.round_queue import RoundQueue
 from shared.chunking import RoundPart, chunk_size, cut_rounds
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, Limit, RolloutError, UnreachableError, WeightSyncError
-from shared.protocols import CLOSE_S, ByRank
+from shared.protocols import CLOSED_S, ByRank
 from shared.rollouts import TRIES, SyncReport, WeightOffer
 from shared.weight_sync import POOL_MARGIN_S, SyncPhase
 
@@ -78,7 +78,6 @@ class ActorPool:
         self._decode_batch_size, self._learner_ranks = decode_batch_size, learner_ranks
         self._asks_next_on_failure = asks_next_on_failure
         self._version = 0
-        self._has_begun = False
         self._round: Future[Any] | None = None
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="actor-pool")
         self.devices: tuple[int, ...] = () if devices is None else tuple(devices)
@@ -90,7 +89,6 @@ class ActorPool:
         Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round, or one server has two names.
         """
         call = Call("start", self._timeouts.start, "the engine's log for what it is loading, and the machine's free memory", RolloutError)
-        self._has_begun = True
         started = all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()])
         self.devices = tuple(devices for devices, _ in started)
         _require_several([process for _, process in started])
@@ -132,11 +130,11 @@ class ActorPool:
         return self._threads.submit(self._receive, offer)
 
     def close(self) -> None:
-        """End every actor and with it its engine's processes: in order, all at once, and after `CLOSE_S` whatever is left of them. Whoever still waits is told
+        """End every actor and with it its engine's processes: in order, all at once, and after `CLOSED_S` whatever is left of them. Whoever still waits is told
         so. Twice is harmless."""
-        # One that was never asked to start has nothing to end, and may still be importing vllm.
-        closing = [actor.close.remote() for actor in self._actors if self._has_begun]
-        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+        # One that is loading does not listen.
+        closing = [actor.close.remote() for actor in self._actors if self.devices]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSED_S)
         for actor in self._actors:
             ray.kill(actor)
         self._threads.shutdown(wait=True)

@@ -124,14 +124,15 @@ class VllmEngine:
 
     async def _all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> list[Rollout]:
         """Every result, or the first error. A request that vLLM took in while its process was dying is never answered: hence the watch."""
-        assert self._llm is not None
+        llm = self._llm
+        assert llm is not None
         pending: set[asyncio.Task[Rollout]] = set(tasks)
         while pending:
             done, pending = await asyncio.wait(pending, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-            if pending and self._llm.errored:
-                raise self._llm.dead_error
+            if pending and llm.errored:
+                raise llm.dead_error
         return [task.result() for task in tasks]
 
     async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:

@@ -115,7 +115,7 @@ class WeightIntake:
         async with self._turn:
             if phase is SyncPhase.PAUSE:
                 self._sync = _UnderWay()
-                self.shut = f"its sync to version {offer.version} was not completed"
+                self.shut = f"its sync to version {offer.version} is under way, or was not completed"
             started = time.perf_counter()
             try:
                 await self._bounded(phase, self._phases[phase](offer), timeout_s)

@@ -74,8 +74,8 @@ class CanaryProbe:
         for i, logprob in enumerate(self.expected_logprobs):
             if not math.isfinite(logprob):
                 raise WeightSyncError(
-                    f"the learner's own log-probability of token {i + 1} is {logprob}: its weights have diverged; "
-                    "go on from the last checkpoint with a lower training.learning_rate or training.max_grad_norm",
+                    f"the learner's own log-probability of token {i + 1} is {logprob}: its weights have diverged, and what is saved of them at this end; "
+                    "go on from an earlier checkpoint with a lower training.learning_rate or training.max_grad_norm",
                     actor=LEARNER,
                     phase=SyncPhase.CANARY,
                     quantity="canary log-probability",

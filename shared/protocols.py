@@ -16,6 +16,9 @@ CLOSE_S = 15.0
 """Given to engines to end in order, before their processes are killed: what has a name in the system, such as the memory that the processes of an engine
 over several devices share, is left behind by a kill. vLLM gives each of those processes up to 9 s; an engine of one device ends at once."""
 
+CLOSED_S = CLOSE_S + 3.0
+"""Longest wait of whoever has told an engine to end: what is left after `CLOSE_S` the engine kills itself, with all its processes."""
+
 
 class RolloutBackend(Protocol):
     """Something that turns requests into rollouts and takes weights."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from shared.errors import ENGINES, LEARNER, Limit, WeightSyncError, late
+from shared.errors import ENGINES, LEARNER, LearnerError, Limit, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_terms import terms_of
 
@@ -115,10 +115,12 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     except Exception as error:  # of any kind: what the engines hold after it is proved by the full sync that follows
         if not learner.offers_adapter:
             raise
+        if isinstance(error, LearnerError) and not learner.falls_back:
+            raise
         if not learner.falls_back:
             raise _final(error) from error
-        reason = str(error)
-    learner.fall_back_to_full()
+        reason = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        learner.fall_back_to_full()
     return replace(_sync(learner, rollouts), fell_back=reason)
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from urllib.parse import urlsplit
 
 from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.server.messages import IMAGE_PIXELS
 
 
 def serve_command(settings: EngineSettings, base_url: str) -> str:
@@ -28,7 +29,7 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
         "max_images_per_prompt": settings.max_images_per_prompt,
         "seed": settings.seed,
     }
-    if settings.max_image_pixels:
+    if settings.max_image_pixels > IMAGE_PIXELS:
         values["max_image_pixels"] = settings.max_image_pixels
     if settings.kv_cache_memory_bytes is None:
         values["gpu_memory_utilization"] = settings.gpu_memory_utilization

@@ -8,13 +8,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rollout_actors.server.service import ServedEngine
+from shared.protocols import CLOSED_S
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
 T = TypeVar("T")
-
-CLOSE_S = 5.0
-"""Longest wait for an engine's end."""
 
 
 class EngineThread:
@@ -60,7 +58,7 @@ class EngineThread:
         if engine is not None:
             self._loop.call_soon_threadsafe(engine.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
+        self._thread.join(CLOSED_S)
 
     @property
     def _made(self) -> ServedEngine:

@@ -129,6 +129,10 @@ class Health(Message):
     """Sampled since the start, those of unfinished rollouts too: while requests run and this stands still, the engine is stuck."""
 
 
+IMAGE_PIXELS = 50_000_000
+"""What a server takes of one image where nobody says otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallLimits:
     """Of what one call may ask."""

@@ -7,7 +7,7 @@ import torch
 
 from learner.place import LearnerPlace, ReceiverGroup
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 ALONE = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 2, 4

@@ -21,7 +21,7 @@ from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
 from shared.reports import merge_reports
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 ALONE = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 3, 4

@@ -16,7 +16,7 @@ from learner.place import LearnerPlace, ReceiverGroup
 from learner.remote_learner import RemoteLearner
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError, WeightSyncError
-from shared.protocols import CLOSE_S
+from shared.protocols import CLOSED_S
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
 
@@ -75,12 +75,13 @@ class Shell:
         return SyncReport(offer.version, 10, {"load": 1.0}, 0.0)
 
 
-RemoteShell = ray.remote(concurrency_groups={STOPPING: 1})(Shell)
+SUPPORT = {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+RemoteShell = ray.remote(num_cpus=0, concurrency_groups={STOPPING: 1}, runtime_env={"env_vars": SUPPORT})(Shell)
 
 
 @pytest.fixture
 def learner(ray_cluster):
-    actor = RemoteShell.options(num_cpus=0).remote()
+    actor = RemoteShell.remote()
     yield lambda **timeouts: RemoteLearner([actor], TimeoutsSection(**timeouts))
     ray.kill(actor)
 
@@ -117,7 +118,7 @@ def test_a_failed_send_arrives_through_its_future(learner):
 
 @pytest.fixture
 def two_ranks(ray_cluster):
-    actors = [RemoteShell.options(num_cpus=0).remote(rank) for rank in (0, 1)]
+    actors = [RemoteShell.remote(rank) for rank in (0, 1)]
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     yield lambda **timeouts: RemoteLearner(actors, TimeoutsSection(**timeouts))
     for actor in actors:
@@ -209,4 +210,4 @@ def test_closing_reaches_a_rank_that_is_busy_and_does_not_wait_for_one_that_has_
         closed.finish_step()
     started = time.monotonic()
     closed.close()
-    assert time.monotonic() - started < CLOSE_S
+    assert time.monotonic() - started < CLOSED_S

@@ -13,7 +13,7 @@ from fake_actors import create_fake_actor
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, RolloutError, WeightSyncError
-from shared.protocols import CLOSE_S
+from shared.protocols import CLOSED_S
 from shared.rollouts import WeightOffer
 
 pytestmark = pytest.mark.ray
@@ -179,7 +179,7 @@ def test_closing_twice_is_harmless_and_ends_whoever_still_waits(make_pool: MakeP
         waiting.result(timeout=60)
 
 
-@pytest.mark.parametrize(("trouble", "seconds"), [("", 0.0), ("slow", 1.0), ("fail", 0.0), ("die", 0.0), ("sleep", CLOSE_S)])
+@pytest.mark.parametrize(("trouble", "seconds"), [("", 0.0), ("slow", 1.0), ("fail", 0.0), ("die", 0.0), ("sleep", CLOSED_S)])
 def test_every_actor_may_end_its_engine_in_order_and_none_is_waited_for_longer_than_the_limit(make_pool: MakePool, trouble: str, seconds: float) -> None:
     pool = make_pool("close", trouble)
     pool.start()

@@ -91,7 +91,7 @@ def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_t
         assert engine.served == (0, "")
         for phase in list(SyncPhase)[:-1]:
             assert await engine.intake.run(phase, an_offer(4)) is None
-            assert engine.served == (0, "its sync to version 4 was not completed")
+            assert engine.served == (0, "its sync to version 4 is under way, or was not completed")
         report = await engine.intake.run(SyncPhase.CANARY, an_offer(4))
         assert report is not None
         assert (report.version, engine.served) == (4, (4, ""))
@@ -105,7 +105,7 @@ def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_
     engine.llm.trouble = ZeroDivisionError("told to fail")
     with pytest.raises(WeightSyncError, match="wire on actor-0: told to fail"):
         asyncio.run(engine.intake.take(an_offer(2)))
-    assert engine.served == (1, "its sync to version 2 was not completed")
+    assert engine.served == (1, "its sync to version 2 is under way, or was not completed")
     assert engine.llm.asked[-1] == "abandon_update"
     asyncio.run(engine.intake.take(an_offer(3)))
     asyncio.run(engine.intake.take(an_offer(4)))
@@ -123,7 +123,7 @@ def test_the_door_that_a_later_sync_has_shut_is_not_opened_by_the_one_before_it(
         await asyncio.sleep(0)
         await engine.intake.run(SyncPhase.PAUSE, an_offer(2))
         assert (await first) is not None
-        assert engine.served == (1, "its sync to version 2 was not completed")
+        assert engine.served == (1, "its sync to version 2 is under way, or was not completed")
 
     asyncio.run(run())
 

@@ -119,6 +119,12 @@ def test_without_fallback_it_ends_the_run_with_what_failed_and_the_key_to_change
     assert side.num_done == 0
 
 
+def test_without_fallback_a_learner_that_fails_is_told_as_such_and_not_as_an_adapter() -> None:
+    side = AdapterSide(TROUBLES[2], falls_back=False)
+    with pytest.raises(LearnerError, match="out of memory"):
+        sync_weights(side, side)
+
+
 @pytest.mark.parametrize("falls_back", [True, False])
 def test_a_learner_that_cannot_even_offer_its_adapter_is_an_adapter_sync_that_fails(falls_back: bool) -> None:
     class Unwritable(AdapterSide):

@@ -219,9 +219,9 @@ class TestGenerate:
             asyncio.run(one.generate([make_request(0)]))
 
     def test_an_engine_whose_counter_of_tokens_stands_still_is_given_up(self, server: StockServer, url: str, expected: EngineSettings) -> None:
-        one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.1))
+        one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=2.0, watch_s=0.1))
         server.latency_s = 60.0
-        with pytest.raises(RolloutError, match=r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s = 0\.5 s"):
+        with pytest.raises(RolloutError, match=r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s = 2 s"):
             asyncio.run(one.generate([make_request(0)]))
 
     def test_a_server_that_counts_no_tokens_is_waited_for_as_long_as_it_answers(self, server: StockServer, url: str, expected: EngineSettings) -> None:

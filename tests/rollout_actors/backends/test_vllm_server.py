@@ -109,7 +109,7 @@ class TestStart:
         started = time.monotonic()
         with pytest.raises(RolloutError) as caught:
             asyncio.run(client(url, expected, timeout_s=1.0).start())
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 15
         assert caught.value.phase == "start"
         for part in (url, "rollout_matching.vllm.server.timeout_s = 1 s", "servers[0].base_url", "launch.serve", "mode: colocate", "rollout_backend: hf"):
             assert part in str(caught.value)
@@ -275,15 +275,15 @@ class TestGenerate:
     def test_an_engine_that_is_stuck_behind_a_living_server_is_given_up(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
         engine.latency_s, engine.is_stuck = 60.0, True
         started = time.monotonic()
-        stuck = r"it answers, and its engine has sampled no token for rollout_matching\.vllm\.server\.timeout_s = 0\.5 s"
+        stuck = r"it answers, and its engine has sampled no token for rollout_matching\.vllm\.server\.timeout_s = 2 s"
         with pytest.raises(UnreachableError, match=stuck):
-            asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.1).generate([make_request(0)]))
-        assert time.monotonic() - started < 5
+            asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=2.0, watch_s=0.1).generate([make_request(0)]))
+        assert time.monotonic() - started < 20
         assert eventually(lambda: engine.num_cancelled == 2)
 
     def test_an_engine_that_samples_is_waited_for_however_long_a_rollout_takes(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
-        engine.latency_s = 1.5
-        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.3, watch_s=0.05).generate([make_request(0)]))
+        engine.latency_s = 4.0
+        (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=1.5, watch_s=0.1).generate([make_request(0)]))
         assert rollout.attempt == 0
 
     def test_cancelling_a_call_aborts_its_requests(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
