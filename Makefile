@@ -13,16 +13,17 @@ export HF_HUB_OFFLINE := 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       set up, make the demo's data and model, run the main job"
-	@echo "make control    the same wall time on channel A alone, from the demo's warm-up"
-	@echo "make aligned    the other variant, after a warm-up: polygons, segments carried from step to step"
-	@echo "make test       set up, then format, lint, types and all tests but the following"
-	@echo "make test-engines  the tests that start engines of their own beside the shared ones"
-	@echo "make check      the same without the tests that start Ray or vLLM engines, the long sweeps, and learners of several processes"
-	@echo "make setup      .venv with everything (does nothing where it is done)"
-	@echo "make demo-data  the demo's data and model in outputs/demo (kept where they are there)"
+	@echo "make setup         .venv with everything (does nothing where it is done; all others but clean begin with it)"
+	@echo "make demo          make the demo's data and model, run the main job"
+	@echo "make control       the same wall time on channel A alone, from the same random model"
+	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
+	@echo "make lint          format, ruff and types"
+	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and long sweeps"
+	@echo "make test          lint, then all tests but the following: unit tests on all cores, sweeps too, then those with Ray, engines or processes of their own"
+	@echo "make test-engines  the tests that need engines beside the shared ones"
+	@echo "make demo-data     the demo's data and model in outputs/demo (kept where they are there)"
 	@echo "make demo-polygons-data  the same scenes, odd digits as outlines"
-	@echo "make clean      remove .venv and caches; outputs stay"
+	@echo "make clean         remove .venv and caches; outputs stay"
 
 setup:
 	@scripts/setup.sh
