@@ -44,7 +44,10 @@ class NcclWire:
         for group, bound in zip(terms.groups, listening, strict=True):
             joined = StatelessProcessGroup.create(group.host, group.port, 0, group.world_size, store_timeout=int(terms.timeout_s), listen_socket=bound)
             with unpinned_nccl_env():
-                self._communicators.append(PyNcclCommunicator(joined, device=torch.cuda.current_device()))
+                communicator = PyNcclCommunicator(joined, device=torch.cuda.current_device())
+            if communicator.disabled:  # its broadcasts would do nothing, without a word
+                raise RuntimeError(f"vLLM has no NCCL library for the group at {group.host}:{group.port}, or was told to use none; see VLLM_NCCL_SO_PATH")
+            self._communicators.append(communicator)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
