@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from launch.composition import as_schema_overrides
 from shared.config import RunConfig, load_config
 from shared.config.batch_algebra import batch_algebra
 from shared.config.derive import engine_devices
@@ -26,6 +28,9 @@ CHOICES = {f"rollout_matching.{key}" for key in ("rollout_backend", "vllm.mode",
 }
 """Written out where a file is about them, or where an experiment takes back what the one it builds on has set."""
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
+PAGES = [CONF.parent / "README.md", *sorted((CONF.parent / "docs").glob("*.md"))]
+COMMANDS = sorted({found for page in PAGES for found in re.findall(r"\+experiment=\w+(?: [\w.]+=[^\s\"`]+)*", page.read_text())})
+"""What README and docs start runs with."""
 ASKED = (1, 1, 1)
 """What servers, or a cluster without GPUs, answer when they are asked for their devices."""
 
@@ -89,6 +94,18 @@ def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> 
     expected["training"]["max_steps"] = control.training.max_steps
     expected["telemetry"]["run_dir"] = control.telemetry.run_dir
     assert control.model_dump() == expected
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_readme_loads(command: str) -> None:
+    first_trial = [override.split(",")[0] for override in command.split()]
+    assert loaded(*as_schema_overrides(first_trial)).training.max_steps
+
+
+def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run() -> None:
+    (command,) = (command for command in COMMANDS if "model.path=/models" in command)
+    run = loaded(*as_schema_overrides(command.split()))
+    assert (run.model.dtype, run.rollout_matching.vllm.kv_cache_memory_bytes, run.training.parts.language_model.learning_rate) == ("bfloat16", None, 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
