@@ -16,6 +16,7 @@ from learner.gloo import gloo_options
 from learner.place import LearnerPlace
 from learner.ranks import DistributedRanks, OneRank, Ranks
 from shared.errors import CollectiveError, Limit, late
+from shared.transports import Device
 
 GROUP_NAME = "rollmatch.learner"
 
@@ -56,11 +57,9 @@ def _open_group(place: LearnerPlace, store: Any, timeout: timedelta) -> ProcessG
     gloo = ProcessGroup.BackendType.GLOO
     on_cpu = ProcessGroupGloo(PrefixStore(f"{GROUP_NAME}.gloo", store), place.rank, place.world_size, gloo_options(place.address, timeout))
     group._register_backend(torch.device("cpu"), gloo, on_cpu)
-    device = torch.device(place.device)
-    if device.type == "cuda":
+    if place.device is Device.CUDA:  # the first that this process sees, which is where its tensors are
         from torch.distributed import ProcessGroupNCCL
 
-        torch.cuda.set_device(device)
         nccl_options = ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
         on_gpu = ProcessGroupNCCL(PrefixStore(f"{GROUP_NAME}.nccl", store), place.rank, place.world_size, nccl_options)

@@ -70,7 +70,11 @@ class FakeLLM:
     def __init__(self, *, fails: bool) -> None:
         self._fails = fails
 
-    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None: ...
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo
+
+        assert not IPCWeightTransferInitInfo(**request["init_info"]).packed
+
     def start_weight_update(self) -> None: ...
     def finish_weight_update(self) -> None: ...
 
