@@ -88,7 +88,7 @@ class ColocatedBackend:
             return
         with self._host.offloaded(), self._context.entered():
             self._llm = self._guarded("start", self._load)
-            self._llm.fall_asleep()
+            self._guarded("start", self._llm.fall_asleep)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Leaves off between two of the engine's steps where the host raises. The host is back on its device then, and the engine empty."""

@@ -1,0 +1,310 @@
+"""When an engine beside the learner sleeps, on a platform where it can: vLLM's `LLM` is played by one that does nothing while it is asleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from backend_support import colocated_settings
+from torch import nn
+
+from learner.canary import ComputedCanary
+from learner.weight_sender import WeightSender
+from learner.weight_source import CheckpointWeights
+from rollout_actors.backends.vllm_colocate import ColocatedBackend
+from rollout_actors.receipt import Receipt
+from shared.canary import CanaryProbe
+from shared.errors import RolloutError, WeightSyncError
+from shared.records import ImageRef
+from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, WeightOffer
+
+pytestmark = pytest.mark.engine
+
+PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), (-0.5, -0.25), tolerance=1e-4)
+GREEDY = DecodeSettings(
+    mode=DecodeMode.GREEDY,
+    temperature=0.0,
+    top_p=1.0,
+    top_k=-1,
+    repetition_penalty=1.0,
+    max_new_tokens=2,
+    num_beams=1,
+    stop_token_ids=(9,),
+    banned_token_ids=(),
+    return_logprobs=False,
+)
+REQUESTS = [RolloutRequest(1, position, f"sample-{position}", (1, 2), (), GREEDY, seed=position) for position in range(2)]
+
+
+class Scene:
+    """Host and engine write down what they do, in order; what is named in `fails` they do not manage, once."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.fails = ""
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+        if event == self.fails:
+            self.fails = ""
+            raise RuntimeError(f"could not {event}")
+
+    def take(self) -> list[str]:
+        events, self.events = self.events, []
+        return events
+
+
+class Host:
+    """A `BackendHost`."""
+
+    name = "colocated"
+    processor = None
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self.model = nn.Linear(2, 2, bias=False)
+        self.goes_on = True
+
+    def require_going_on(self) -> None:
+        if not self.goes_on:
+            raise RolloutError("told to stop", actor=self.name, phase="generate")
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return CheckpointWeights(self.model).tensors()
+
+    @contextmanager
+    def offloaded(self, *, model: bool = True) -> Iterator[None]:
+        self._scene.events.append("host away" if model else "optimizer away")
+        try:
+            yield
+        finally:
+            self._scene.events.append("back")
+
+
+class SleepyLLM:
+    """Of vLLM's `LLM` what a `ColocatedLLM` calls. Its memory is there while it is awake, and nothing else works without."""
+
+    scene: Scene
+    require_going_on: Callable[[], None]
+
+    def __init__(self, **arguments: Any) -> None:
+        self.scene.note("load")
+        self.can_sleep = arguments["enable_sleep_mode"]
+        self.is_asleep = False
+        self._queued: list[str] = []
+        self._num_requests = 0
+        core = SimpleNamespace(shutdown=lambda timeout: self.scene.note("shut down"))
+        self.llm_engine = SimpleNamespace(
+            engine_core=core,
+            has_unfinished_requests=lambda: bool(self._queued),
+            step=self._step,
+            abort_request=self._abort,
+            reset_encoder_cache=lambda: self._work("reset"),
+        )
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        assert (self.can_sleep, self.is_asleep, level, mode) == (True, False, 1, "abort")
+        self.scene.note("sleep")
+        self.is_asleep, self._queued = True, []
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        assert self.is_asleep
+        self.scene.note("wake")
+        self.is_asleep = False
+        return True
+
+    def _work(self, event: str) -> None:
+        assert not self.is_asleep, f"asleep, and asked to {event}"
+        self.scene.note(event)
+
+    def enqueue(self, prompts: Any, params: Any, *, lora_request: Any, use_tqdm: bool) -> list[str]:
+        self._work("queue")
+        self._queued.append(str(self._num_requests))
+        self._num_requests += 1
+        return self._queued[-1:]
+
+    def _step(self) -> list[Any]:
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        self._work("step")
+        ended, self._queued = self._queued, []
+        said = CompletionOutput(index=0, text="", token_ids=[7, 9], cumulative_logprob=None, logprobs=None, finish_reason="stop")
+        return [RequestOutput(request_id, None, [1, 2], None, [said], finished=True) for request_id in ended]
+
+    def _abort(self, request_ids: list[str], internal: bool) -> None:
+        self._queued = [each for each in self._queued if each not in request_ids]
+
+    def start_weight_update(self) -> None:
+        self._work("begin update")
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        assert list(request["update_info"]["weights"])
+        self._work("update")
+
+    def finish_weight_update(self) -> None:
+        self._work("finish update")
+
+    def reset_prefix_cache(self) -> bool:
+        self._work("reset")
+        return True
+
+    def reset_mm_cache(self) -> None:
+        self._work("reset")
+
+    def update_weight_version(self, new_version: str) -> None: ...
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        answers = {"active_guard": {"settings": None, "runner": "V1"}, "receipt": asdict(Receipt([5], [5], [], [], 0.0, 0.0, []))}
+        return [answers.get(method)]
+
+    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
+        from vllm.logprobs import Logprob
+        from vllm.outputs import RequestOutput
+
+        self._work("canary")
+        return [RequestOutput("canary", None, [1, 2, 3], [None, {2: Logprob(-0.5)}, {3: Logprob(-0.25)}], [], finished=True)]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """On a platform that has a sleep mode."""
+    from rollout_actors import colocated_llm
+
+    scene = Scene()
+    monkeypatch.setattr(SleepyLLM, "scene", scene, raising=False)
+    monkeypatch.setattr(colocated_llm, "BeamLLM", SleepyLLM)
+    monkeypatch.setattr(colocated_llm, "current_platform", SimpleNamespace(is_sleep_mode_available=lambda: True))
+    return scene
+
+
+@pytest.fixture
+def host(scene: Scene) -> Host:
+    return Host(scene)
+
+
+def make_backend(host: Host, *, sleep: bool = True) -> ColocatedBackend:
+    return ColocatedBackend(host, host.name, colocated_settings(Path("model")), sleep=sleep)
+
+
+@pytest.fixture
+def backend(host: Host, scene: Scene) -> Iterator[ColocatedBackend]:
+    backend = make_backend(host)
+    backend.start()
+    scene.take()
+    yield backend
+    backend.close()
+
+
+def an_offer(host: Host, version: int = 1) -> WeightOffer:
+    sender = WeightSender(CheckpointWeights(host.model), transport="inproc", receivers=(), timeout_s=20.0)
+    return sender.offer(version, ComputedCanary(PROBE))
+
+
+QUEUED = ["queue"] * len(REQUESTS)
+SYNC = ["begin update", "update", "finish update", "reset", "reset", "reset", "canary"]
+
+
+def test_the_fake_sleeps_and_wakes_by_vllms_own_calls() -> None:
+    from vllm import LLM
+
+    for name in ("sleep", "wake_up"):
+        asked = [[(each, of.default) for each, of in signature(vars(kind)[name]).parameters.items()] for kind in (SleepyLLM, LLM)]
+        assert asked[0] == asked[1]
+
+
+def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_host_comes_back(host: Host, scene: Scene) -> None:
+    backend = make_backend(host)
+    backend.start()
+    assert scene.take() == ["host away", "load", "sleep", "back"]
+    for _ in range(2):
+        rollouts = backend.generate(REQUESTS)
+        assert [rollout.response_token_ids for rollout in rollouts] == [(7,), (7,)]
+        assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
+    assert backend.generate([]) == [] and scene.take() == [], "nobody is woken for nothing"
+
+
+def test_a_sync_wakes_the_engine_whose_canary_and_next_generation_find_it_awake(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+    assert backend.receive_weights(an_offer(host)).version == 1
+    assert scene.take() == ["optimizer away", "wake", *SYNC, "back"]
+    backend.receive_weights(an_offer(host, 2))
+    assert scene.take() == ["optimizer away", *SYNC, "back"], "it was awake"
+    backend.generate(REQUESTS)
+    assert scene.take() == ["host away", *QUEUED, "step", "sleep", "back"]
+
+
+def test_a_refused_request_and_a_host_that_is_told_to_stop_leave_the_engine_asleep(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+    host.goes_on = False
+    with pytest.raises(RolloutError, match="told to stop"):
+        backend.generate(REQUESTS)
+    assert scene.take() == ["host away", "wake", *QUEUED, "sleep", "back"]
+    with pytest.raises(RolloutError, match="image 0 of sample broken"):
+        backend.generate([REQUESTS[0], replace(REQUESTS[1], sample_id="broken", images=(ImageRef(None, b"no image", ""),))])
+    assert scene.take() == ["host away", "wake", "queue", "sleep", "back"]
+    host.goes_on = True
+    assert len(backend.generate(REQUESTS)) == len(REQUESTS)
+    assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
+
+
+def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_again(backend: ColocatedBackend, scene: Scene) -> None:
+    scene.fails = "step"
+    with pytest.raises(RolloutError, match="generate on colocated: RuntimeError: could not step"):
+        backend.generate(REQUESTS)
+    assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
+    with pytest.raises(RolloutError, match="serves no rollouts: it failed"):
+        backend.generate(REQUESTS)
+    assert scene.take() == []
+
+
+@pytest.mark.parametrize("phase", ["begin update", "update", "canary"])
+def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(backend: ColocatedBackend, host: Host, scene: Scene, phase: str) -> None:
+    scene.fails = phase
+    with pytest.raises(WeightSyncError, match=f"could not {phase}"):
+        backend.receive_weights(an_offer(host))
+    scene.take()
+    assert backend.receive_weights(an_offer(host, 2)).version == 2
+    assert "wake" not in scene.take()
+
+
+@pytest.mark.parametrize("receives", [False, True])
+def test_an_engine_that_does_not_wake_is_not_asked_again(backend: ColocatedBackend, host: Host, scene: Scene, *, receives: bool) -> None:
+    scene.fails = "wake"
+    if receives:
+        with pytest.raises(WeightSyncError, match="pause on colocated: RuntimeError: could not wake"):
+            backend.receive_weights(an_offer(host))
+        assert scene.take() == ["optimizer away", "wake", "back"]
+    else:
+        with pytest.raises(RolloutError, match="generate on colocated: RuntimeError: could not wake"):
+            backend.generate(REQUESTS)
+        assert scene.take() == ["host away", "wake", "back"]
+    with pytest.raises(RolloutError, match="serves no rollouts: it failed"):
+        backend.generate(REQUESTS)
+
+
+def test_an_engine_that_does_not_fall_asleep_fails_its_start(host: Host, scene: Scene) -> None:
+    scene.fails = "sleep"
+    backend = make_backend(host)
+    with pytest.raises(RolloutError, match="start on colocated: RuntimeError: could not sleep"):
+        backend.start()
+    backend.close()
+    assert scene.events[-1] == "shut down"
+
+
+@pytest.mark.parametrize(("wanted", "available"), [(False, True), (True, False)])
+def test_where_it_is_not_wanted_or_not_to_be_had_nobody_sleeps(
+    host: Host, scene: Scene, monkeypatch: pytest.MonkeyPatch, *, wanted: bool, available: bool
+) -> None:
+    from rollout_actors import colocated_llm
+
+    monkeypatch.setattr(colocated_llm, "current_platform", SimpleNamespace(is_sleep_mode_available=lambda: available))
+    backend = make_backend(host, sleep=wanted)
+    backend.start()
+    backend.receive_weights(an_offer(host))
+    backend.generate(REQUESTS)
+    assert not {"sleep", "wake"} & set(scene.take())
