@@ -2,13 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
-import ray
-from command_support import Command, adopt_orphans
+from command_support import ROOT, Command, adopt_orphans
 from ray.cluster_utils import Cluster
-
-from launch.cluster import here
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
@@ -35,13 +34,8 @@ def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running
     finally:
         if command.process.poll() is None:
             os.kill(command.process.pid, signal.SIGKILL)
-    ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
-    try:
-        assert [node["Alive"] for node in ray.nodes()] == [True] * 3
-        # The run's four actors used both nodes, and gave everything back.
-        assert ray.available_resources()["CPU"] == 2.0
-    finally:
-        ray.shutdown()
+    # The run's four actors used both nodes, and gave everything back.
+    assert printed_by("print([node['Alive'] for node in ray.nodes()], ray.available_resources()['CPU'])", nodes) == "[True, True, True] 2.0"
 
 
 def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(nodes, warm_checkpoint, demo_data, tmp_path):
@@ -58,10 +52,18 @@ def test_what_does_not_fit_all_nodes_together_is_refused_with_what_there_is(node
 
 def test_what_reaches_servers_stays_on_the_driver_s_node(nodes):
     """On another node 127.0.0.1 would be another server, or none."""
-    ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
-    try:
-        where = ray.remote(num_cpus=0)(lambda: ray.get_runtime_context().get_node_id())
-        places = ray.get([where.options(scheduling_strategy=here()).remote() for _ in range(6)])
-        assert set(places) == {ray.get_runtime_context().get_node_id()}
-    finally:
-        ray.shutdown()
+    code = """
+from launch.cluster import here
+where = ray.remote(num_cpus=0)(lambda: ray.get_runtime_context().get_node_id())
+places = ray.get([where.options(scheduling_strategy=here()).remote() for _ in range(6)])
+print(set(places) == {ray.get_runtime_context().get_node_id()})
+"""
+    assert printed_by(code, nodes) == "True"
+
+
+def printed_by(code, nodes):
+    """In a process of its own on that cluster: the tests' may be connected to the session's, and can be to one alone."""
+    connect = f"import ray\nray.init(address={nodes.address!r}, log_to_driver=False, logging_level='error')\n"
+    done = subprocess.run([sys.executable, "-c", connect + code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
