@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from learner.adapters import without_adapter
 from learner.loading import LoadedModel
 from learner.segments import EncodedPrompt
 from shared.canary import CanaryProbe
+from shared.errors import LearnerError
 from shared.records import ImageRef
 
 
@@ -22,7 +24,7 @@ class AsksCanary(Protocol):
         ...
 
     def logprobs(self) -> tuple[float, ...]:
-        """Of each token of the question but the first, under the learner's weights as they are now."""
+        """Of each token of the question but the first, under the learner's weights as they are now. Raises LearnerError where one is no number."""
         ...
 
     def probe(self) -> CanaryProbe:
@@ -92,4 +94,16 @@ class Canary:
                 use_cache=False,
             ).logits[0]
             logprobs = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(1, ids_1T[0, 1:, None])[:, 0]
-        return tuple(logprobs.tolist())
+        return _numbers(logprobs.tolist())
+
+
+def _numbers(logprobs: list[float]) -> tuple[float, ...]:
+    """Whatever holds for them: no engine is asked about weights that are none."""
+    for i, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob):
+            raise LearnerError(
+                f"its log-probability of the canary's token {i + 1} is {logprob}: the weights have diverged, and are not saved; go on from the last checkpoint "
+                "with a lower training.learning_rate or training.max_grad_norm",
+                phase="canary",
+            )
+    return tuple(logprobs)

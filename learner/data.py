@@ -18,6 +18,8 @@ from shared.records import Sample
 
 
 class LearnerData:
+    """Read before the first step; then one pass after another over the samples."""
+
     def __init__(self, config: RunConfig, tokens: LoadedTokens) -> None:
         """Reads the files of `data`. Raises ConfigError and RecordError for what is wrong with them."""
         self._config = config.data

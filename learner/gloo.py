@@ -1,4 +1,4 @@
-"""What every gloo group that a learner rank is in is opened with; `rollout_actors.gloo_group` opens the engines' ends alike."""
+"""What the learner's gloo groups are opened with, its ranks' and its ends of a sync's; `rollout_actors.gloo_group` opens the engines' ends alike."""
 
 from __future__ import annotations
 

@@ -83,7 +83,11 @@ class _Group:
     def __init__(self, group: Group, bound: socket.socket, timeout: timedelta, shared: Callable[[], SharedMemory | None]) -> None:
         """Returns when all receivers have come. `shared` is asked only if all of them are on this machine."""
         store = TCPStore(group.host, group.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach())
-        self._group: Any = ProcessGroupGloo(store, 0, group.world_size, gloo_options(group.host, timeout))
+        try:
+            self._group: Any = ProcessGroupGloo(store, 0, group.world_size, gloo_options(group.host, timeout))
+        finally:
+            # It listens on the group's port, and the traceback of a failure would keep it.
+            del store
         self._sending: deque[Any] = deque()
         self._it_is_there = torch.ones(1, dtype=torch.uint8)
         try:

@@ -21,6 +21,8 @@ from shared.rollouts import DecodeSettings
 
 
 class RowLearner:
+    """Forward, backward and account of one packed row, with the objectives of its channel."""
+
     def __init__(self, config: RunConfig, loaded: LoadedModel, parallel: Parallel, decode: DecodeSettings) -> None:
         """`decode` is how the rollouts are sampled."""
         self._loaded, self._parallel = loaded, parallel

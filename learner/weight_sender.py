@@ -78,17 +78,19 @@ class WeightSender:
         return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Send the offered weights; returns when they are out, not when they are verified. Raises WeightSyncError.
+        """Send the offered weights; returns when they are out, not when they are verified. Raises WeightSyncError, and whatever the canary
+        fails of.
 
         Where there is no wire (ipc, inproc) the engine's backend lives in this process and takes the weights itself: nothing is left to do.
         """
         terms = FullTerms.of(offer)
-        if self._canary is None:
+        if self._transport not in WIRES:
             return SendReport(phase_s={})
+        assert self._canary is not None, "send follows its offer"
         try:
             started = time.perf_counter()
             if self._wire is None:
-                self._wire = self._result(_in_thread(lambda: self._open(terms), SyncPhase.RENDEZVOUS), SyncPhase.RENDEZVOUS)
+                self._wire = self._result(_in_thread(lambda: self._open(terms), SyncPhase.RENDEZVOUS), SyncPhase.RENDEZVOUS, started)
             joined = time.perf_counter()
             logprobs: Future[tuple[float, ...]] = Future()
             wire, checksummed = self._wire, self.outgoing(terms, logprobs.result)
@@ -96,9 +98,10 @@ class WeightSender:
             # Beside the packing, and beside the engines' loading.
             _run(self._canary.logprobs, logprobs)
             scored = time.perf_counter()
-            self._result(sending, SyncPhase.WIRE)
+            logprobs.result()  # what this failed of is no receiver's to mend
+            self._result(sending, SyncPhase.WIRE, joined)
             wire_s = time.perf_counter() - joined - checksummed.gather_s - checksummed.verify_s
-        except WeightSyncError:
+        except Exception:
             self.close()
             raise
         phase_s = {"send_gather": checksummed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": checksummed.verify_s}
@@ -142,9 +145,10 @@ class WeightSender:
         listening, self._listening = self._listening, []
         return WIRES[self._transport](terms, listening)
 
-    def _result(self, work: Future[T], phase: SyncPhase) -> T:
+    def _result(self, work: Future[T], phase: SyncPhase, began: float) -> T:
+        """Of a phase that began then, by `perf_counter`: whatever this thread did meanwhile is within its limit."""
         try:
-            return work.result(timeout=self._timeout_s + ENGINE_MARGIN_S)
+            return work.result(timeout=max(0.0, began + self._timeout_s + ENGINE_MARGIN_S - time.perf_counter()))
         except Exception as error:
             num_receivers = sum(group.num_workers for group in self._receivers)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shared.errors import LEARNER, WeightSyncError
+from shared.errors import WeightSyncError
 from shared.records import ImageRef
 from shared.weight_sync import SyncPhase
 
@@ -67,20 +67,6 @@ class CanaryProbe:
     def with_logprobs(self, logprobs: Iterable[float]) -> CanaryProbe:
         """The same probe with what has come behind the weights."""
         return replace(self, expected_logprobs=tuple(logprobs))
-
-    def require_numbers(self) -> None:
-        """Before an engine is asked, which would be asked in vain. Raises WeightSyncError(phase="canary") where the learner's own are none."""
-        assert self.expected_logprobs is not None, "with_logprobs comes first"
-        for i, logprob in enumerate(self.expected_logprobs):
-            if not math.isfinite(logprob):
-                raise WeightSyncError(
-                    f"the learner's own log-probability of token {i + 1} is {logprob}: its weights have diverged, and what is saved of them at this end; "
-                    "go on from an earlier checkpoint with a lower training.learning_rate or training.max_grad_norm",
-                    actor=LEARNER,
-                    phase=SyncPhase.CANARY,
-                    quantity="canary log-probability",
-                    size=math.nan,
-                )
 
     def check(self, actor: str, expanded_token_ids: Sequence[int], logprobs: Sequence[float]) -> float:
         """The largest absolute difference of a log-probability. Raises WeightSyncError(phase="canary") naming the first token that differs."""

@@ -55,7 +55,7 @@ def _sync_phases() -> Iterator[Metric]:
         "verify": "its checksums",
         "rendezvous": "joining the group",
         "wire": "sending, until every engine has loaded the last bucket",
-        "canary": "scoring the probe, while the engines load",
+        "canary": "scoring the probe, while the engines load (0 where ranks hold parts of the model: then it is scored before the offer)",
     }
     yield from (Metric(f"sync/{phase}_s", Reduction.STEP, f"Seconds of {meaning}, of the slowest engine.") for phase, meaning in engines.items())
     yield from (Metric(f"sync/send_{phase}_s", Reduction.STEP, f"The learner's seconds of {meaning}.") for phase, meaning in learner.items())

@@ -136,7 +136,7 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     """One offer, and both sides of it.
 
     Both futures are bounded by the offer's phase timeout. When one side fails it leaves the group, which ends the other side's wait:
-    a few seconds are given to that, so that the error shown is the receiver's, with the sender's as its cause.
+    a few seconds are given to that, so that the error shown is the receiver's, with the sender's as its cause; a learner that fails by itself is shown first.
     """
     offer = learner.offer_weights()
     timeout_s = terms_of(offer).timeout_s
@@ -148,6 +148,8 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     wait(sides, timeout=SYNC_MARGIN_S)
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
     if errors:
+        # The receivers of a learner that failed know only that it left.
+        errors.sort(key=lambda error: not isinstance(error, LearnerError))
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
     for side, who in zip(sides, (ENGINES, LEARNER), strict=True):
         if not side.done():

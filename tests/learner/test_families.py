@@ -21,6 +21,7 @@ from learner.step import backward_row
 from learner.targets import ground_truth_target
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
+from shared.errors import LearnerError
 
 # Patches of 8 pixels, two by two merged: none of them is square in windows, and no two are alike.
 IMAGE_SIZES = ((96, 64), (80, 112), (64, 64), (144, 48))
@@ -109,3 +110,21 @@ def test_the_canary_reads_the_same_model(parts):
     probe = Canary(loaded, segments[0].prompt, (), segments[0].target.token_ids[:8], tolerance=1e-4, proves_adapter=False).probe()
     assert len(probe.expected_logprobs) == len(probe.expanded_token_ids) - 1
     assert all(np.isfinite(probe.expected_logprobs))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_have_diverged_are_the_learners_error_before_any_engine_is_asked(parts, value):
+    _, loaded, segments = parts
+    canary = Canary(loaded, segments[0].prompt, (), segments[0].target.token_ids[:8], tolerance=1e-4, proves_adapter=False)
+    bias = next(parameter for name, parameter in loaded.model.named_parameters() if "language_model.norm" in name)
+    before = bias[0].item()
+    with torch.no_grad():
+        bias[0] = value
+    try:
+        with pytest.raises(
+            LearnerError, match=r"canary on the learner: .*canary's token 1 is nan: the weights have diverged, and are not saved; .*learning_rate"
+        ):
+            canary.logprobs()
+    finally:
+        with torch.no_grad():
+            bias[0] = before

@@ -121,10 +121,3 @@ def test_an_engine_with_other_base_weights_under_the_adapter_is_found() -> None:
 def test_log_probabilities_without_the_adapter_are_as_many_as_with_it() -> None:
     with pytest.raises(ValueError, match="4 canary tokens need one log-probability less, not 1"):
         replace(PROBE, base_logprobs=(-1.0,))
-
-
-@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
-def test_a_learner_whose_own_numbers_are_none_has_diverged_and_no_engine_is_to_blame(wrong: float) -> None:
-    PROBE.require_numbers()
-    with pytest.raises(WeightSyncError, match=r"canary on learner: .*of token 2 is (nan|-inf): its weights have diverged, .*learning_rate"):
-        PROBE.with_logprobs((-1.0, wrong, -3.0)).require_numbers()

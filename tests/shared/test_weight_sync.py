@@ -195,6 +195,13 @@ def test_when_both_fail_the_receivers_error_is_raised_from_the_senders() -> None
     assert caught.value.__cause__ is SENDER_ERROR
 
 
+def test_of_a_learner_that_fails_by_itself_the_receivers_know_only_that_it_left() -> None:
+    diverged = LearnerError("the weights have diverged", phase="canary")
+    with pytest.raises(LearnerError, match="diverged") as caught:
+        sync_weights(*[Side(diverged, RECEIVER_ERROR)] * 2)
+    assert caught.value.__cause__ is RECEIVER_ERROR
+
+
 @pytest.mark.parametrize("timeout_s", [0.1, 60.0, 3600.0])
 def test_the_innermost_limit_ends_first(timeout_s: float) -> None:
     assert ENGINE_MARGIN_S < CLIENT_MARGIN_S < POOL_MARGIN_S
