@@ -166,7 +166,8 @@ def shared_device_estimate(config: RunConfig, shape: ModelShape, learner: Estima
     engine over several GPUs the others hold a copy of the weights then, and nothing else of the rank: never more than its own.)
     """
     matching = config.rollout_matching
-    sends_full = resolved_sync_mode(config) == "full"
+    # An adapter that fails is followed by full weights.
+    sends_full = resolved_sync_mode(config) == "full" or matching.vllm.sync.fallback_to_full
     model_leaves, optimizer_leaves = (matching.offload.enabled and moved for moved in (matching.offload.offload_model, matching.offload.offload_optimizer))
     stays = {
         "weights": not model_leaves or sends_full,

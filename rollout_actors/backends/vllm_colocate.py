@@ -102,7 +102,7 @@ class ColocatedBackend:
             return self._guarded("generate", lambda: self._rollouts(llm, requests, started))
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Afterwards no rollout is served until a sync has succeeded, where this one has not."""
+        """Once the engine has begun with it, no rollout is served until a sync has succeeded."""
         if self._over:
             raise WeightSyncError(f"the engine takes no weights: {self._over}", actor=self._name, phase=SyncPhase.PAUSE)
         # Full weights are read where they lie; an adapter comes with the offer.

@@ -48,7 +48,7 @@ class Door:
     """
 
     run: str | None = None
-    """Whose weights the engine serves, as soon as it serves any; None: nobody in particular's."""
+    """Whose weights the engine serves, while it serves any; None: nobody in particular's."""
     offer: WeightOffer | None = None
     """Of the sync under way, or of the last one; None: there was none."""
     due: SyncPhase = SyncPhase.PAUSE
@@ -60,7 +60,7 @@ class Door:
         if phase is SyncPhase.PAUSE:
             if brought is None:
                 raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
-            return Door(call.run, brought)
+            return replace(self, offer=brought, due=SyncPhase.PAUSE)
         if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
             begins = self.offer is None or self.due is SyncPhase.PAUSE
             raise RefusalError(
@@ -71,8 +71,9 @@ class Door:
             )
         return replace(self, offer=brought or self.offer, due=SyncPhase.PAUSE)
 
-    def after(self, phase: SyncPhase) -> Door:
-        return replace(self, due=FOLLOWING[phase])
+    def after(self, phase: SyncPhase, run: str | None) -> Door:
+        """`run` is whose the phase was."""
+        return replace(self, due=FOLLOWING[phase], run=run if phase is PHASES[-1] else self.run)
 
 
 class ServedEngine(RolloutEngine, Protocol):
@@ -181,7 +182,7 @@ class RolloutService:
         report = await self._engine.run_sync_phase(phase, door.offer)
         if self._door is not door:
             raise RefusalError(409, f"the sync to version {call.version} was given up: another one has begun")
-        self._door = door.after(phase)
+        self._door = door.after(phase, call.run)
         return report
 
     def _check_group(self, call: messages.SyncCall) -> None:

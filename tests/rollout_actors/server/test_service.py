@@ -18,7 +18,7 @@ def call(phase: SyncPhase, version: int = 1) -> SyncCall:
 
 def through(door: Door, phases: list[SyncPhase], version: int = 1) -> Door:
     for phase in phases:
-        door = door.during(phase, call(phase, version)).after(phase)
+        door = door.during(phase, call(phase, version)).after(phase, "mine")
     return door
 
 
@@ -26,6 +26,7 @@ def test_it_is_nobodys_at_the_start_and_that_of_the_run_whose_sync_was_completed
     assert (Door().run, Door().due) == (None, SyncPhase.PAUSE)
     done = through(Door(run="another"), PHASES)
     assert (done.run, done.due) == ("mine", SyncPhase.PAUSE)
+    assert through(Door(run="another"), PHASES[:-1]).run == "another", "whose weights it serves again if this sync never reaches the engine"
 
 
 @pytest.mark.parametrize("num_done", range(1, len(PHASES)))
