@@ -43,10 +43,14 @@ def end_on_signals() -> None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    # Once: a second signal must not interrupt the ending of the run's processes.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Once: a second signal must not interrupt the ending of the run's processes. (Not SIG_IGN: Python prints a traceback where a signal has come already.)
+    signal.signal(signal.SIGTERM, _ignore)
+    signal.signal(signal.SIGINT, _ignore)
     raise KeyboardInterrupt
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    pass
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -25,6 +25,8 @@ from shared.config import load_config
 from shared.errors import ConfigError
 
 TRIALS = "trials.jsonl"
+INTERRUPTED = 130
+"""Exit status of a trial that was."""
 MARGIN_S = 60.0
 """Given to an interrupted trial beyond its `timeouts.interrupt_s`, in which it saves its weights: its processes end, one after the other."""
 
@@ -35,22 +37,35 @@ def is_sweep() -> bool:
 
 
 def run_trial(composed: DictConfig, console: Console) -> None:
-    """The trial that Hydra is at, as a process; `composed` is its configuration. Its failure is written down, and that is all it does to the sweep."""
+    """The trial that Hydra is at, as a process; `composed` is its configuration. Its failure is written down, and that is all it does to the sweep.
+
+    KeyboardInterrupt ends the trial and, when that is written down too, the sweep.
+    """
     trial = HydraConfig.get()
     overrides, folder = list(trial.overrides.task), Path(trial.runtime.output_dir)
     console.print(f"trial     {trial.job.num}: {' '.join(overrides)}", markup=False, highlight=False)
     started_s = time.monotonic()
-    exit_code = _call([sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"], end_s=end_s(composed))
+    process = subprocess.Popen([sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"])
+    interrupted = False
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        interrupted = True
+        _end(process, end_s(composed))
     line = {
         "trial": trial.job.num,
         "overrides": overrides,
         "folder": str(folder),
-        "exit_code": exit_code,
+        "exit_code": process.returncode,
         "wall_s": time.monotonic() - started_s,
         **_last_report(folder),
     }
     with (folder.parent / TRIALS).open("a") as file:
         file.write(json.dumps(line) + "\n")
+    if interrupted:
+        # Hydra calls no callback then.
+        print_summary(folder.parent)
+        raise KeyboardInterrupt
 
 
 def end_s(composed: DictConfig) -> float:
@@ -62,19 +77,14 @@ def end_s(composed: DictConfig) -> float:
     return config.timeouts.interrupt_s + MARGIN_S
 
 
-def _call(command: list[str], *, end_s: float) -> int:
-    """Wait for the command. Where the wait is interrupted, the command is told to end, and killed after `end_s` seconds."""
-    process = subprocess.Popen(command)
+def _end(process: subprocess.Popen[bytes], end_s: float) -> None:
+    """Tell it to, and kill it where it has not after `end_s` seconds."""
+    process.send_signal(signal.SIGTERM)
     try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=end_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        raise
+        process.wait(timeout=end_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _last_report(folder: Path) -> dict[str, Any]:
@@ -86,6 +96,19 @@ def _last_report(folder: Path) -> dict[str, Any]:
     return json.loads(lines[-1]) if lines else {}
 
 
+def print_summary(folder: Path) -> int:
+    """A line for every trial that has begun, with its held-out F1 or how it failed; the number of those that did."""
+    trials = [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
+    console = Console(soft_wrap=True)
+    for trial in trials:
+        f1 = next((f"{name.removeprefix('val/')} {value:.3f}" for name, value in trial.items() if name.startswith("val/f1")), "no held-out report")
+        end = {0: f1, INTERRUPTED: "interrupted"}.get(trial["exit_code"], f"failed with exit status {trial['exit_code']}")
+        console.print(f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}", markup=False, highlight=False)
+    failed = sum(trial["exit_code"] != 0 for trial in trials)
+    console.print(f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {folder / TRIALS}", highlight=False)
+    return failed
+
+
 class SweepSummary(Callback):
     """Before a sweep its folder is looked at, and what came of it is printed after it. Exit status 1 where a trial failed."""
 
@@ -95,15 +118,5 @@ class SweepSummary(Callback):
             sys.exit(2)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        ended = Path(config.hydra.sweep.dir) / TRIALS
-        # None where the sweep was interrupted in its first trial.
-        trials = [json.loads(line) for line in ended.read_text().splitlines()] if ended.exists() else []
-        console = Console(soft_wrap=True)
-        for trial in trials:
-            f1 = next((f"{name.removeprefix('val/')} {value:.3f}" for name, value in trial.items() if name.startswith("val/f1")), "no held-out report")
-            end = f1 if trial["exit_code"] == 0 else f"failed with exit status {trial['exit_code']}"
-            console.print(f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}", markup=False, highlight=False)
-        failed = sum(trial["exit_code"] != 0 for trial in trials)
-        console.print(f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {ended}", highlight=False)
-        if failed:
+        if print_summary(Path(config.hydra.sweep.dir)):
             sys.exit(1)

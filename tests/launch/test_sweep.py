@@ -7,10 +7,9 @@ import signal
 import pytest
 from command_support import Command, adopt_orphans
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from launch.composition import CONF
-from launch.sweep import MARGIN_S, SweepSummary, end_s
+from launch.sweep import MARGIN_S, end_s
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +47,27 @@ def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_
     assert "trial     0: f1 " in sweep.output
 
 
-def test_a_sweep_that_is_interrupted_in_its_first_trial_ends_without_an_error_of_its_own(tmp_path, capsys):
-    SweepSummary().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
-    assert "sweep     0 of 0 trials finished" in capsys.readouterr().out
+@pytest.mark.engine
+@pytest.mark.engines_extra
+def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
+    endless = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=500", "data.val=null", "rollout_matching.vllm.actors.num_actors=1"]
+    sweep = Command(tmp_path, warm_checkpoint, demo_data, *endless, "training.seed=1,2", options=["-m"])
+    try:
+        sweep.wait_for("step    1/500")
+        os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
+        assert sweep.process.wait(timeout=90) == 130, sweep.output
+        sweep.assert_nothing_left()
+    finally:
+        for pid in sweep.processes():
+            os.kill(pid, signal.SIGKILL)
+    (checkpoint,) = sweep.run_dir.glob("trial_*/checkpoint_interrupted_*")
+    assert f"saved     {checkpoint}" in sweep.output
+    assert not (sweep.run_dir / "trial_1").exists()
+    (trial,) = sweep.lines("trials.jsonl")
+    assert trial["exit_code"] == 130
+    assert "trial     0: interrupted, " in sweep.output
+    assert "sweep     0 of 1 trials finished" in sweep.output
+    assert "Traceback" not in sweep.output
 
 
 @pytest.mark.parametrize(("override", "expected"), [("timeouts.interrupt_s=600.0", 600 + MARGIN_S), ("training.learning_rate=-1.0", MARGIN_S)])
