@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import socket
 import subprocess
@@ -11,15 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from launch.arguments import read_arguments
+from launch.composition import CONF, as_mapping
 from launch.serve_options import ServeOptions, settings_of
 from rollout_actors.backends.server_command import serve_arguments, serve_command
 from rollout_actors.engine_settings import EngineSettings
+from shared.config import load_config
 from shared.errors import ConfigError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.transports import Device
 
+ROOT = Path(__file__).parents[2]
 GUARD = {"enabled": True, "min_new_tokens": 5, "max_consecutive_token_repeats": 6, "ngram_size": 7, "ngram_repeats": 8, "max_object_keys": 9}
 
 
@@ -33,6 +38,23 @@ def model(tmp_path: Path) -> Path:
 
 def settings(*arguments: str) -> EngineSettings:
     return settings_of(read_arguments(ServeOptions, arguments))
+
+
+def printed_commands() -> list[tuple[str, ...]]:
+    """The arguments of every server that README and docs start."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    lines = [line for page in pages for line in page.read_text().replace("\\\n", " ").splitlines()]
+    words = [shlex.split(line.partition("launch.serve ")[2].rstrip("& ")) for line in lines if "launch.serve model=" in line]
+    return sorted({tuple(re.sub(r"\$\w+", "1", word) for word in argument_words if not word.startswith("model=")) for argument_words in words})
+
+
+@pytest.mark.parametrize("arguments", printed_commands(), ids=len)
+def test_every_server_of_the_readme_and_the_docs_suits_the_run_beside_it(arguments: tuple[str, ...], model: Path) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        run = load_config(as_mapping(compose("train", overrides=["+experiment=stage2_server"])))
+    started = settings(f"model={model}", *arguments)
+    assert (started.dtype, started.max_model_len) == (run.model.dtype, run.global_max_length)
+    assert started.max_num_seqs >= run.rollout_matching.decode_batch_size
 
 
 def problems(*arguments: str) -> tuple[str, ...]:

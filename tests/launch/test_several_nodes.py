@@ -1,5 +1,6 @@
-"""A run on a cluster that is there already, whose nodes are too small for all of it (placement groups, several nodes)."""
+"""A run on a cluster that is there already, whose nodes are too small for all of it (placement groups, several nodes), and what is seen of it there."""
 
+import json
 import os
 import signal
 import subprocess
@@ -26,15 +27,21 @@ def nodes(tmp_path):
 
 
 def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running(nodes, warm_checkpoint, demo_data, tmp_path):
-    steps = ["training.max_steps=2", "stage2_ab.schedule.warmup_steps=0", "data.val=null", "rollout_matching.decode_batch_size=4"]
-    command = Command(tmp_path, warm_checkpoint, demo_data, *steps, f"cluster.address={nodes.address}")
+    steps = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", "rollout_matching.decode_batch_size=4"]
+    ranks = ["learner.world_size=2", "learner.cpus=0.5", "rollout_matching.vllm.actors.num_actors=2", "telemetry.name=spread"]
+    command = Command(tmp_path, warm_checkpoint, demo_data, *steps, *ranks, f"cluster.address={nodes.address}")
     try:
-        assert command.process.wait(timeout=300) == 0, command.output
-        assert len(command.lines("metrics.jsonl")) == 2
+        command.wait_for("step    2/500")
+        used, names, metrics = json.loads(printed_by(SEEN, nodes))
+        assert used == [1.0, 1.0], "two processes of half a CPU on each of the two nodes"
+        assert set(names) == {"rollout-actor-0", "rollout-actor-1", "learner-0", "learner-1"}
+        assert {"ray_rollmatch_loss", "ray_rollmatch_weight_version", "ray_rollmatch_tokens_per_s", "ray_rollmatch_phase_seconds"} <= set(metrics)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(timeout=120) == 130, command.output
     finally:
         if command.process.poll() is None:
             os.kill(command.process.pid, signal.SIGKILL)
-    # The run's four actors used both nodes, and gave everything back.
+    # The run gave everything back.
     assert printed_by("print([node['Alive'] for node in ray.nodes()], ray.available_resources()['CPU'])", nodes) == "[True, True, True] 2.0"
 
 
@@ -59,6 +66,22 @@ places = ray.get([where.options(scheduling_strategy=here()).remote() for _ in ra
 print(set(places) == {ray.get_runtime_context().get_node_id()})
 """
     assert printed_by(code, nodes) == "True"
+
+
+SEEN = """
+import json, re, time
+from urllib.request import urlopen
+from ray._private import state
+free = state.available_resources_per_node()
+used = [cpus - free[node["NodeID"]].get("CPU", 0.0) for node in ray.nodes() if (cpus := node["Resources"].get("CPU", 0.0))]
+names = [actor["Name"] for actor in state.actors().values() if actor["State"] == "ALIVE"]
+ends = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in ray.nodes()]
+deadline, metrics = time.monotonic() + 60, set()
+while len(metrics) < 6 and time.monotonic() < deadline:  # every node publishes from time to time
+    time.sleep(1.0)
+    metrics = {name for end in ends for name in re.findall(r'^(ray_rollmatch_\\w+)\\{.*run="spread"', urlopen(end, timeout=10).read().decode(), re.M)}
+print(json.dumps([used, names, sorted(metrics)]))
+"""
 
 
 def printed_by(code, nodes):

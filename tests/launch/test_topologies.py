@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 # Three channel-B steps of 12 rollouts from a model that already writes objects, without the queue, which not every topology has.
 STEPS = ("training.max_steps=3", "stage2_ab.schedule.warmup_steps=0", "data.max_val_samples=4", "stage2_ab.channel_b.enable_pipeline=false")
+# Two requests of a device at a time, and the next round while one is learned.
+QUEUED = ("rollout_matching.decode_batch_size=2", "stage2_ab.channel_b.enable_pipeline=true")
 READY = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
@@ -86,10 +88,17 @@ def test_the_checkpoint_of_a_run_without_actors_is_evaluated_by_actors(hf_job):
     hf_job.assert_nothing_left()
 
 
-def test_two_learner_ranks_learn_what_one_does(job, actors_job):
-    two = job("stage2_2learners")
+def test_two_learner_ranks_that_generate_by_themselves_learn_what_one_does(job, hf_job):
+    two = job("stage2_hf", "learner.world_size=2")
+    assert rollouts(two, 0) == rollouts(hf_job, 0)
+    assert losses(two) == pytest.approx(losses(hf_job), rel=1e-4)
+    assert {line["rollout"]["actor"] for rank in ("", ".rank1") for line in two.lines(f"rollouts/step_000000{rank}.jsonl")} == {"learner-0", "learner-1"}
+
+
+def test_two_learner_ranks_learn_what_one_does_with_the_in_step_queue_on(job, actors_job):
+    two = job("stage2_2learners", *QUEUED)
     (plan, *_) = two.lines("plan.jsonl")
-    assert plan["rounds"] == [[[0, 6], [6, 12]]]
+    assert plan["rounds"] == [[[0, 2], [6, 8]], [[2, 4], [8, 10]], [[4, 6], [10, 12]]]
     # Rows differ, since each rank packs its own, and with them the order of float sums.
     assert losses(two) == pytest.approx(losses(actors_job), rel=1e-4)
     assert [line["rollout/num"] for line in two.lines("metrics.jsonl")] == [12.0] * 3
@@ -100,9 +109,9 @@ def test_two_learner_ranks_learn_what_one_does(job, actors_job):
 class Server:
     """`python -m launch.serve` on a free port."""
 
-    def __init__(self, checkpoint, log):
+    def __init__(self, checkpoint, log, *more):
         self.log = log
-        options = ["port=0", "dtype=float32", "max_model_len=512", "max_num_seqs=6", "kv_cache_memory_bytes=67108864", "enforce_eager=true"]
+        options = [*more, "port=0", "dtype=float32", "max_model_len=512", "max_num_seqs=6", "kv_cache_memory_bytes=67108864", "enforce_eager=true"]
         command = [sys.executable, "-m", "launch.serve", f"model={checkpoint}", *options]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -142,10 +151,32 @@ def test_3_rollout_gpus_1_learner_gpu_is_operational_through_servers(job, actors
 
 
 def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job, servers):
-    """Scenario: rank 0 sends the weights, every rank's requests go out. A second run takes the servers from where the first left them."""
-    served = job("stage2_server", in_server_mode(servers), "learner.world_size=2", "rollout_matching.decode_batch_size=6")
+    """Scenario: rank 0 sends the weights, every rank's requests go out. A second run takes the servers from where the first left them; its ranks hold a part of
+    the model each, and its next round is generated while one is learned."""
+    served = job("stage2_server", in_server_mode(servers), "learner.world_size=2", "learner.parallel=fsdp", *QUEUED)
+    (plan, *_) = served.lines("plan.jsonl")
+    assert len(plan["rounds"]) == 2
     assert losses(served) == pytest.approx(losses(actors_job), rel=1e-4)
     assert rollouts(served, 0) == rollouts(actors_job, 0)
+
+
+def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(job, warm_checkpoint, tmp_path):
+    server = Server(warm_checkpoint, tmp_path / "server.log", "enable_lora=true", "max_lora_rank=16")
+    try:
+        adapter = (
+            "model.adapter.kind=lora",
+            "rollout_matching.vllm.enable_lora=true",
+            "rollout_matching.vllm.sync.mode=adapter",
+            "training.learning_rate=1e-2",
+        )
+        served = job("stage2_server", in_server_mode([server.url()]), "rollout_matching.decode_batch_size=6", *adapter)
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=30)
+    metrics = served.lines("metrics.jsonl")
+    assert [line["sync/mode"] for line in metrics] == ["adapter"] * 3
+    assert metrics[-1]["sync/adapter_effect"] == pytest.approx(1.0, abs=0.1)
+    assert [{version for *_, version in rollouts(served, step)} for step in range(3)] == [{1}, {2}, {3}]
 
 
 def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):

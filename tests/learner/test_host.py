@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from config_support import configuration
-from learner_support import make_learner
+from learner_support import finish_step, half_right, make_learner
 
 from learner.host import LearnerHost
 from learner.learner import Learner
+from learner.offload import offloaded
 from rollout_actors.backends.hf import HFBackendSpec
 from shared.config import RunConfig
 from shared.errors import ConfigError, RolloutError
@@ -50,6 +54,35 @@ def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
     offload: dict[str, Any] = {"rollout_matching__offload": {"enabled": True, "offload_model": True}}
     with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled"):
         LearnerHost(configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | offload), run[1])
+
+
+def test_a_learner_that_is_offloaded_between_its_rounds_learns_the_same_to_the_bit(
+    run: tuple[RunConfig, Learner], demo_checkpoint: Path, demo_data: Path, tmp_path: Path
+) -> None:
+    """Model, gradients so far and AdamW's moments go away and come back, in the midst of a step too. The host stands in for the device: a move is a copy."""
+    config, staying = run
+    moving = make_learner(config)
+    section = {"rollout_matching__offload": {"enabled": True, "offload_model": True, "offload_optimizer": True}}
+    asked = configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | section)
+
+    def away() -> AbstractContextManager[None]:
+        return offloaded(asked, moving.loaded.model, moving.updater, moving.loaded.device, with_model=True)
+
+    assert losses_of_two_steps(config, moving, away) == losses_of_two_steps(config, staying, nullcontext)
+    expected = dict(staying.loaded.model.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in moving.loaded.model.named_parameters())
+
+
+def losses_of_two_steps(config: RunConfig, learner: Learner, while_an_engine_works: Callable[[], AbstractContextManager[None]]) -> list[float]:
+    losses = []
+    for plan in itertools.islice((plan for plan in RunSchedule(config).plans() if plan.channel == "B"), 2):
+        rollouts = half_right(learner, plan)
+        for part in (rollouts[:2], rollouts[2:]):
+            with while_an_engine_works():
+                pass
+            learner.accumulate(part)
+        losses.append(finish_step(learner).metrics["loss/total"])
+    return losses
 
 
 def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itself(run: tuple[RunConfig, Learner]) -> None:

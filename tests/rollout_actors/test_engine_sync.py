@@ -126,6 +126,7 @@ def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_t
     assert seconds > 1.5 * limits.sync_phase_s, "otherwise nothing was tested"
 
 
+@pytest.mark.engines_extra
 def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner) -> None:
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
     pool = ActorPool([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
