@@ -17,7 +17,7 @@ from launch.placement import Placement
 from learner.logits import LOGIT_CHUNK
 from learner.parts import Part, find_part, part_of, section_of
 from shared.config import RunConfig
-from shared.config.derive import is_sharded, resolved_sync_mode, rollout_servers
+from shared.config.derive import is_sharded, may_send_full, rollout_servers
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.transports import Device, Transport
@@ -166,8 +166,7 @@ def shared_device_estimate(config: RunConfig, shape: ModelShape, learner: Estima
     engine over several GPUs the others hold a copy of the weights then, and nothing else of the rank: never more than its own.)
     """
     matching = config.rollout_matching
-    # An adapter that fails is followed by full weights.
-    sends_full = resolved_sync_mode(config) == "full" or matching.vllm.sync.fallback_to_full
+    sends_full = may_send_full(config)
     model_leaves, optimizer_leaves = (matching.offload.enabled and moved for moved in (matching.offload.offload_model, matching.offload.offload_optimizer))
     stays = {
         "weights": not model_leaves or sends_full,
@@ -199,7 +198,7 @@ def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> 
     """Bytes of memory that the learner keeps for its syncs beside its weights: all of them, merged, where engines of its own machine read them there."""
     section = rollout_servers(config)
     reads_here = bool(placement.engines) if section is None else any(server.is_loopback for server in section.servers)
-    shares = reads_here and placement.transport == Transport.GLOO and resolved_sync_mode(config) == "full"
+    shares = reads_here and placement.transport == Transport.GLOO and may_send_full(config)
     return shape.num_parameters * BYTES[config.model.dtype] if shares else 0
 
 

@@ -25,8 +25,6 @@ from shared.config import load_config
 from shared.errors import ConfigError
 
 TRIALS = "trials.jsonl"
-INTERRUPTED = 130
-"""Exit status of a trial that was."""
 MARGIN_S = 60.0
 """Given to an interrupted trial beyond its `timeouts.interrupt_s`, in which it saves its weights: its processes end, one after the other."""
 
@@ -57,6 +55,7 @@ def run_trial(composed: DictConfig, console: Console) -> None:
         "overrides": overrides,
         "folder": str(folder),
         "exit_code": process.returncode,
+        "interrupted": interrupted,
         "wall_s": time.monotonic() - started_s,
         **_last_report(folder),
     }
@@ -102,7 +101,7 @@ def print_summary(folder: Path) -> int:
     console = Console(soft_wrap=True)
     for trial in trials:
         f1 = next((f"{name.removeprefix('val/')} {value:.3f}" for name, value in trial.items() if name.startswith("val/f1")), "no held-out report")
-        end = {0: f1, INTERRUPTED: "interrupted"}.get(trial["exit_code"], f"failed with exit status {trial['exit_code']}")
+        end = "interrupted" if trial["interrupted"] else f1 if trial["exit_code"] == 0 else f"failed with exit status {trial['exit_code']}"
         console.print(f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}", markup=False, highlight=False)
     failed = sum(trial["exit_code"] != 0 for trial in trials)
     console.print(f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {folder / TRIALS}", highlight=False)

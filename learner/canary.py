@@ -14,6 +14,7 @@ from learner.segments import EncodedPrompt
 from shared.canary import CanaryProbe
 from shared.errors import LearnerError
 from shared.records import ImageRef
+from shared.weight_sync import SyncPhase
 
 
 class AsksCanary(Protocol):
@@ -98,12 +99,12 @@ class Canary:
 
 
 def _numbers(logprobs: list[float]) -> tuple[float, ...]:
-    """Whatever holds for them: no engine is asked about weights that are none."""
+    """The same, as soon as they are known to be finite: what else the engines compare with them would be compared in vain."""
     for i, logprob in enumerate(logprobs):
         if not math.isfinite(logprob):
             raise LearnerError(
-                f"its log-probability of the canary's token {i + 1} is {logprob}: the weights have diverged, and are not saved; go on from the last checkpoint "
-                "with a lower training.learning_rate or training.max_grad_norm",
-                phase="canary",
+                f"its log-probability of the canary's token {i + 1} is {logprob}: the weights have diverged, and are not saved; go on from an earlier "
+                "checkpoint with a lower training.learning_rate or training.max_grad_norm",
+                phase=SyncPhase.CANARY,
             )
     return tuple(logprobs)

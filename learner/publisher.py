@@ -28,7 +28,7 @@ from shared.weight_sync import SendReport
 class Sender(Protocol):
     def offer(self, version: int, canary: AsksCanary) -> WeightOffer: ...
     def send(self, offer: WeightOffer) -> SendReport:
-        """Returns when the weights are out. Raises WeightSyncError."""
+        """Returns when the weights are out. Raises WeightSyncError, and LearnerError where the canary fails."""
         ...
 
     def close(self) -> None: ...
@@ -50,7 +50,7 @@ class WeightPublisher:
     def offer(self) -> WeightOffer | None:
         """The next version of the weights, with the probe that proves their arrival: rank 0's to make, and None on the other ranks.
 
-        Raises LearnerError where the ranks do not hold the same.
+        Raises LearnerError where the ranks do not hold the same, or hold no numbers.
         """
         with self._ranks.of_phase("offer_weights"):
             self._ranks.barrier()
@@ -61,7 +61,7 @@ class WeightPublisher:
             return self._senders[0].offer(self.version + 1, canary) if self._senders else None
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Returns when the weights are out. Raises WeightSyncError."""
+        """Returns when the weights are out. Raises WeightSyncError, and LearnerError where the canary fails."""
         return self._senders[0].send(offer)
 
     def fall_back_to_full(self) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from learner.place import ReceiverGroup
 from learner.weight_source import WeightSource
 from learner.wires import WIRES, Wire
 from shared.checksummed_weights import ChecksummedWeights
-from shared.errors import LEARNER, ConfigError, Limit, WeightSyncError, late
+from shared.errors import LEARNER, ConfigError, LearnerError, Limit, WeightSyncError, late
 from shared.rollouts import WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import ENGINE_MARGIN_S, OFFER, SendReport, SyncPhase
@@ -78,8 +78,8 @@ class WeightSender:
         return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Send the offered weights; returns when they are out, not when they are verified. Raises WeightSyncError, and whatever the canary
-        fails of.
+        """Send the offered weights; returns when they are out, not when they are verified. Raises WeightSyncError, and LearnerError where
+        the canary fails.
 
         Where there is no wire (ipc, inproc) the engine's backend lives in this process and takes the weights itself: nothing is left to do.
         """
@@ -98,10 +98,15 @@ class WeightSender:
             # Beside the packing, and beside the engines' loading.
             _run(self._canary.logprobs, logprobs)
             scored = time.perf_counter()
-            logprobs.result()  # what this failed of is no receiver's to mend
+            # Also behind a canary that failed: the thread ends by itself, where it asks for the numbers, and the group must not be closed under it.
+            wait([sending], timeout=self._left_s(joined))
+            _require_scored(logprobs)
+            if scored - joined > self._timeout_s:
+                told = f"the learner took {scored - joined:.1f} s to score it, of timeouts.sync_phase_s = {self._timeout_s:g} s for all it sends; raise that"
+                raise WeightSyncError(told, actor=LEARNER, phase=SyncPhase.CANARY)
             self._result(sending, SyncPhase.WIRE, joined)
             wire_s = time.perf_counter() - joined - checksummed.gather_s - checksummed.verify_s
-        except Exception:
+        except (WeightSyncError, LearnerError):
             self.close()
             raise
         phase_s = {"send_gather": checksummed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": checksummed.verify_s}
@@ -145,10 +150,13 @@ class WeightSender:
         listening, self._listening = self._listening, []
         return WIRES[self._transport](terms, listening)
 
+    def _left_s(self, began: float) -> float:
+        return max(0.0, began + self._timeout_s + ENGINE_MARGIN_S - time.perf_counter())
+
     def _result(self, work: Future[T], phase: SyncPhase, began: float) -> T:
         """Of a phase that began then, by `perf_counter`: whatever this thread did meanwhile is within its limit."""
         try:
-            return work.result(timeout=max(0.0, began + self._timeout_s + ENGINE_MARGIN_S - time.perf_counter()))
+            return work.result(timeout=self._left_s(began))
         except Exception as error:
             num_receivers = sum(group.num_workers for group in self._receivers)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)
@@ -157,6 +165,14 @@ class WeightSender:
             if isinstance(error, TimeoutError):
                 told = late(f"{num_receivers} receivers", Limit(self._timeout_s, "timeouts.sync_phase_s"), check)
             raise WeightSyncError(told, actor=LEARNER, phase=phase) from error
+
+
+def _require_scored(logprobs: Future[tuple[float, ...]]) -> None:
+    """A canary that fails is no receiver's to mend, who know only that the learner left."""
+    error = logprobs.exception()
+    if error is None:
+        return
+    raise error if isinstance(error, LearnerError) else LearnerError(f"its canary failed: {type(error).__name__}: {error}", phase=SyncPhase.CANARY) from error
 
 
 def _in_thread(work: Callable[[], T], phase: SyncPhase) -> Future[T]:

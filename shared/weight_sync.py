@@ -115,7 +115,8 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     except Exception as error:  # of any kind: what the engines hold after it is proved by the full sync that follows
         if not learner.offers_adapter:
             raise
-        if isinstance(error, LearnerError) and not learner.falls_back:
+        # Full weights would be scored by the same canary.
+        if isinstance(error, LearnerError) and (not learner.falls_back or error.phase == SyncPhase.CANARY):
             raise
         if not learner.falls_back:
             raise _final(error) from error

@@ -49,6 +49,8 @@ class Door:
 
     run: str | None = None
     """Whose weights the engine serves, while it serves any; None: nobody in particular's."""
+    syncing: str | None = None
+    """Whose sync is under way, or was the last one; None: nobody in particular's."""
     offer: WeightOffer | None = None
     """Of the sync under way, or of the last one; None: there was none."""
     due: SyncPhase = SyncPhase.PAUSE
@@ -60,7 +62,9 @@ class Door:
         if phase is SyncPhase.PAUSE:
             if brought is None:
                 raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
-            return replace(self, offer=brought, due=SyncPhase.PAUSE)
+            return replace(self, syncing=call.run, offer=brought, due=SyncPhase.PAUSE)
+        if None not in (self.syncing, call.run) and self.syncing != call.run and self.due is not SyncPhase.PAUSE:
+            raise RefusalError(409, f"phase {phase} of version {call.version}: another run's sync is under way; give every run servers of its own")
         if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
             begins = self.offer is None or self.due is SyncPhase.PAUSE
             raise RefusalError(
@@ -71,9 +75,8 @@ class Door:
             )
         return replace(self, offer=brought or self.offer, due=SyncPhase.PAUSE)
 
-    def after(self, phase: SyncPhase, run: str | None) -> Door:
-        """`run` is whose the phase was."""
-        return replace(self, due=FOLLOWING[phase], run=run if phase is PHASES[-1] else self.run)
+    def after(self, phase: SyncPhase) -> Door:
+        return replace(self, due=FOLLOWING[phase], run=self.syncing if phase is PHASES[-1] else self.run)
 
 
 class ServedEngine(RolloutEngine, Protocol):
@@ -182,7 +185,7 @@ class RolloutService:
         report = await self._engine.run_sync_phase(phase, door.offer)
         if self._door is not door:
             raise RefusalError(409, f"the sync to version {call.version} was given up: another one has begun")
-        self._door = door.after(phase, call.run)
+        self._door = door.after(phase)
         return report
 
     def _check_group(self, call: messages.SyncCall) -> None:

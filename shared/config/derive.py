@@ -104,6 +104,11 @@ def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
     return "adapter" if vllm.enable_lora and adapter is not None and adapter.kind == "lora" else "full"
 
 
+def may_send_full(run: RunConfig) -> bool:
+    """Whether a sync of this run may be of full weights: each is, or the first one behind an adapter that failed."""
+    return resolved_sync_mode(run) == "full" or run.rollout_matching.vllm.sync.fallback_to_full
+
+
 def remarks(run: RunConfig) -> tuple[str, ...]:
     """What is allowed, since a run that was shortened to try it out or has left its servers has it, and hardly meant in a whole one."""
     found = []

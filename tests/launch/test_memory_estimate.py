@@ -184,13 +184,14 @@ def test_on_cpu_the_weights_that_a_sync_shares_are_counted_too():
     ("backend", "expected"),
     [
         ({"mode": "actors"}, True),
-        ({"mode": "actors", "enable_lora": True, "sync": {"mode": "adapter"}}, False),
+        ({"mode": "actors", "enable_lora": True, "sync": {"mode": "adapter"}}, True),
+        ({"mode": "actors", "enable_lora": True, "sync": {"mode": "adapter", "fallback_to_full": False}}, False),
         ({"mode": "server", "server": {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}}, True),
         ({"mode": "server", "server": {"servers": [{"base_url": "http://10.0.0.2:1", "group_port": 0}]}}, False),
         ({"mode": "colocate"}, False),
     ],
 )
-def test_weights_are_shared_with_engines_of_the_same_machine_that_take_all_of_them(config, shape, backend, expected):
+def test_weights_are_shared_with_engines_of_the_same_machine_that_may_take_all_of_them(config, shape, backend, expected):
     changes = {"model__adapter": {"kind": "lora", "rank": 4}} if "enable_lora" in backend else {}
     run = config(rollout_matching__vllm=backend, stage2_ab__channel_b__enable_pipeline=backend["mode"] != "colocate", **changes)
     synced = synced_bytes(run, plan_placement(run, [Resources(cpus=8, gpus=0)]), shape)

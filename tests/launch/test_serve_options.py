@@ -43,8 +43,9 @@ def settings(*arguments: str) -> EngineSettings:
 def printed_commands() -> list[tuple[str, ...]]:
     """The arguments of every server that README and docs start."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    lines = [line for page in pages for line in page.read_text().replace("\\\n", " ").splitlines()]
-    words = [shlex.split(line.partition("launch.serve ")[2].rstrip("& ")) for line in lines if "launch.serve model=" in line]
+    commands = [re.findall(r"launch\.serve (model=[^&`]+)&", page.read_text().replace("\\\n", " ")) for page in pages]
+    assert [page.name for page, found in zip(pages, commands, strict=True) if found] == ["README.md", "serve.md"]
+    words = [shlex.split(command) for found in commands for command in found]
     return sorted({tuple(re.sub(r"\$\w+", "1", word) for word in argument_words if not word.startswith("model=")) for argument_words in words})
 
 

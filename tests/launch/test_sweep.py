@@ -64,7 +64,7 @@ def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_an
     assert f"saved     {checkpoint}" in sweep.output
     assert not (sweep.run_dir / "trial_1").exists()
     (trial,) = sweep.lines("trials.jsonl")
-    assert trial["exit_code"] == 130
+    assert (trial["exit_code"], trial["interrupted"]) == (130, True)
     assert "trial     0: interrupted, " in sweep.output
     assert "sweep     0 of 1 trials finished" in sweep.output
     assert "Traceback" not in sweep.output

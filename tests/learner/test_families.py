@@ -113,13 +113,13 @@ def test_the_canary_reads_the_same_model(parts):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_have_diverged_are_the_learners_error_before_any_engine_is_asked(parts, value):
+def test_weights_that_have_diverged_are_the_learners_error(parts, value):
     _, loaded, segments = parts
     canary = Canary(loaded, segments[0].prompt, (), segments[0].target.token_ids[:8], tolerance=1e-4, proves_adapter=False)
-    bias = next(parameter for name, parameter in loaded.model.named_parameters() if "language_model.norm" in name)
-    before = bias[0].item()
+    weight = next(parameter for name, parameter in loaded.model.named_parameters() if "language_model.norm" in name)
+    before = weight[0].item()
     with torch.no_grad():
-        bias[0] = value
+        weight[0] = value
     try:
         with pytest.raises(
             LearnerError, match=r"canary on the learner: .*canary's token 1 is nan: the weights have diverged, and are not saved; .*learning_rate"
@@ -127,4 +127,4 @@ def test_weights_that_have_diverged_are_the_learners_error_before_any_engine_is_
             canary.logprobs()
     finally:
         with torch.no_grad():
-            bias[0] = before
+            weight[0] = before

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,19 @@ def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
 def test_a_learner_that_is_offloaded_between_its_rounds_learns_the_same_to_the_bit(
     run: tuple[RunConfig, Learner], demo_checkpoint: Path, demo_data: Path, tmp_path: Path
 ) -> None:
-    """Model, gradients so far and AdamW's moments go away and come back, in the midst of a step too. The host stands in for the device: a move is a copy."""
+    """Parameters, gradients so far and buffers go away and come back, in the midst of a step too. (The host stands in for the device: a move of the model is
+    a copy, one of AdamW's moments is none.)"""
     config, staying = run
     moving = make_learner(config)
     section = {"rollout_matching__offload": {"enabled": True, "offload_model": True, "offload_optimizer": True}}
     asked = configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | section)
 
-    def away() -> AbstractContextManager[None]:
-        return offloaded(asked, moving.loaded.model, moving.updater, moving.loaded.device, with_model=True)
+    @contextmanager
+    def away() -> Iterator[None]:
+        before = {name: parameter.data_ptr() for name, parameter in moving.loaded.model.named_parameters()}
+        with offloaded(asked, moving.loaded.model, moving.updater, moving.loaded.device, with_model=True):
+            assert all(parameter.data_ptr() != before[name] for name, parameter in moving.loaded.model.named_parameters())
+            yield
 
     assert losses_of_two_steps(config, moving, away) == losses_of_two_steps(config, staying, nullcontext)
     expected = dict(staying.loaded.model.named_parameters())

@@ -24,7 +24,7 @@ from learner.weight_source import CheckpointWeights
 from rollout_actors.gloo_group import WeightGroup, address_towards
 from shared.canary import CanaryProbe
 from shared.checksummed_weights import ChecksummedWeights
-from shared.errors import ConfigError, WeightSyncError
+from shared.errors import ConfigError, LearnerError, WeightSyncError
 from shared.shared_memory import NAME, this_machine
 from shared.weight_terms import CANARY as CANARY_TENSOR
 from shared.weight_terms import CHECKSUMS, FullTerms, Group, TensorSpec, offsets
@@ -291,10 +291,20 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
     terms = FullTerms.of(offer)
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
-        with pytest.raises(RuntimeError, match=r"^out of memory$"):
+        with pytest.raises(LearnerError, match="canary on the learner: its canary failed: RuntimeError: out of memory"):
             sender.send(offer)
         with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):
             receiving.result(timeout=2)
+
+
+def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_engine() -> None:
+    sender = make_sender(TiedModel(), timeout_s=0.5)
+    offer = sender.offer(1, SlowCanary(PROBE, lambda: time.sleep(1.0)))
+    terms = FullTerms.of(offer)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
+        with pytest.raises(WeightSyncError, match=r"canary on learner: the learner took 1\.\d s to score it, of timeouts.sync_phase_s = 0.5 s"):
+            sender.send(offer)
 
 
 def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_kept() -> None:

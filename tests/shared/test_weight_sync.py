@@ -1,4 +1,4 @@
-"""Both ends cut the weights alike, and of two failures the receiver's is shown."""
+"""Both ends cut the weights alike, and of two failures the one that says more is shown."""
 
 from __future__ import annotations
 
@@ -123,6 +123,13 @@ def test_without_fallback_a_learner_that_fails_is_told_as_such_and_not_as_an_ada
     side = AdapterSide(TROUBLES[2], falls_back=False)
     with pytest.raises(LearnerError, match="out of memory"):
         sync_weights(side, side)
+
+
+def test_a_learner_whose_canary_fails_has_no_better_one_for_full_weights() -> None:
+    side = AdapterSide(LearnerError("the weights have diverged", phase="canary"))
+    with pytest.raises(LearnerError, match="diverged"):
+        sync_weights(side, side)
+    assert side.offers_adapter
 
 
 @pytest.mark.parametrize("falls_back", [True, False])

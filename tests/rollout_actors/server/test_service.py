@@ -12,13 +12,13 @@ from shared.weight_sync import SyncPhase
 PHASES = list(SyncPhase)
 
 
-def call(phase: SyncPhase, version: int = 1) -> SyncCall:
-    return SyncCall.of(phase, make_offer(version), "mine")
+def call(phase: SyncPhase, version: int = 1, run: str = "mine") -> SyncCall:
+    return SyncCall.of(phase, make_offer(version), run)
 
 
 def through(door: Door, phases: list[SyncPhase], version: int = 1) -> Door:
     for phase in phases:
-        door = door.during(phase, call(phase, version)).after(phase, "mine")
+        door = door.during(phase, call(phase, version)).after(phase)
     return door
 
 
@@ -53,3 +53,11 @@ def test_what_the_rendezvous_brings_takes_the_place_of_the_offer() -> None:
     assert door.during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS)).offer == make_offer(1)
     later = through(Door(), PHASES[:2])
     assert later.during(SyncPhase.WIRE, call(SyncPhase.WIRE)).offer is later.offer
+
+
+@pytest.mark.parametrize("phase", PHASES[1:])
+def test_a_sync_is_gone_on_with_by_the_run_that_began_it_and_can_be_begun_by_another(phase: SyncPhase) -> None:
+    door = through(Door(), PHASES[: PHASES.index(phase)])
+    with pytest.raises(RefusalError, match=f"phase {phase} of version 1: another run's sync is under way"):
+        door.during(phase, call(phase, run="another"))
+    assert door.during(SyncPhase.PAUSE, call(SyncPhase.PAUSE, run="another")).syncing == "another"
