@@ -1,0 +1,79 @@
+"""Who answers an environment's calls: anything with the surface of `openai.AsyncOpenAI`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import openai
+from openai.types.chat import ChatCompletion
+
+from rollout_actors.environments.types import Message, Messages, SamplingArgs, State
+from shared.errors import RolloutError
+
+_LOGGER = logging.getLogger(__name__)
+
+OVERLONG = "overlong-prompt"
+"""The id of what stands for an answer to a prompt that has no room in the model's context."""
+TRIES = 3
+"""Of one call, where nothing but the way to the endpoint is at fault."""
+PAUSE_S = 0.5
+"""Before the second try; doubled before each further one."""
+
+INFRASTRUCTURE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError, RolloutError, ConnectionError, TimeoutError)
+"""Errors that the same call may not meet again."""
+
+
+@runtime_checkable
+class KnowsRollouts(Protocol):
+    """A client that wants to know which calls are of one rollout, so that they go to one engine and extend one sequence of tokens."""
+
+    def conversation(self, state: State) -> Any:
+        """A client for the calls of this rollout."""
+        ...
+
+
+def client_of(client: Any, state: State) -> Any:
+    """The one that the calls of this rollout go to."""
+    return client.conversation(state) if isinstance(client, KnowsRollouts) else client
+
+
+async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, tools: list[Message] | None, sampling_args: SamplingArgs) -> Any:
+    """One call, repeated where the way to the endpoint failed. An answer with the id `OVERLONG` where the prompt is too long.
+
+    Raises what the endpoint says is wrong with the call, and after `TRIES` what was wrong with the way to it.
+    """
+    for number in range(1, TRIES + 1):
+        try:
+            if message_type == "completion":
+                return await client.completions.create(model=model, prompt=prompt, **sampling_args)
+            with_tools = {"tools": tools} if tools else {}
+            return await client.chat.completions.create(model=model, messages=prompt, **with_tools, **sampling_args)
+        except openai.BadRequestError as error:
+            if not is_overlong(error):
+                raise
+            return ChatCompletion.model_construct(id=OVERLONG, choices=[])
+        except INFRASTRUCTURE as error:
+            if number == TRIES:
+                raise
+            _LOGGER.warning("call %d of %d failed (%s: %s); again in %.1f s", number, TRIES, type(error).__name__, error, PAUSE_S * 2 ** (number - 1))
+            await asyncio.sleep(PAUSE_S * 2 ** (number - 1))
+    raise AssertionError("the last try returns or raises")
+
+
+def is_overlong(error: openai.BadRequestError) -> bool:
+    """Whether an endpoint refused a prompt for its length. OpenAI has a code for it; vLLM and others only say so."""
+    text = str(error).lower()
+    told = ("context length", "context_length", "maximum model length", "max_model_len", "prompt is too long", "longer than the maximum", "too many tokens")
+    return error.code == "context_length_exceeded" or any(words in text for words in told)
+
+
+def merged(*given: SamplingArgs | None) -> dict[str, Any]:
+    """Later ones win; `extra_body` is merged key by key. What is None is not sent."""
+    made: dict[str, Any] = {}
+    for one in given:
+        for key, value in (one or {}).items():
+            made[key] = {**made.get(key, {}), **value} if isinstance(value, Mapping) and key == "extra_body" else value
+    return {key: value for key, value in made.items() if value is not None}

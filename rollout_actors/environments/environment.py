@@ -1,0 +1,297 @@
+"""What every environment has: data, a rubric, and one state per rollout (spec: trajectories and rollout orchestration)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rollout_actors.environments.begun import BEGUN
+from rollout_actors.environments.client import ask, merged
+from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, push_dataset
+from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
+from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
+from rollout_actors.environments.lifecycle import Event, Handler, awaited, close_at_exit, forget, handlers
+from rollout_actors.environments.messages import concat_messages
+from rollout_actors.environments.outputs import GenerateOutputs
+from rollout_actors.environments.parsers import Parser
+from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
+
+
+class Environment(ABC):
+    """Data, what a rollout on one row of it is, and what it is worth. Subclasses say what a rollout is."""
+
+    def __init__(
+        self,
+        dataset: Any = None,
+        eval_dataset: Any = None,
+        system_prompt: str | None = None,
+        few_shot: list[Mapping[str, Any]] | None = None,
+        parser: Parser | None = None,
+        rubric: Rubric | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: str = "chat",
+        oai_tools: list[dict[str, Any]] | None = None,
+        max_seq_len: int | None = None,
+        env_id: str | None = None,
+        env_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            dataset: rows with `prompt` (messages, or text) or `question`, and where there are any, `answer`, `info`, `task` and `example_id`: a Hugging Face
+                `Dataset`, or a sequence of mappings.
+            eval_dataset: the same for `evaluate`; None: `dataset`.
+            sampling_args: of every call; those of a call of `generate` win.
+            message_type: `chat`, or `completion` where prompts are plain text.
+            max_seq_len: a rollout ends, as `is_truncated`, where a call's prompt and answer together have so many tokens.
+        """
+        if message_type not in ("chat", "completion"):
+            raise ValueError(f"message_type: must be chat or completion, got {message_type!r}")
+        self.env_id, self.env_args = env_id, dict(env_args or {})
+        self.message_type, self.max_seq_len = message_type, max_seq_len
+        self.sampling_args = merged(sampling_args)
+        self.oai_tools = list(oai_tools or [])
+        self.parser = parser or (rubric.parser if rubric is not None and rubric.parser is not None else Parser())
+        self.rubric = rubric or Rubric(parser=self.parser)
+        self.prompt_format = PromptFormat(message_type, system_prompt, tuple(few_shot or ()), env_id or "default")
+        self.dataset = None if dataset is None else Examples(dataset, self.prompt_format)
+        self.eval_dataset = None if eval_dataset is None else Examples(eval_dataset, self.prompt_format)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Find what is marked with `@stop`, `@cleanup` and `@teardown`."""
+        self._stop_conditions: tuple[Handler, ...] = handlers(self, Event.STOP)
+        self._cleanups: tuple[Handler, ...] = handlers(self, Event.CLEANUP)
+        self._teardowns: tuple[Handler, ...] = handlers(self, Event.TEARDOWN)
+        self._is_closed = False
+        if self._teardowns:
+            close_at_exit(self)
+
+    # Data
+
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
+        """The first `n` rows to train on (-1: all), in an order of `seed`'s, or in their own."""
+        if self.dataset is None:
+            raise ValueError(f"{self.name} has no dataset; give it one, or rows to generate")
+        return _chosen(self.dataset, n, seed)
+
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
+        """The same of those to evaluate on; where there are none, of those to train on."""
+        return self.get_dataset(n, seed) if self.eval_dataset is None else _chosen(self.eval_dataset, n, seed)
+
+    @property
+    def name(self) -> str:
+        return self.env_id or type(self).__name__
+
+    # One rollout
+
+    async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:  # noqa: ARG002
+        """What every rollout begins with, whatever the environment. `input` stays as it is."""
+        own = deepcopy(dict(input))
+        if isinstance(own.get("info"), str):
+            own["info"] = json.loads(own["info"])
+        own.setdefault("task", self.env_id or "default")
+        if own.get("example_id") is None:
+            own["example_id"] = own.get("id", 0)
+        info = own.get("info") or {}
+        state = State(
+            input=own,
+            id=own["example_id"],
+            is_completed=False,
+            is_truncated=False,
+            stop_condition=None,
+            oai_tools=info.get("oai_tools", self.oai_tools),
+            trajectory=[],
+            completion=None,
+            reward=None,
+            advantage=None,
+            metrics=None,
+            error=None,
+            timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
+        )
+        begun = BEGUN.get()
+        if begun is not None:
+            begun.append(state)
+        return state
+
+    async def setup_state(self, state: State) -> State:
+        """What this environment adds, before the first call of the model."""
+        return state
+
+    @abstractmethod
+    async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
+        """From a row to a finished state. Raises whatever goes wrong; `generate` makes data of it."""
+
+    async def get_model_response(
+        self,
+        client: Any,
+        model: str,
+        prompt: Messages,
+        oai_tools: list[dict[str, Any]] | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: str | None = None,
+    ) -> Any:
+        """One call of the model: its `ChatCompletion` or `Completion`. Its id is `overlong-prompt` where there is no room for the prompt."""
+        arguments = merged(self.sampling_args, sampling_args)
+        return await ask(client, model, prompt, message_type=message_type or self.message_type, tools=oai_tools, sampling_args=arguments)
+
+    async def is_completed(self, state: State, **kwargs: Any) -> bool:  # noqa: ARG002
+        """Whether a stop condition holds; the first one that does is noted. An override asks this one too."""
+        for condition in self._stop_conditions:
+            if await self._render_stop(state, condition):
+                await self._render_timing(state)
+                await self._render_completion(state)
+                return True
+        return False
+
+    async def _render_stop(self, state: State, condition: Handler) -> bool:
+        if not await awaited(condition(state)):
+            return False
+        state["is_completed"], state["stop_condition"] = True, condition.__name__
+        return True
+
+    async def _render_timing(self, state: State) -> None:
+        timing = state["timing"]
+        timing["generation_ms"] = 1000 * (time.time() - timing["start_time"])
+        timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
+
+    async def _render_completion(self, state: State) -> None:
+        """All that came after the prompt. To be overridden where the last call's prompt does not begin with the rollout's."""
+        if not state["trajectory"]:
+            state["completion"] = "" if self.message_type == "completion" else []
+            return
+        last = state["trajectory"][-1]
+        said = concat_messages([last["prompt"], last["completion"], *state.get("final_env_response", ())])
+        state["completion"] = said[len(state["prompt"]) :]
+
+    async def _cleanup(self, state: State) -> None:
+        """Every `@cleanup`, whatever the others raise; the first error is raised at the end."""
+        await _all_of(self._cleanups, state)
+
+    async def aclose(self) -> None:
+        """Every `@teardown`, once. Also the end of `async with environment`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        forget(self)
+        await _all_of(self._teardowns)
+
+    async def __aenter__(self) -> Environment:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    # Many rollouts
+
+    async def generate(
+        self,
+        inputs: Any,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+        score_rollouts: bool = True,
+        max_concurrent: int = -1,
+        max_concurrent_generation: int | None = None,
+        max_concurrent_scoring: int | None = None,
+        interleave_scoring: bool = True,
+        state_columns: Sequence[str] | None = None,
+        save_path: Path | None = None,
+        use_tqdm: bool = True,
+        on_rollout: Callable[[int, State], None] | None = None,
+    ) -> GenerateOutputs:
+        """A rollout for each of `inputs` (a dataset, rows, or columns), and its reward; results in the order of the inputs.
+
+        A rollout that fails is data: `state["error"]` says why, and its reward is 0.
+
+        Args:
+            max_concurrent: most rollouts that are generated, and that are scored, at a time; -1: all.
+            max_concurrent_generation: the same of generating alone; None: `max_concurrent`.
+            max_concurrent_scoring: the same of scoring alone; None: `max_concurrent`.
+            interleave_scoring: a rollout (or where the rubric compares them, an example's group) is scored as soon as it is there; False: when all are.
+            state_columns: fields of the state that are saved too, `timing.total_ms` for one inside another.
+            save_path: a folder for the results.
+            on_rollout: called with the place and the state of each rollout that is done, in the order in which they are.
+        """
+        examples = inputs if isinstance(inputs, Examples) else Examples(rows_of(inputs), self.prompt_format)
+        call = GenerateCall(
+            client,
+            model,
+            merged(self.sampling_args, sampling_args),
+            Concurrency.of(max_concurrent, max_concurrent_generation, max_concurrent_scoring),
+            scores=score_rollouts,
+            interleaves=interleave_scoring,
+            shows_progress=use_tqdm,
+            on_rollout=on_rollout,
+        )
+        results = await generate(self, examples, call)
+        results.metadata.state_columns = list(state_columns or [])
+        if save_path is not None:
+            results.save(save_path, self.make_dataset(results, state_columns=state_columns))
+        return results
+
+    a_generate = generate
+
+    async def evaluate(
+        self,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+        num_examples: int = -1,
+        rollouts_per_example: int = 1,
+        **generate_kwargs: Any,
+    ) -> GenerateOutputs:
+        """`generate` on the held-out rows, each `rollouts_per_example` times: row i is of example i // rollouts_per_example."""
+        examples = self.get_eval_dataset(num_examples)
+        repeated = examples.select([i for i in range(len(examples)) for _ in range(rollouts_per_example)])
+        results = await self.generate(repeated, client, model, sampling_args, **generate_kwargs)
+        results.metadata.num_examples, results.metadata.rollouts_per_example = len(examples), rollouts_per_example
+        return results
+
+    def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
+        """`generate` where no event loop runs."""
+        return asyncio.run(self.generate(*args, **kwargs))
+
+    def evaluate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
+        """`evaluate` where no event loop runs."""
+        return asyncio.run(self.evaluate(*args, **kwargs))
+
+    def make_dataset(
+        self,
+        results: GenerateOutputs,
+        *,
+        include_ids: bool = True,
+        state_columns: Sequence[str] | None = None,
+        push_to_hf_hub: bool = False,
+        hub_name: str | None = None,
+    ) -> Any:
+        """The results as a Hugging Face `Dataset`, a row for each rollout."""
+        made = build_dataset_from_outputs(results, include_ids=include_ids, state_columns=state_columns)
+        if push_to_hf_hub:
+            push_dataset(made, hub_name or f"{self.name}-results")
+        return made
+
+
+def _chosen(examples: Examples, n: int, seed: int | None) -> Examples:
+    order = list(range(len(examples)))
+    if seed is not None:
+        Random(seed).shuffle(order)
+    return examples.select(order if n < 0 else order[:n])
+
+
+async def _all_of(called: Sequence[Handler], *arguments: Any) -> None:
+    first: Exception | None = None
+    for handler in called:
+        try:
+            await awaited(handler(*arguments))
+        except Exception as error:  # raised below, when the others have had their turn
+            first = first or error
+    if first is not None:
+        raise first

@@ -1,0 +1,207 @@
+"""Many rollouts at once: generation and scoring overlap, each within its own bound, and results come in the order of the inputs (spec: orchestration)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from rollout_actors.environments.begun import BEGUN
+from rollout_actors.environments.inputs import Examples
+from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
+from rollout_actors.environments.rubric import credit, give_advantages
+from rollout_actors.environments.types import State
+
+if TYPE_CHECKING:
+    from rollout_actors.environments.environment import Environment
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """How many at a time; None: all."""
+
+    generation: int | None
+    scoring: int | None
+
+    @classmethod
+    def of(cls, both: int, generation: int | None, scoring: int | None) -> Concurrency:
+        """`both` holds for what is None; a number under 1 means all."""
+        bounds = [both if one is None else one for one in (generation, scoring)]
+        return cls(*(bound if bound > 0 else None for bound in bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """What `Environment.generate` was asked."""
+
+    client: Any
+    model: str
+    sampling_args: dict[str, Any]
+    concurrency: Concurrency
+    scores: bool = True
+    interleaves: bool = True
+    shows_progress: bool = False
+    on_rollout: Callable[[int, State], None] | None = None
+
+
+async def generate(environment: Environment, examples: Examples, call: GenerateCall) -> GenerateOutputs:
+    """See `Environment.generate`. When it is cancelled, so is every rollout, and each cleans up after itself."""
+    started, began_s = datetime.now().astimezone(), time.perf_counter()
+    with tqdm(total=len(examples), disable=not call.shows_progress, unit="rollout") as bar:
+        rollouts = _Rollouts(environment, examples, call, bar)
+        await rollouts.run()
+    states = rollouts.states
+    scored = [state["reward"] for state in states if state["reward"] is not None]
+    names = dict.fromkeys(name for state in states for name in state["metrics"] or {})
+    metadata = GenerateMetadata(
+        env_id=environment.name,
+        env_args=environment.env_args,
+        model=call.model,
+        sampling_args=call.sampling_args,
+        num_examples=len({repr(state["example_id"]) for state in states}),
+        rollouts_per_example=1,
+        num_errors=sum(state["error"] is not None for state in states),
+        num_truncated=sum(bool(state["is_truncated"]) for state in states),
+        avg_reward=mean(scored),
+        avg_metrics={name: mean([(state["metrics"] or {}).get(name, 0.0) for state in states]) for name in names},
+        time_ms=1000 * (time.perf_counter() - began_s),
+        date=started.isoformat(timespec="seconds"),
+    )
+    if metadata.num_errors:
+        first = next(state for state in states if state["error"] is not None)
+        _LOGGER.warning("%d of %d rollouts failed, the first of example %r: %s", metadata.num_errors, len(states), first["example_id"], first["error"])
+    return GenerateOutputs.of(states, metadata)
+
+
+class _Rollouts:
+    """Those of one call, while they are made."""
+
+    def __init__(self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any) -> None:
+        self._environment, self._call, self._bar = environment, call, bar
+        self._inputs = list(examples)
+        self._generation, self._scoring = _bounded(call.concurrency.generation), _bounded(call.concurrency.scoring)
+        self._done: list[State | None] = [None] * len(self._inputs)
+
+    @property
+    def states(self) -> list[State]:
+        """Of all, in order, when they are done."""
+        return [state for state in self._done if state is not None]
+
+    async def run(self) -> None:
+        places = range(len(self._inputs))
+        groups = self._groups()
+        # What is scored at once: a rollout by itself, or where rollouts are compared, an example's.
+        units = groups if self._environment.rubric.compares_rollouts else [[place] for place in places]
+        if not self._call.scores:
+            await _all(self._generate(place, is_last=True) for place in places)
+            return
+        if self._call.interleaves:
+            await _all(self._generate_and_score(unit) for unit in units)
+        else:
+            await _all(self._generate(place) for place in places)
+            await _all(self._score(unit) for unit in units)
+        for group in groups:
+            give_advantages([self._state(place) for place in group])
+
+    def _groups(self) -> list[list[int]]:
+        """The places of each example."""
+
+        def example(place: int) -> str:
+            return repr(self._inputs[place]["example_id"])
+
+        return [list(group) for _, group in groupby(sorted(range(len(self._inputs)), key=lambda place: (example(place), place)), key=example)]
+
+    async def _generate_and_score(self, unit: Sequence[int]) -> None:
+        if len(unit) == 1:
+            await self._generate(unit[0])
+        else:
+            await _all(self._generate(place) for place in unit)
+        await self._score(unit)
+
+    async def _generate(self, place: int, *, is_last: bool = False) -> None:
+        async with self._generation():
+            began_s = time.perf_counter()
+            begun: list[State] = []
+            BEGUN.set(begun)
+            try:
+                call = self._call
+                state = await self._environment.rollout(self._inputs[place], call.client, call.model, call.sampling_args)
+            except Exception as error:  # of one rollout: it is data, and the others go on
+                _LOGGER.debug("rollout %d failed", place, exc_info=error)
+                BEGUN.set(None)
+                state = begun[-1] if begun else await self._environment.init_state(self._inputs[place])
+                await _note_failure(self._environment, state, error)
+            timing = state["timing"]
+            timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s)
+        self._done[place] = state
+        if is_last:
+            self._tell(place)
+
+    async def _score(self, unit: Sequence[int]) -> None:
+        states = [self._state(place) for place in unit]
+        async with self._scoring():
+            began_s = time.perf_counter()
+            sound = [state for state in states if state["error"] is None]
+            try:
+                if self._environment.rubric.compares_rollouts and sound:
+                    await self._environment.rubric.score_group(sound)
+                elif sound:
+                    await self._environment.rubric.score_rollout(sound[0])
+            except Exception as error:  # of one unit, as above
+                _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
+                for state in sound:
+                    state["error"] = f"{type(error).__name__}: {error}"
+            scoring_ms = 1000 * (time.perf_counter() - began_s)
+        for place, state in zip(unit, states, strict=True):
+            if state["error"] is not None:
+                state["metrics"] = dict.fromkeys(self._environment.rubric.reward_names, 0.0)
+                credit(state, 0.0)
+            timing = state["timing"]
+            timing["scoring_ms"], timing["total_ms"] = scoring_ms, timing["generation_ms"] + scoring_ms
+            self._tell(place)
+
+    def _state(self, place: int) -> State:
+        state = self._done[place]
+        assert state is not None, "it is generated first"
+        return state
+
+    def _tell(self, place: int) -> None:
+        self._bar.update()
+        if self._call.on_rollout is not None:
+            self._call.on_rollout(place, self._state(place))
+
+
+async def _note_failure(environment: Environment, state: State, error: Exception) -> None:
+    state["error"] = f"{type(error).__name__}: {error}"
+    state["is_completed"], state["stop_condition"] = True, "error"
+    if state["completion"] is None:
+        await environment._render_completion(state)
+
+
+def _bounded(number: int | None) -> Callable[[], AbstractAsyncContextManager[Any]]:
+    if number is None:
+        return _unbounded
+    semaphore = asyncio.Semaphore(number)
+    return lambda: semaphore
+
+
+@asynccontextmanager
+async def _unbounded() -> AsyncIterator[None]:
+    yield
+
+
+async def _all(works: Iterable[Any]) -> None:
+    """Each in a task of its own; an error that no rollout can be blamed for, or a cancellation, ends all of them."""
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)

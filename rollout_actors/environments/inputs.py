@@ -1,0 +1,97 @@
+"""From rows of a dataset to what rollouts begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
+
+from rollout_actors.environments.messages import cleanup_messages, concat_messages
+from rollout_actors.environments.types import Messages, RolloutInput
+
+
+class Rows(Protocol):
+    """A Hugging Face `Dataset`, or any sequence of mappings."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """How a row's question becomes a prompt."""
+
+    message_type: str = "chat"
+    system_prompt: str | None = None
+    few_shot: tuple[Mapping[str, Any], ...] = ()
+    task: str = "default"
+    """Of rows without one."""
+
+    def prompt(self, row: Mapping[str, Any]) -> Messages:
+        """Of its `prompt`, or of its `question`, with the system prompt and the examples in front, where it has no system message of its own."""
+        given = row["question"] if row.get("prompt") is None else row["prompt"]
+        if self.message_type == "completion":
+            if not isinstance(given, str):
+                raise ValueError(f"prompt: must be text where message_type is completion, got {type(given).__name__}")
+            return given
+        own: Messages = [{"role": "user", "content": given}] if isinstance(given, str) else cleanup_messages([dict(message) for message in given])
+        if own and own[0]["role"] == "system":  # type: ignore[index]
+            return own
+        system: Messages = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        return concat_messages([system, [dict(message) for message in self.few_shot], own])
+
+    def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
+        """`index` is the id of a row that has none. What the row holds is copied: a rollout changes nothing of the caller's."""
+        if row.get("prompt") is None and row.get("question") is None:
+            raise ValueError(f"row {index} has neither prompt nor question, only {', '.join(sorted(row)) or 'nothing'}; give it one of the two")
+        example_id = next((row[key] for key in ("example_id", "id") if row.get(key) is not None), index)
+        made: RolloutInput = {"prompt": deepcopy(self.prompt(row)), "example_id": example_id, "task": row.get("task") or self.task}
+        for key in ("answer", "info"):
+            if row.get(key) is not None:
+                made[key] = deepcopy(row[key])  # type: ignore[literal-required]
+        return made
+
+
+class Examples(Sequence[RolloutInput]):
+    """Rows of a dataset as inputs of rollouts, each made when it is asked for."""
+
+    def __init__(self, rows: Rows, form: PromptFormat, order: Sequence[int] | None = None) -> None:
+        """`order` are the rows' numbers, in the order in which they are had; None: all of them."""
+        self._rows, self._form = rows, form
+        self._order: Sequence[int] = range(len(rows)) if order is None else order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> RolloutInput: ...
+    @overload
+    def __getitem__(self, index: slice) -> Examples: ...
+    def __getitem__(self, index: int | slice) -> RolloutInput | Examples:
+        if isinstance(index, slice):
+            return Examples(self._rows, self._form, self._order[index])
+        number = self._order[index]
+        return self._form.input(self._rows[number], number)
+
+    def __iter__(self) -> Iterator[RolloutInput]:
+        return (self[index] for index in range(len(self)))
+
+    def select(self, order: Sequence[int]) -> Examples:
+        """Those at these places."""
+        return Examples(self._rows, self._form, [self._order[place] for place in order])
+
+
+def rows_of(inputs: Any) -> Rows:
+    """What a caller means by inputs: a dataset, a sequence of rows, one row, or a mapping of columns."""
+    if not isinstance(inputs, Mapping):
+        return inputs  # type: ignore[no-any-return]
+    columns = {key: value for key, value in inputs.items() if value is not None}
+    prompts = columns.get("prompt", columns.get("question"))
+    is_one_row = isinstance(prompts, str) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping))
+    if is_one_row:
+        return [inputs]
+    sizes = {key: len(value) for key, value in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"inputs: the columns have different lengths: {', '.join(f'{key} {size}' for key, size in sizes.items())}")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

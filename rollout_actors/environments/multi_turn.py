@@ -1,0 +1,116 @@
+"""Rollouts in which model and environment take turns."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from typing import Any
+
+from rollout_actors.environments.client import OVERLONG, client_of
+from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.lifecycle import stop
+from rollout_actors.environments.messages import concat_messages
+from rollout_actors.environments.responses import parse_response_messages, parse_response_tokens
+from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State, TrajectoryStep, TrajectoryStepTokens
+
+
+class MultiTurnEnv(Environment):
+    """A subclass says what the environment answers (`env_response`), and with `@stop`, when a rollout is over."""
+
+    def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
+        """`max_turns`: most calls of the model in a rollout; -1: any number."""
+        super().__init__(**kwargs)
+        self.max_turns = max_turns
+
+    @abstractmethod
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+        """What the environment says to the conversation so far, whose last message is the model's. May write to the state."""
+
+    @stop
+    async def max_turns_reached(self, state: State) -> bool:
+        return len(state["trajectory"]) >= self.max_turns > 0
+
+    @stop
+    async def prompt_too_long(self, state: State) -> bool:
+        return bool(state.get("prompt_too_long", False))
+
+    @stop
+    async def max_seq_len_reached(self, state: State) -> bool:
+        return bool(state.get("max_seq_len_reached", False))
+
+    async def get_prompt_messages(self, state: State) -> Messages:
+        """Of the next call: the rollout's prompt, and then the conversation so far with what the environment says to it."""
+        if not state["trajectory"]:
+            prompt: Messages = state["prompt"]
+            return prompt
+        last = state["trajectory"][-1]
+        messages = concat_messages([last["prompt"], last["completion"]])
+        answer = await self.env_response(messages, state)
+        state["final_env_response"] = [answer]
+        return concat_messages([messages, answer])
+
+    async def add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
+        """Note a call of the model as a step of the trajectory."""
+        if response is not None and response.id == OVERLONG:
+            state["prompt_too_long"] = state["is_truncated"] = True
+            state.pop("final_env_response", None)  # the model has not heard it
+            return
+        completion = await parse_response_messages(response, self.message_type)
+        tokens = await parse_response_tokens(response, self.message_type)
+        if tokens is not None and self.max_seq_len is not None:
+            tokens = self._within_max_seq_len(tokens, state)
+        step: TrajectoryStep = {
+            "prompt": prompt_messages,
+            "completion": completion,
+            "response": response,
+            "tokens": tokens,
+            "reward": None,
+            "advantage": None,
+            "extras": {},
+        }
+        state["trajectory"].append(step)
+        state.pop("final_env_response", None)
+
+    async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
+        """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however that ends."""
+        state = await self.init_state(input)
+        try:
+            state = await self.setup_state(state)
+            await self._take_turns(state, client_of(client, state), model, sampling_args)
+        finally:
+            # Also where this task is cancelled once more meanwhile.
+            await asyncio.shield(asyncio.ensure_future(self._cleanup(state))) if self._cleanups else None
+        return state
+
+    async def _take_turns(self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None) -> None:
+        while not await self.is_completed(state):
+            prompt = await self.get_prompt_messages(state)
+            # What the environment has just said may have been its last word.
+            if state["trajectory"] and await self.is_completed(state):
+                return
+            response = await self.get_model_response(
+                client, model, prompt, oai_tools=state["oai_tools"], sampling_args=sampling_args, message_type=self.message_type
+            )
+            await self.add_model_response(state, prompt, response)
+        if not state["is_completed"]:
+            # An `is_completed` of a subclass, which noted nothing.
+            state["is_completed"] = True
+            await self._render_timing(state)
+            await self._render_completion(state)
+
+    def _within_max_seq_len(self, tokens: TrajectoryStepTokens, state: State) -> TrajectoryStepTokens | None:
+        """The step's tokens as far as there is room; None where there is none for any that was sampled."""
+        assert self.max_seq_len is not None
+        room = self.max_seq_len - len(tokens["prompt_ids"])
+        if len(tokens["completion_ids"]) < room:
+            return tokens
+        state["max_seq_len_reached"] = state["is_truncated"] = True
+        if room <= 0:
+            return None
+        return {
+            "prompt_ids": tokens["prompt_ids"],
+            "prompt_mask": tokens["prompt_mask"],
+            "completion_ids": tokens["completion_ids"][:room],
+            "completion_mask": tokens["completion_mask"][:room],
+            "completion_logprobs": tokens["completion_logprobs"][:room],
+        }

@@ -1,0 +1,85 @@
+"""The results of many rollouts, by column, in the order of the inputs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout_actors.environments.types import State
+
+COLUMNS = ("prompt", "completion", "answer", "state", "info", "task", "example_id", "reward")
+
+
+@dataclass(slots=True)
+class GenerateMetadata:
+    """Of all the rollouts together."""
+
+    env_id: str
+    env_args: dict[str, Any]
+    model: str
+    sampling_args: dict[str, Any]
+    num_examples: int
+    rollouts_per_example: int
+    num_errors: int
+    """Rollouts that failed; `state["error"]` says of what."""
+    num_truncated: int
+    avg_reward: float
+    """NaN where nothing was scored."""
+    avg_metrics: dict[str, float]
+    time_ms: float
+    """Wall time."""
+    date: str
+    """ISO 8601, at the start."""
+    state_columns: list[str] = field(default_factory=list)
+    path_to_save: Path | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class GenerateOutputs(dict[str, Any]):
+    """By key and by attribute: `prompt`, `completion`, `answer`, `state`, `info`, `task`, `example_id`, `reward`, each a list with an item per rollout;
+    `metrics`, such a list for every metric; `metadata`."""
+
+    metadata: GenerateMetadata
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"results have no {name!r}, only {', '.join(self)}") from None
+
+    def __repr__(self) -> str:
+        # Short: asyncio writes out the result of the task that it has just run, only to find that it is no signal.
+        return f"GenerateOutputs({len(self['state'])} rollouts, avg_reward {self['metadata'].avg_reward:.3f})"
+
+    @classmethod
+    def of(cls, states: Sequence[State], metadata: GenerateMetadata) -> GenerateOutputs:
+        made = cls()
+        for column in COLUMNS:
+            made[column] = list(states) if column == "state" else [state.get(column) for state in states]
+        made["answer"] = [answer or "" for answer in made["answer"]]
+        made["info"] = [info or {} for info in made["info"]]
+        names = dict.fromkeys(name for state in states for name in state["metrics"] or {})
+        made["metrics"] = {name: [(state["metrics"] or {}).get(name, 0.0) for state in states] for name in names}
+        made["metadata"] = metadata
+        return made
+
+    def save(self, folder: Path, dataset: Any) -> None:
+        """`results.jsonl`, the dataset's rows, and `metadata.json`, in a folder that is made for it."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.metadata.path_to_save = folder
+        with (folder / "results.jsonl").open("w", encoding="utf-8") as file:
+            for row in dataset:
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        (folder / "metadata.json").write_text(json.dumps(asdict(self.metadata), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of none."""
+    return math.fsum(values) / len(values) if values else math.nan

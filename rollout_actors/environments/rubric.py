@@ -1,0 +1,197 @@
+"""What a rollout is worth: reward functions with weights.
+
+A reward function is called with the arguments that it names: any field of the state (`prompt`, `completion`, `answer`, `info`, `task`, ...), `state` itself,
+`parser`, or whatever `class_objects` holds; with `**kwargs`, all of them. One that names `states`, or another plural, is of a group: it is called once with
+the rollouts of one example, and returns a reward for each. Plain functions run in a thread, so that they do not hold up the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_actors.environments.parsers import Parser
+from rollout_actors.environments.types import State
+
+RewardFunction = Callable[..., Any]
+"""Returns a number, or a list of one for each rollout of a group; may be asynchronous."""
+
+PLURALS = {f"{name}s": name for name in ("state", "prompt", "completion", "answer", "task", "info", "example_id")}
+"""What a reward function of a group may name, and what each of its items is."""
+ABSENT: dict[str, Any] = {"answer": "", "info": {}}
+"""What a function that names them gets of a row that has none."""
+
+
+class Rubric:
+    """Reward functions and their weights; one with the weight 0 is measured alone."""
+
+    def __init__(self, funcs: Sequence[RewardFunction] | None = None, weights: Sequence[float] | None = None, parser: Parser | None = None) -> None:
+        functions = list(funcs or ())
+        given = [1.0] * len(functions) if weights is None else list(weights)
+        if len(given) != len(functions):
+            raise ValueError(f"weights: {len(given)} for {len(functions)} reward functions; give one to each")
+        self.parser = parser
+        self.class_objects: dict[str, Any] = {} if parser is None else {"parser": parser}
+        """Further arguments, by name."""
+        self._rewards: list[_Reward] = []
+        for function, weight in zip(functions, given, strict=True):
+            self.add_reward_func(function, weight)
+
+    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
+        """Also as `@rubric.add_reward_func`."""
+        reward = _Reward.of(func, weight)
+        if reward.name in self.reward_names:
+            raise ValueError(f"reward function {reward.name} is there already; metrics go by the functions' names")
+        self._rewards.append(reward)
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Of the metrics that `score_rollout` and `score_group` write."""
+        return [reward.name for reward in self._rewards]
+
+    @property
+    def compares_rollouts(self) -> bool:
+        """Whether a function needs all rollouts of an example."""
+        return any(reward.is_of_group for reward in self._rewards)
+
+    async def score_rollout(self, state: State) -> None:
+        """Write the state's `reward` and `metrics`, and the reward of the steps that have none. Raises what a function raises."""
+        if self.compares_rollouts:
+            await self.score_group([state])
+            return
+        values = [await reward.of_rollout(state, self.class_objects) for reward in self._rewards]
+        self._credit(state, values)
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Of all rollouts of one example: the same, and their `advantage`, which is the reward without the group's mean."""
+        columns = [await reward.of_group(states, self.class_objects) for reward in self._rewards]
+        for place, state in enumerate(states):
+            self._credit(state, [column[place] for column in columns])
+        give_advantages(states)
+
+    def _credit(self, state: State, values: Sequence[float]) -> None:
+        state["metrics"] = dict(zip(self.reward_names, values, strict=True))
+        credit(state, sum(reward.weight * value for reward, value in zip(self._rewards, values, strict=True)))
+
+
+class RubricGroup(Rubric):
+    """Several rubrics as one: rewards are added. Where two have a metric of the same name, it is their sum."""
+
+    def __init__(self, rubrics: Sequence[Rubric]) -> None:
+        if not rubrics:
+            raise ValueError("rubrics: a group has at least one")
+        super().__init__(parser=next((rubric.parser for rubric in rubrics if rubric.parser is not None), None))
+        self.rubrics = tuple(rubrics)
+
+    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
+        """To the first of the rubrics."""
+        self.rubrics[0].add_reward_func(func, weight)
+
+    @property
+    def reward_names(self) -> list[str]:
+        return list(dict.fromkeys(name for rubric in self.rubrics for name in rubric.reward_names))
+
+    @property
+    def compares_rollouts(self) -> bool:
+        return any(rubric.compares_rollouts for rubric in self.rubrics)
+
+    async def score_rollout(self, state: State) -> None:
+        await self._score([state])
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        await self._score(states)
+        give_advantages(states)
+
+    async def _score(self, states: Sequence[State]) -> None:
+        totals = [0.0] * len(states)
+        metrics: list[dict[str, float]] = [{} for _ in states]
+        for rubric in self.rubrics:
+            if rubric.compares_rollouts:
+                await rubric.score_group(states)
+            else:
+                await asyncio.gather(*(rubric.score_rollout(state) for state in states))
+            for place, state in enumerate(states):
+                totals[place] += state["reward"]
+                for name, value in state["metrics"].items():
+                    metrics[place][name] = metrics[place].get(name, 0.0) + value
+                _take_back_credit(state)
+        for place, state in enumerate(states):
+            state["metrics"] = metrics[place]
+            credit(state, totals[place])
+
+
+def credit(state: State, reward: float) -> None:
+    """The rollout's reward, which is that of its steps too, where they have none of their own."""
+    state["reward"] = reward
+    for step in state["trajectory"]:
+        if step["reward"] is None:
+            step["reward"] = reward
+
+
+def _take_back_credit(state: State) -> None:
+    """From the steps that have the rollout's reward and advantage, and none of their own: the same objects, not only the same numbers."""
+    for step in state["trajectory"]:
+        if step["reward"] is state["reward"]:
+            step["reward"] = None
+        if step["advantage"] is state["advantage"]:
+            step["advantage"] = None
+
+
+def give_advantages(states: Sequence[State]) -> None:
+    """To the rollouts of one example, and to those of their steps that have none."""
+    mean = sum(state["reward"] for state in states) / len(states)
+    for state in states:
+        state["advantage"] = state["reward"] - mean
+        for step in state["trajectory"]:
+            if step["advantage"] is None:
+                step["advantage"] = state["advantage"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reward:
+    """A reward function and how it is called."""
+
+    function: RewardFunction
+    name: str
+    weight: float
+    arguments: tuple[str, ...]
+    """The names that it asks for."""
+    takes_all: bool
+    is_of_group: bool
+
+    @classmethod
+    def of(cls, function: RewardFunction, weight: float) -> _Reward:
+        parameters = inspect.signature(function).parameters.values()
+        named = tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        name = getattr(function, "__name__", type(function).__name__)
+        return cls(function, name, float(weight), named, takes_all, any(argument in PLURALS for argument in named))
+
+    async def of_rollout(self, state: State, objects: Mapping[str, Any]) -> float:
+        return _number(await self._called({**ABSENT, **state, "state": state, **objects}), self.name)
+
+    async def of_group(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[float]:
+        if not self.is_of_group:
+            return list(await asyncio.gather(*(self.of_rollout(state, objects) for state in states)))
+        columns = {plural: [{**ABSENT, **state}.get(name) for state in states] for plural, name in PLURALS.items()}
+        values = await self._called({**columns, "states": states, **objects})
+        if len(values) != len(states):
+            raise ValueError(f"reward function {self.name} returned {len(values)} rewards for a group of {len(states)} rollouts; return one for each")
+        return [_number(value, self.name) for value in values]
+
+    async def _called(self, there: Mapping[str, Any]) -> Any:
+        arguments = there if self.takes_all else {name: there[name] for name in self.arguments if name in there}
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**arguments)
+        value = await asyncio.to_thread(self.function, **arguments)
+        return await value if inspect.isawaitable(value) else value
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward function {name} returned {value!r}; return a number") from error

@@ -1,0 +1,150 @@
+"""What a rollout of an environment is made of (spec: trajectories). They are dictionaries because environments of users read and extend them by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, ClassVar, TypedDict
+
+Message = dict[str, Any]
+"""As the OpenAI API has it: `role`, `content`, and `tool_calls` or `tool_call_id` where there are any."""
+Messages = list[Message] | str
+"""A conversation, or where `message_type` is `completion`, plain text."""
+SamplingArgs = Mapping[str, Any]
+"""Keyword arguments of the OpenAI API: `temperature`, `max_tokens`, `extra_body`, ..."""
+
+
+class _RequiredInput(TypedDict):
+    prompt: Messages
+    example_id: Any
+    task: str
+
+
+class RolloutInput(_RequiredInput, total=False):
+    """One row of a dataset, as a rollout begins with it."""
+
+    answer: str
+    info: dict[str, Any]
+
+
+class TrajectoryStepTokens(TypedDict):
+    """What the engine read and sampled in one call, by token. Masks are 1 where a token may be learned."""
+
+    prompt_ids: list[int]
+    prompt_mask: list[int]
+    completion_ids: list[int]
+    """With the stop token, where one was sampled."""
+    completion_mask: list[int]
+    completion_logprobs: list[float]
+    """Under the probabilities that the tokens were sampled from."""
+
+
+class TrajectoryStep(TypedDict):
+    """One call of the model."""
+
+    prompt: Messages
+    """Exactly as it was sent in this call."""
+    completion: Messages
+    """Exactly as it came back."""
+    response: Any
+    tokens: TrajectoryStepTokens | None
+    """None where the engine did not return them: nothing can be learned from the step then."""
+    reward: float | None
+    """None until it is scored; then the step's own, which an environment or a rubric has set, or else the rollout's."""
+    advantage: float | None
+    extras: dict[str, Any]
+
+
+class RolloutTiming(TypedDict):
+    """Milliseconds; waiting for a turn at the model or at the rubric is in none of them."""
+
+    generation_ms: float
+    scoring_ms: float
+    total_ms: float
+    """The two together."""
+    start_time: float
+    """Unix time in seconds."""
+
+
+class State(dict[str, Any]):
+    """All that is known of a rollout.
+
+    The keys of `INPUT_FIELDS` are those of `state["input"]`, if there is one: however the state is read, iterated over, copied or written, they look like its
+    own. An environment adds keys of its own.
+    """
+
+    INPUT_FIELDS: ClassVar[list[str]] = ["prompt", "answer", "task", "info", "example_id"]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.update(*args, **kwargs)
+
+    def __getitem__(self, key: str) -> Any:
+        return dict.__getitem__(self, key) if (held := self._held(key)) is None else held[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self.INPUT_FIELDS and dict.__contains__(self, "input"):
+            dict.__getitem__(self, "input")[key] = value
+        else:
+            dict.__setitem__(self, key, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def __delitem__(self, key: str) -> None:
+        if (held := self._held(key)) is None:
+            dict.__delitem__(self, key)
+        else:
+            del held[key]
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or self._held(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        yield from dict.__iter__(self)
+        yield from (key for key in self.INPUT_FIELDS if self._held(key) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"State({dict(self)!r})"
+
+    def copy(self) -> State:
+        """Writing to the copy, also of an input's field, leaves this one as it is."""
+        return _state({key: dict(value) if key == "input" else value for key, value in dict.items(self)})
+
+    __copy__ = copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _state, (dict(dict.items(self)),)
+
+    # What `dict` does by looking at its own table, done by the methods above.
+    popitem = MutableMapping.popitem
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
+    clear = MutableMapping.clear
+    keys = MutableMapping.keys
+    items = MutableMapping.items
+    values = MutableMapping.values
+    __eq__ = MutableMapping.__eq__
+    __hash__ = None
+
+    def _held(self, key: object) -> dict[Any, Any] | None:
+        """The input, where this is one of its fields."""
+        if key not in self.INPUT_FIELDS or not dict.__contains__(self, "input"):
+            return None
+        held: dict[Any, Any] = dict.__getitem__(self, "input")
+        return held if key in held else None
+
+
+def _state(own: Mapping[str, Any]) -> State:
+    state = State()
+    dict.update(state, own)
+    return state
