@@ -1,0 +1,257 @@
+"""An endpoint with the surface of `openai.AsyncOpenAI` that answers by a script, with openai's own types and errors, and with tokens when vLLM would.
+
+client = ScriptedClient(["first answer", connection_error(), Answer("third", delay_s=0.1)])   # in the order of the calls
+client = ScriptedClient(lambda call: call.text.upper())                                        # or by what was asked; may be async
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+from openai.resources.chat.completions import AsyncCompletions as AsyncChatCompletions
+from openai.resources.completions import AsyncCompletions
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+URL = "http://scripted/v1"
+CHAT_PARAMETERS = frozenset(inspect.signature(AsyncChatCompletions.create).parameters) - {"self"}
+TEXT_PARAMETERS = frozenset(inspect.signature(AsyncCompletions.create).parameters) - {"self"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What was asked, as it was at that moment."""
+
+    number: int
+    """Of the calls to this client, from 0."""
+    model: str
+    prompt: Any
+    """Messages, or text."""
+    arguments: dict[str, Any]
+    """All others: `tools`, `temperature`, `extra_body`, ..."""
+
+    @property
+    def text(self) -> str:
+        """What the prompt says last."""
+        return self.prompt if isinstance(self.prompt, str) else content_of(self.prompt[-1])
+
+    @property
+    def turn(self) -> int:
+        """How often the model has spoken in the prompt."""
+        return 0 if isinstance(self.prompt, str) else sum(message["role"] == "assistant" for message in self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model says; tokens are one for each character, unless they are given."""
+
+    text: str | None = None
+    tool_calls: Sequence[tuple[str, Any]] = ()
+    """Name and arguments of each: a mapping, or the text that the model wrote for it."""
+    delay_s: float | None = None
+    """None: the client's."""
+    finish_reason: str = "stop"
+    prompt_ids: Sequence[int] | None = None
+    completion_ids: Sequence[int] | None = None
+    logprobs: Sequence[float | None] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of the whole response, beside or instead of the usual ones."""
+
+
+Reply = str | Answer | BaseException | ChatCompletion | Completion
+Script = Sequence[Reply] | Callable[[Call], Any]
+
+
+class ScriptedClient:
+    """`chat.completions.create` and `completions.create`; both refuse arguments that the real ones do not have."""
+
+    def __init__(self, script: Script, *, delay_s: float = 0.0, returns_tokens: bool | None = None) -> None:
+        """
+        Args:
+            script: answers in the order of the calls (one more is an AssertionError), or a function of the call, which may be asynchronous. An exception is
+                raised; a response of openai's is returned as it is.
+            returns_tokens: token ids and log-probabilities; None: those that the call asks for, as vLLM does.
+        """
+        self._script, self._delay_s, self._returns_tokens = script, delay_s, returns_tokens
+        self.calls: list[Call] = []
+        self.num_under_way = 0
+        self.most_under_way = 0
+        self.num_cancelled = 0
+        self.chat = _Chat(_ChatCompletions(self))
+        self.completions = _TextCompletions(self)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls)
+
+    async def answer(self, model: str, prompt: Any, arguments: dict[str, Any], *, is_chat: bool) -> Any:
+        call = Call(len(self.calls), model, deepcopy(prompt), deepcopy(arguments))
+        self.calls.append(call)
+        self.num_under_way += 1
+        self.most_under_way = max(self.most_under_way, self.num_under_way)
+        try:
+            reply = await self._reply(call)
+            answer = Answer(reply) if isinstance(reply, str) else reply
+            own_delay_s = answer.delay_s if isinstance(answer, Answer) else None
+            await asyncio.sleep(self._delay_s if own_delay_s is None else own_delay_s)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_under_way -= 1
+        if isinstance(answer, BaseException):
+            raise answer
+        if not isinstance(answer, Answer):
+            return answer
+        return chat_response(call, answer, self._returns_tokens) if is_chat else text_response(call, answer, self._returns_tokens)
+
+    async def _reply(self, call: Call) -> Any:
+        if callable(self._script):
+            reply = self._script(call)
+            return await reply if inspect.isawaitable(reply) else reply
+        assert call.number < len(self._script), f"call {call.number} of a script of {len(self._script)}: {call.prompt!r}"
+        return self._script[call.number]
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatCompletions:
+    client: ScriptedClient
+
+    async def create(self, *, model: str, messages: Any, **arguments: Any) -> Any:
+        _refuse_unknown(arguments, CHAT_PARAMETERS)
+        return await self.client.answer(model, messages, arguments, is_chat=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    completions: _ChatCompletions
+
+
+@dataclass(frozen=True, slots=True)
+class _TextCompletions:
+    client: ScriptedClient
+
+    async def create(self, *, model: str, prompt: Any, **arguments: Any) -> Any:
+        _refuse_unknown(arguments, TEXT_PARAMETERS)
+        return await self.client.answer(model, prompt, arguments, is_chat=False)
+
+
+def _refuse_unknown(arguments: Mapping[str, Any], known: frozenset[str]) -> None:
+    if unknown := sorted(set(arguments) - known):
+        raise TypeError(f"create() got an unexpected keyword argument {unknown[0]!r}")
+
+
+# Responses
+
+
+def chat_response(call: Call, answer: Answer, returns_tokens: bool | None = None) -> ChatCompletion:
+    """As vLLM answers a chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": f"call_{call.number}_{place}", "type": "function", "function": {"name": name, "arguments": _as_json(arguments)}}
+            for place, (name, arguments) in enumerate(answer.tool_calls)
+        ]
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason, "message": message}
+    made = {"id": f"chat-{call.number}", "object": "chat.completion", "created": 0, "model": call.model, "choices": [choice]}
+    prompt_ids, ids, logprobs = tokens_of(call, answer)
+    with_ids, with_logprobs, with_names = _asked(call, returns_tokens)
+    if with_ids:
+        made["prompt_token_ids"], choice["token_ids"] = prompt_ids, ids
+    if with_logprobs:
+        names = [f"token_id:{one}" if with_names else "?" for one in ids] + ["?"] * (len(logprobs) - len(ids))
+        choice["logprobs"] = {"content": [{"token": name, "logprob": value, "top_logprobs": []} for name, value in zip(names, logprobs, strict=False)]}
+    return ChatCompletion.construct(**{**made, **answer.fields})
+
+
+def text_response(call: Call, answer: Answer, returns_tokens: bool | None = None) -> Completion:
+    """As vLLM goes on with a text."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason, "text": answer.text or ""}
+    made = {"id": f"text-{call.number}", "object": "text_completion", "created": 0, "model": call.model, "choices": [choice]}
+    prompt_ids, ids, logprobs = tokens_of(call, answer)
+    with_ids, with_logprobs, with_names = _asked(call, returns_tokens)
+    if with_ids:
+        choice["prompt_token_ids"], choice["token_ids"] = prompt_ids, ids
+    if with_logprobs:
+        choice["logprobs"] = {"tokens": [f"token_id:{one}" if with_names else "?" for one in ids], "token_logprobs": logprobs}
+    return Completion.construct(**{**made, **answer.fields})
+
+
+def _asked(call: Call, returns_tokens: bool | None) -> tuple[bool, bool, bool]:
+    """Token ids, log-probabilities, and tokens written as their ids."""
+    if returns_tokens is not None:
+        return returns_tokens, returns_tokens, returns_tokens
+    body = call.arguments.get("extra_body") or {}
+    return bool(body.get("return_token_ids")), bool(call.arguments.get("logprobs")), bool(body.get("return_tokens_as_token_ids"))
+
+
+def tokens_of(call: Call, answer: Answer) -> tuple[list[int], list[int], list[float | None]]:
+    """Of prompt and answer: what is given, or one token for each character of the rendered conversation; a prompt begins with the one before and its answer."""
+    prompt_ids = rendered_ids(call.prompt) if answer.prompt_ids is None else list(answer.prompt_ids)
+    ids = answer_ids(call, answer) if answer.completion_ids is None else list(answer.completion_ids)
+    logprobs = [-0.5] * len(ids) if answer.logprobs is None else list(answer.logprobs)
+    return prompt_ids, ids, logprobs
+
+
+def rendered_ids(prompt: Any) -> list[int]:
+    """A prompt as its characters' numbers; of messages, `<role>content` and a line's end each, and the beginning of an assistant's."""
+    text = prompt if isinstance(prompt, str) else "".join(f"<{message['role']}>{content_of(message)}\n" for message in prompt) + "<assistant>"
+    return [ord(character) for character in text]
+
+
+def answer_ids(call: Call, answer: Answer) -> list[int]:
+    """An answer as its characters' numbers; of a chat, with the line's end."""
+    if isinstance(call.prompt, str):
+        return [ord(character) for character in answer.text or ""]
+    called = "".join(f"{name}{_as_json(arguments)}" for name, arguments in answer.tool_calls)
+    return [ord(character) for character in f"{answer.text or ''}{called}\n"]
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    """What a message says, and what it calls."""
+    content = message.get("content") or ""
+    said = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return said + "".join(call["function"]["name"] + call["function"]["arguments"] for call in message.get("tool_calls") or ())
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+# Failures
+
+
+def connection_error() -> openai.APIConnectionError:
+    """Nobody answers."""
+    return openai.APIConnectionError(message="Connection error.", request=httpx.Request("POST", URL))
+
+
+def timeout_error() -> openai.APITimeoutError:
+    return openai.APITimeoutError(request=httpx.Request("POST", URL))
+
+
+def status_error(status: int, message: str, code: str | None = None) -> openai.APIStatusError:
+    """What the endpoint answered with this HTTP status, as openai's library raises it."""
+    kinds: dict[int, type[openai.APIStatusError]] = {
+        400: openai.BadRequestError,
+        401: openai.AuthenticationError,
+        404: openai.NotFoundError,
+        429: openai.RateLimitError,
+    }
+    kind = kinds.get(status, openai.InternalServerError if status >= 500 else openai.APIStatusError)
+    body = {"message": message, "type": "invalid_request_error", "code": code}
+    response = httpx.Response(status, json={"error": body}, request=httpx.Request("POST", URL))
+    return kind(message=f"Error code: {status} - {message}", response=response, body=body)
+
+
+def overlong_error() -> openai.APIStatusError:
+    """In vLLM's words."""
+    return status_error(400, "This model's maximum context length is 64 tokens. However, your request has 80 input tokens. Please reduce the length.")
