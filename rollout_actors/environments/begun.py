@@ -7,3 +7,10 @@ from contextvars import ContextVar
 from rollout_actors.environments.types import State
 
 BEGUN: ContextVar[list[State] | None] = ContextVar("begun", default=None)
+
+
+def note_begun(state: State) -> None:
+    """Of a rollout that may fail from here on."""
+    begun = BEGUN.get()
+    if begun is not None:
+        begun.append(state)

@@ -45,16 +45,17 @@ async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, t
 
     Raises what the endpoint says is wrong with the call, and after `TRIES` what was wrong with the way to it.
     """
+    arguments = {key: value for key, value in sampling_args.items() if value is not None}
     for number in range(1, TRIES + 1):
         try:
             if message_type == "completion":
-                return await client.completions.create(model=model, prompt=prompt, **sampling_args)
+                return await client.completions.create(model=model, prompt=prompt, **arguments)
             with_tools = {"tools": tools} if tools else {}
-            return await client.chat.completions.create(model=model, messages=prompt, **with_tools, **sampling_args)
+            return await client.chat.completions.create(model=model, messages=prompt, **with_tools, **arguments)
         except openai.BadRequestError as error:
             if not is_overlong(error):
                 raise
-            return ChatCompletion.model_construct(id=OVERLONG, choices=[])
+            return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
         except INFRASTRUCTURE as error:
             if number == TRIES:
                 raise
@@ -71,9 +72,9 @@ def is_overlong(error: openai.BadRequestError) -> bool:
 
 
 def merged(*given: SamplingArgs | None) -> dict[str, Any]:
-    """Later ones win; `extra_body` is merged key by key. What is None is not sent."""
+    """Later ones win; `extra_body` is merged key by key. What is None at the end is not sent: so a caller takes back what an environment asks for."""
     made: dict[str, Any] = {}
     for one in given:
         for key, value in (one or {}).items():
-            made[key] = {**made.get(key, {}), **value} if isinstance(value, Mapping) and key == "extra_body" else value
-    return {key: value for key, value in made.items() if value is not None}
+            made[key] = {**(made.get(key) or {}), **value} if isinstance(value, Mapping) and key == "extra_body" else value
+    return made

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollout_actors.environments.begun import BEGUN
+from rollout_actors.environments.begun import note_begun
 from rollout_actors.environments.client import ask, merged
 from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, push_dataset
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
@@ -94,20 +94,26 @@ class Environment(ABC):
 
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:  # noqa: ARG002
         """What every rollout begins with, whatever the environment. `input` stays as it is."""
-        own = deepcopy(dict(input))
+        own: dict[str, Any] = deepcopy(dict(input))
         if isinstance(own.get("info"), str):
             own["info"] = json.loads(own["info"])
         own.setdefault("task", self.env_id or "default")
+        state = self._new_state(own)
+        tools = (own.get("info") or {}).get("oai_tools")
+        state["oai_tools"] = list(self.oai_tools if tools is None else tools)
+        note_begun(state)
+        return state
+
+    def _new_state(self, own: dict[str, Any]) -> State:
         if own.get("example_id") is None:
             own["example_id"] = own.get("id", 0)
-        info = own.get("info") or {}
-        state = State(
+        return State(
             input=own,
             id=own["example_id"],
             is_completed=False,
             is_truncated=False,
             stop_condition=None,
-            oai_tools=info.get("oai_tools", self.oai_tools),
+            oai_tools=[],
             trajectory=[],
             completion=None,
             reward=None,
@@ -116,10 +122,6 @@ class Environment(ABC):
             error=None,
             timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
         )
-        begun = BEGUN.get()
-        if begun is not None:
-            begun.append(state)
-        return state
 
     async def setup_state(self, state: State) -> State:
         """What this environment adds, before the first call of the model."""
@@ -237,7 +239,9 @@ class Environment(ABC):
             results.save(save_path, self.make_dataset(results, state_columns=state_columns))
         return results
 
-    a_generate = generate
+    async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
+        """`generate` by its other name."""
+        return await self.generate(*args, **kwargs)
 
     async def evaluate(
         self,

@@ -68,7 +68,7 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
         env_args=environment.env_args,
         model=call.model,
         sampling_args=call.sampling_args,
-        num_examples=len({repr(state["example_id"]) for state in states}),
+        num_examples=len({repr((state["task"], state["example_id"])) for state in states}),
         rollouts_per_example=1,
         num_errors=sum(state["error"] is not None for state in states),
         num_truncated=sum(bool(state["is_truncated"]) for state in states),
@@ -117,7 +117,8 @@ class _Rollouts:
         """The places of each example."""
 
         def example(place: int) -> str:
-            return repr(self._inputs[place]["example_id"])
+            # With the task: two environments of a group may number their rows alike.
+            return repr((self._inputs[place]["task"], self._inputs[place]["example_id"]))
 
         return [list(group) for _, group in groupby(sorted(range(len(self._inputs)), key=lambda place: (example(place), place)), key=example)]
 
@@ -138,8 +139,7 @@ class _Rollouts:
                 state = await self._environment.rollout(self._inputs[place], call.client, call.model, call.sampling_args)
             except Exception as error:  # of one rollout: it is data, and the others go on
                 _LOGGER.debug("rollout %d failed", place, exc_info=error)
-                BEGUN.set(None)
-                state = begun[-1] if begun else await self._environment.init_state(self._inputs[place])
+                state = begun[-1] if begun else self._environment._new_state(dict(self._inputs[place]))
                 await _note_failure(self._environment, state, error)
             timing = state["timing"]
             timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s)
@@ -185,7 +185,10 @@ async def _note_failure(environment: Environment, state: State, error: Exception
     state["error"] = f"{type(error).__name__}: {error}"
     state["is_completed"], state["stop_condition"] = True, "error"
     if state["completion"] is None:
-        await environment._render_completion(state)
+        try:
+            await environment._render_completion(state)
+        except Exception:  # perhaps the failure itself: the steps are kept, in their own words
+            state["completion"] = "" if environment.message_type == "completion" else []
 
 
 def _bounded(number: int | None) -> Callable[[], AbstractAsyncContextManager[Any]]:

@@ -49,7 +49,7 @@ class PromptFormat:
         made: RolloutInput = {"prompt": deepcopy(self.prompt(row)), "example_id": example_id, "task": row.get("task") or self.task}
         for key in ("answer", "info"):
             if row.get(key) is not None:
-                made[key] = deepcopy(row[key])  # type: ignore[literal-required]
+                made[key] = deepcopy(row[key])
         return made
 
 
@@ -85,7 +85,7 @@ class Examples(Sequence[RolloutInput]):
 def rows_of(inputs: Any) -> Rows:
     """What a caller means by inputs: a dataset, a sequence of rows, one row, or a mapping of columns."""
     if not isinstance(inputs, Mapping):
-        return inputs  # type: ignore[no-any-return]
+        return inputs
     columns = {key: value for key, value in inputs.items() if value is not None}
     prompts = columns.get("prompt", columns.get("question"))
     is_one_row = isinstance(prompts, str) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping))

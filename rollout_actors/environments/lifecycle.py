@@ -85,7 +85,7 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
 
 async def awaited(value: Awaitable[T] | T) -> T:
     """What a plain function returned, or what an asynchronous one comes to."""
-    return await value if inspect.isawaitable(value) else value  # type: ignore[return-value]
+    return await value if inspect.isawaitable(value) else value
 
 
 class TearsDown(Protocol):

@@ -6,6 +6,7 @@ import asyncio
 from abc import abstractmethod
 from typing import Any
 
+from rollout_actors.environments.begun import note_begun
 from rollout_actors.environments.client import OVERLONG, client_of
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import stop
@@ -41,8 +42,7 @@ class MultiTurnEnv(Environment):
     async def get_prompt_messages(self, state: State) -> Messages:
         """Of the next call: the rollout's prompt, and then the conversation so far with what the environment says to it."""
         if not state["trajectory"]:
-            prompt: Messages = state["prompt"]
-            return prompt
+            return concat_messages([state["prompt"]])
         last = state["trajectory"][-1]
         messages = concat_messages([last["prompt"], last["completion"]])
         answer = await self.env_response(messages, state)
@@ -76,6 +76,7 @@ class MultiTurnEnv(Environment):
         state = await self.init_state(input)
         try:
             state = await self.setup_state(state)
+            note_begun(state)  # which may be another object now
             await self._take_turns(state, client_of(client, state), model, sampling_args)
         finally:
             # Also where this task is cancelled once more meanwhile.
@@ -87,7 +88,7 @@ class MultiTurnEnv(Environment):
             prompt = await self.get_prompt_messages(state)
             # What the environment has just said may have been its last word.
             if state["trajectory"] and await self.is_completed(state):
-                return
+                break
             response = await self.get_model_response(
                 client, model, prompt, oai_tools=state["oai_tools"], sampling_args=sampling_args, message_type=self.message_type
             )

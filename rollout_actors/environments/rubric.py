@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.types import State
+
+T = TypeVar("T")
 
 RewardFunction = Callable[..., Any]
 """Returns a number, or a list of one for each rollout of a group; may be asynchronous."""
@@ -112,7 +114,7 @@ class RubricGroup(Rubric):
             if rubric.compares_rollouts:
                 await rubric.score_group(states)
             else:
-                await asyncio.gather(*(rubric.score_rollout(state) for state in states))
+                await _each([rubric.score_rollout(state) for state in states])
             for place, state in enumerate(states):
                 totals[place] += state["reward"]
                 for name, value in state["metrics"].items():
@@ -124,10 +126,10 @@ class RubricGroup(Rubric):
 
 
 def credit(state: State, reward: float) -> None:
-    """The rollout's reward, which is that of its steps too, where they have none of their own."""
-    state["reward"] = reward
+    """The rollout's reward, which is that of its steps too, where they have none of their own (but the same object that the rollout had before)."""
+    former, state["reward"] = state["reward"], reward
     for step in state["trajectory"]:
-        if step["reward"] is None:
+        if step["reward"] is None or step["reward"] is former:
             step["reward"] = reward
 
 
@@ -144,9 +146,9 @@ def give_advantages(states: Sequence[State]) -> None:
     """To the rollouts of one example, and to those of their steps that have none."""
     mean = sum(state["reward"] for state in states) / len(states)
     for state in states:
-        state["advantage"] = state["reward"] - mean
+        former, state["advantage"] = state["advantage"], state["reward"] - mean
         for step in state["trajectory"]:
-            if step["advantage"] is None:
+            if step["advantage"] is None or step["advantage"] is former:
                 step["advantage"] = state["advantage"]
 
 
@@ -175,7 +177,7 @@ class _Reward:
 
     async def of_group(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[float]:
         if not self.is_of_group:
-            return list(await asyncio.gather(*(self.of_rollout(state, objects) for state in states)))
+            return await _each([self.of_rollout(state, objects) for state in states])
         columns = {plural: [{**ABSENT, **state}.get(name) for state in states] for plural, name in PLURALS.items()}
         values = await self._called({**columns, "states": states, **objects})
         if len(values) != len(states):
@@ -188,6 +190,15 @@ class _Reward:
             return await self.function(**arguments)
         value = await asyncio.to_thread(self.function, **arguments)
         return await value if inspect.isawaitable(value) else value
+
+
+async def _each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All at once, and when none runs any more, the first error."""
+    values = await asyncio.gather(*works, return_exceptions=True)
+    for value in values:
+        if isinstance(value, BaseException):
+            raise value
+    return cast("list[T]", values)
 
 
 def _number(value: Any, name: str) -> float:

@@ -88,7 +88,10 @@ class State(dict[str, Any]):
             dict.__setitem__(self, key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def pop(self, key: str, *default: Any) -> Any:
         if key not in self and default:
@@ -108,7 +111,7 @@ class State(dict[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         yield from dict.__iter__(self)
-        yield from (key for key in self.INPUT_FIELDS if self._held(key) is not None)
+        yield from (key for key in self.INPUT_FIELDS if self._held(key) is not None and not dict.__contains__(self, key))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -122,6 +125,15 @@ class State(dict[str, Any]):
 
     __copy__ = copy
 
+    def __or__(self, other: Any) -> State:  # type: ignore[override]
+        joined = self.copy()
+        joined.update(other)
+        return joined
+
+    def __ior__(self, other: Any) -> State:  # type: ignore[override]
+        self.update(other)
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _state, (dict(dict.items(self)),)
 
@@ -130,10 +142,11 @@ class State(dict[str, Any]):
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
     clear = MutableMapping.clear
-    keys = MutableMapping.keys
-    items = MutableMapping.items
-    values = MutableMapping.values
+    keys = MutableMapping.keys  # type: ignore[assignment]
+    items = MutableMapping.items  # type: ignore[assignment]
+    values = MutableMapping.values  # type: ignore[assignment]
     __eq__ = MutableMapping.__eq__
+    __ne__ = object.__ne__
     __hash__ = None
 
     def _held(self, key: object) -> dict[Any, Any] | None:
