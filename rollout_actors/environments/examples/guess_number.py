@@ -1,0 +1,91 @@
+"""A game of several turns: the model guesses a number, and the environment says whether it is higher or lower, until it is found."""
+
+from __future__ import annotations
+
+import math
+import re
+from random import Random
+from typing import Any
+
+from rollout_actors.environments.lifecycle import stop
+from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.parsers import text_of
+from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.types import Messages, State
+
+GUESS = re.compile(r"<guess>\s*([0-9]{1,9})\s*</guess>")
+
+
+def load_environment(num_examples: int = 200, num_eval_examples: int = 50, largest: int = 100, max_turns: int = 10, seed: int = 0) -> MultiTurnEnv:
+    """Numbers from 1 to `largest`, which is at least 2; `max_turns` guesses."""
+    if largest < 2:
+        raise ValueError(f"largest is {largest}; with fewer than 2 numbers there is nothing to guess")
+    return GuessNumber(
+        largest,
+        env_id="guess_number",
+        dataset=games(num_examples, largest, Random(f"train {seed}")),
+        eval_dataset=games(num_eval_examples, largest, Random(f"eval {seed}")),
+        rubric=Rubric([found, early, read], [1.0, 0.5, 0.1]),
+        max_turns=max_turns,
+    )
+
+
+def games(count: int, largest: int, random: Random) -> list[dict[str, Any]]:
+    """Rows of a dataset. The number is the row's answer, which the model does not see."""
+    question = f"I think of a number from 1 to {largest}. Guess it: write one guess as <guess>number</guess>, and I will say whether mine is higher or lower."
+    return [{"question": question, "answer": str(random.randint(1, largest))} for _ in range(count)]
+
+
+class GuessNumber(MultiTurnEnv):
+    """Each turn is one guess."""
+
+    def __init__(self, largest: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.largest = largest
+
+    async def setup_state(self, state: State) -> State:
+        state["guesses"] = []
+        """One for each turn; None for a message without a guess."""
+        state["fewest_guesses"] = math.ceil(math.log2(self.largest + 1))
+        return state
+
+    async def add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
+        await super().add_model_response(state, prompt_messages, response)
+        # The one of the last turn too, to which the environment says nothing any more.
+        for step in state["trajectory"][len(state["guesses"]) :]:
+            state["guesses"].append(guess_in(step["completion"]))
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+        guess = state["guesses"][-1]
+        if guess is None:
+            hint = "I see no guess. Write it as <guess>number</guess>."
+        else:
+            hint = f"My number is {'higher' if int(state['answer']) > guess else 'lower'} than {guess}."
+        return [{"role": "user", "content": hint}]
+
+    @stop
+    async def number_found(self, state: State) -> bool:
+        return found(state) == 1.0
+
+
+def guess_in(completion: Messages) -> int | None:
+    """The last one of a message."""
+    last: Any = completion[-1]
+    guesses = GUESS.findall(text_of(last))
+    return int(guesses[-1]) if guesses else None
+
+
+def found(state: State) -> float:
+    """Whether the last guess is the number."""
+    return float(bool(state["guesses"]) and state["guesses"][-1] == int(state["answer"]))
+
+
+def early(state: State) -> float:
+    """Of a number that was found: 1 where halving what is left would not always have been faster, less with each guess more."""
+    return found(state) * min(1.0, state["fewest_guesses"] / max(1, len(state["guesses"])))
+
+
+def read(state: State) -> float:
+    """The share of messages with a guess."""
+    guesses = state["guesses"]
+    return sum(guess is not None for guess in guesses) / len(guesses) if guesses else 0.0

@@ -1,0 +1,152 @@
+"""Several environments as one: each rollout is one of theirs, and is scored by theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NoReturn
+
+from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.inputs import Examples, PromptFormat
+from rollout_actors.environments.lifecycle import teardown
+from rollout_actors.environments.rubric import RewardFunction, Rubric
+from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
+
+
+class EnvGroup(Environment):
+    """The rows of all its environments, one environment after the other; a row's `task` says whose it is."""
+
+    def __init__(self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            envs: of one `message_type`. They keep their prompts, rubrics, sampling arguments and bounds, and are closed with the group.
+            env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
+            kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the environments. The rest is theirs to have.
+        """
+        self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
+        message_types = sorted({env.message_type for env in envs})
+        if len(message_types) > 1:
+            raise ValueError(f"envs: message_type is {' of some and '.join(message_types)} of others; make a group of each")
+        theirs: dict[str, Any] = {"dataset": None, "eval_dataset": None, "system_prompt": None, "few_shot": None, "parser": None, "oai_tools": None}
+        super().__init__(**theirs, max_seq_len=None, message_type=message_types[0], rubric=_RoutedRubric(self.envs), **kwargs)
+        self.prompt_format = _RoutedFormat(self.message_type, forms={name: env.prompt_format for name, env in self.envs.items()})
+        self.dataset = _joined({name: env.dataset for name, env in self.envs.items()})
+        self.eval_dataset = _joined({name: env.dataset if env.eval_dataset is None else env.eval_dataset for name, env in self.envs.items()})
+
+    async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
+        return await self._env(input["task"]).init_state(input, **kwargs)
+
+    async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
+        """Of the environment that the input's task names. ValueError where it names none."""
+        return await self._env(input["task"]).rollout(input, client, model, sampling_args)
+
+    async def _render_completion(self, state: State) -> None:
+        await self._env(state["task"])._render_completion(state)
+
+    @teardown
+    async def close_environments(self) -> None:
+        """Each of them, whatever the others raise; the first error is raised at the end."""
+        for closed in await asyncio.gather(*(env.aclose() for env in self.envs.values()), return_exceptions=True):
+            if isinstance(closed, BaseException):
+                raise closed
+
+    def _env(self, task: str) -> Environment:
+        if task not in self.envs:
+            _refuse_task(task, self.envs)
+        return self.envs[task]
+
+
+class _RoutedRubric(Rubric):
+    """Each rollout is scored by its own environment's, and has the metrics of that one."""
+
+    def __init__(self, envs: Mapping[str, Environment]) -> None:
+        super().__init__()
+        self._envs = envs
+
+    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> NoReturn:  # noqa: ARG002
+        raise ValueError("a group of environments has no reward functions of its own; add them to the rubrics of its environments")
+
+    @property
+    def reward_names(self) -> list[str]:
+        return list(dict.fromkeys(name for env in self._envs.values() for name in env.rubric.reward_names))
+
+    def names_for(self, state: State) -> list[str]:
+        return self._envs[state["task"]].rubric.reward_names if state["task"] in self._envs else []
+
+    @property
+    def compares_rollouts(self) -> bool:
+        return any(env.rubric.compares_rollouts for env in self._envs.values())
+
+    async def score_rollout(self, state: State) -> None:
+        await self._envs[state["task"]].rubric.score_rollout(state)
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        for task in dict.fromkeys(state["task"] for state in states):
+            await self._envs[task].rubric.score_group([state for state in states if state["task"] == task])
+
+
+@dataclass(frozen=True, slots=True)
+class _RoutedFormat(PromptFormat):
+    """Rows that a caller gives: each in the form of its own environment."""
+
+    forms: Mapping[str, PromptFormat] | None = None
+
+    def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
+        forms = self.forms or {}
+        task = row.get("task")
+        if task not in forms:
+            _refuse_task(task, forms, f"row {index}: ")
+        return forms[task].input(row, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished(PromptFormat):
+    """Rows that are inputs already."""
+
+    def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
+        # Ids of two environments may be the same, and their rows are not.
+        made: RolloutInput = {**row, "example_id": index}  # type: ignore[typeddict-item]
+        return made
+
+
+class _Rows:
+    """Those of several data sets in a row, under the names of their environments."""
+
+    def __init__(self, datasets: Mapping[str, Examples]) -> None:
+        self._datasets = tuple(datasets.items())
+        self._ends = list(accumulate(len(dataset) for dataset in datasets.values()))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        place = bisect_right(self._ends, index)
+        name, dataset = self._datasets[place]
+        return {**dataset[index - (self._ends[place - 1] if place else 0)], "task": name}
+
+
+def _joined(datasets: Mapping[str, Examples | None]) -> Examples | None:
+    there = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+    return Examples(_Rows(there), _Finished()) if there else None
+
+
+def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str]:
+    if not envs:
+        raise ValueError("envs: a group has at least one")
+    names = [env.env_id or f"env_{place}" for place, env in enumerate(envs)] if given is None else list(given)
+    if len(names) != len(envs):
+        raise ValueError(f"env_names: {len(names)} for {len(envs)} environments; give one to each")
+    if len(set(names)) != len(names):
+        raise ValueError(f"env_names: {', '.join(names)}; give each a name of its own")
+    for name, env in zip(names, envs, strict=True):
+        # A row has one task, which cannot name an environment of the inner group too.
+        if isinstance(env, EnvGroup):
+            raise ValueError(f"envs: {name} is a group itself; put its environments into this one")
+    return names
+
+
+def _refuse_task(task: object, names: Mapping[str, Any], where: str = "") -> NoReturn:
+    raise ValueError(f"{where}task {task!r} is no environment of the group, which has {', '.join(names)}")

@@ -1,0 +1,139 @@
+"""Rollouts in which the model calls Python functions: each turn the environment answers the calls of the last one (spec: environment setup pattern)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rollout_actors.environments.lifecycle import stop
+from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.rubric import RewardFunction, Rubric
+from rollout_actors.environments.tool_schema import Tool
+from rollout_actors.environments.types import Message, Messages, State
+
+
+class ToolEnv(MultiTurnEnv):
+    """The model may call the tools as often as it likes; its first message without a call is its last.
+
+    A row's own `info["oai_tools"]` replaces what the model is shown of the tools, not who answers the calls.
+    """
+
+    def __init__(
+        self, tools: Sequence[Callable[..., Any]] = (), max_turns: int = 10, error_formatter: Callable[[Exception], str] = str, **kwargs: Any
+    ) -> None:
+        """
+        Args:
+            tools: functions whose parameters have type hints, plain or asynchronous; their docstrings are what the model is told. Plain ones run in a thread,
+                at the same time as those of other rollouts.
+            max_turns: most calls of the model in a rollout; -1: any number.
+            error_formatter: what the model is told of a tool that is unknown, that cannot be called so, or that raises.
+        """
+        super().__init__(max_turns=max_turns, **kwargs)
+        if self.message_type != "chat":
+            raise ValueError(f"message_type: tools are called in a chat, got {self.message_type!r}")
+        self.error_formatter = error_formatter
+        self._tools: dict[str, Tool] = {}
+        for tool in tools:
+            self.add_tool(tool)
+
+    def add_tool(self, tool: Callable[..., Any]) -> None:
+        """One more, for the rollouts that begin from now on."""
+        self._add(Tool.of(tool))
+
+    @property
+    def tool_names(self) -> list[str]:
+        return list(self._tools)
+
+    @stop
+    async def no_tools_called(self, state: State) -> bool:
+        return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"][-1])
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+        """A tool message for each call of the last message, one call after the other."""
+        last: Any = messages[-1]
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "content": await self._answer(call["function"], messages, state)} for call in calls_of(last)
+        ]
+
+    def _add(self, tool: Tool) -> None:
+        if tool.name in self._tools:
+            raise ValueError(f"tool {tool.name} is there already; tools go by the functions' names")
+        self._tools[tool.name] = tool
+        self.oai_tools = [*self.oai_tools, tool.schema]
+
+    async def _answer(self, call: Mapping[str, Any], messages: Messages, state: State) -> str:
+        name = call["name"]
+        try:
+            tool = self._called(name)
+            given = tool.read(call.get("arguments") or "")
+        except ValueError as error:
+            return self._refusal(error, state)
+        arguments = await self._completed(name, given, messages, state)
+        try:
+            return await tool.call(arguments)
+        except Exception as error:  # whatever a tool raises is told to the model, which may try another way
+            return self._refusal(error, state)
+
+    def _called(self, name: str) -> Tool:
+        if name not in self._tools:
+            raise ValueError(f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}")
+        return self._tools[name]
+
+    def _refusal(self, error: Exception, state: State) -> str:
+        state["num_tool_errors"] = state.get("num_tool_errors", 0) + 1
+        return self.error_formatter(error)
+
+    async def _completed(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
+        """What a tool is called with, from what the model gave."""
+        return tool_args
+
+
+class StatefulToolEnv(ToolEnv):
+    """Tools with parameters that the environment sets: what belongs to the rollout, and is none of the model's business."""
+
+    def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
+        """`args_to_skip` are the parameters that the model neither sees nor sets; `update_tool_args` does."""
+        self._add(Tool.of(tool, args_to_skip))
+
+    async def update_tool_args(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
+        """What the tool is called with, from what the model gave: to be overridden, to add the skipped ones. What it raises fails the rollout: the model
+        cannot help it."""
+        return tool_args
+
+    async def _completed(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
+        return await self.update_tool_args(tool_name, tool_args, messages, state)
+
+
+class ToolRubric(Rubric):
+    """Metrics, with the weight 0: `num_tool_calls`, `num_tool_errors`, and of each tool, `num_calls_of_<name>`."""
+
+    def __init__(self, tool_names: Iterable[str] = ()) -> None:
+        functions = [num_tool_calls, num_tool_errors, *(_counter_of(name) for name in tool_names)]
+        super().__init__(functions, [0.0] * len(functions))
+
+
+def num_tool_calls(completion: Messages) -> int:
+    return sum(_counted(completion).values())
+
+
+def num_tool_errors(state: State) -> int:
+    """Calls that were answered with an error."""
+    return int(state.get("num_tool_errors", 0))
+
+
+def calls_of(message: Message) -> list[Message]:
+    """The tool calls of a message: none of most."""
+    return list(message.get("tool_calls") or ())
+
+
+def _counter_of(name: str) -> RewardFunction:
+    def count(completion: Messages) -> int:
+        return _counted(completion)[name]
+
+    count.__name__ = f"num_calls_of_{name}"
+    return count
+
+
+def _counted(completion: Messages) -> Counter[str]:
+    return Counter(call["function"]["name"] for message in completion if isinstance(message, dict) for call in calls_of(message))
