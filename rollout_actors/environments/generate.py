@@ -73,7 +73,8 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
         num_errors=sum(state["error"] is not None for state in states),
         num_truncated=sum(bool(state["is_truncated"]) for state in states),
         avg_reward=mean(scored),
-        avg_metrics={name: mean([(state["metrics"] or {}).get(name, 0.0) for state in states]) for name in names},
+        # Of the rollouts that have it: those of another environment of a group do not.
+        avg_metrics={name: mean([state["metrics"][name] for state in states if name in (state["metrics"] or {})]) for name in names},
         time_ms=1000 * (time.perf_counter() - began_s),
         date=started.isoformat(timespec="seconds"),
     )
@@ -164,7 +165,7 @@ class _Rollouts:
             scoring_ms = 1000 * (time.perf_counter() - began_s)
         for place, state in zip(unit, states, strict=True):
             if state["error"] is not None:
-                state["metrics"] = dict.fromkeys(self._environment.rubric.reward_names, 0.0)
+                state["metrics"] = dict.fromkeys(self._environment.rubric.names_for(state), 0.0)
                 credit(state, 0.0)
             timing = state["timing"]
             timing["scoring_ms"], timing["total_ms"] = scoring_ms, timing["generation_ms"] + scoring_ms

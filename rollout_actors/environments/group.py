@@ -97,7 +97,7 @@ class _RoutedFormat(PromptFormat):
     def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
         forms = self.forms or {}
         task = row.get("task")
-        if task not in forms:
+        if task is None or task not in forms:
             _refuse_task(task, forms, f"row {index}: ")
         return forms[task].input(row, index)
 

@@ -103,7 +103,8 @@ def _file_module(path: Path) -> ModuleType:
         raise ValueError(f"environment {path}: there is no such file")
     # Under no name that another module might have.
     spec = importlib.util.spec_from_file_location(f"rollmatch_environment_{path.stem}", path.resolve())
-    assert spec is not None and spec.loader is not None, path
+    assert spec is not None, path
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

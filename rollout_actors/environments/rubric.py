@@ -54,6 +54,10 @@ class Rubric:
         """Of the metrics that `score_rollout` and `score_group` write."""
         return [reward.name for reward in self._rewards]
 
+    def names_for(self, state: State) -> list[str]:  # noqa: ARG002
+        """Of the metrics of this rollout."""
+        return self.reward_names
+
     @property
     def compares_rollouts(self) -> bool:
         """Whether a function needs all rollouts of an example."""

@@ -19,9 +19,7 @@ class ToolEnv(MultiTurnEnv):
     A row's own `info["oai_tools"]` replaces what the model is shown of the tools, not who answers the calls.
     """
 
-    def __init__(
-        self, tools: Sequence[Callable[..., Any]] = (), max_turns: int = 10, error_formatter: Callable[[Exception], str] = str, **kwargs: Any
-    ) -> None:
+    def __init__(self, tools: Sequence[Callable[..., Any]] = (), max_turns: int = 10, error_formatter: Callable[[Exception], str] = str, **kwargs: Any) -> None:
         """
         Args:
             tools: functions whose parameters have type hints, plain or asynchronous; their docstrings are what the model is told. Plain ones run in a thread,
@@ -52,9 +50,7 @@ class ToolEnv(MultiTurnEnv):
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
         """A tool message for each call of the last message, one call after the other."""
         last: Any = messages[-1]
-        return [
-            {"role": "tool", "tool_call_id": call["id"], "content": await self._answer(call["function"], messages, state)} for call in calls_of(last)
-        ]
+        return [{"role": "tool", "tool_call_id": call["id"], "content": await self._answer(call["function"], messages, state)} for call in calls_of(last)]
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self._tools:
@@ -109,7 +105,7 @@ class ToolRubric(Rubric):
     """Metrics, with the weight 0: `num_tool_calls`, `num_tool_errors`, and of each tool, `num_calls_of_<name>`."""
 
     def __init__(self, tool_names: Iterable[str] = ()) -> None:
-        functions = [num_tool_calls, num_tool_errors, *(_counter_of(name) for name in tool_names)]
+        functions: list[RewardFunction] = [num_tool_calls, num_tool_errors, *(_counter_of(name) for name in tool_names)]
         super().__init__(functions, [0.0] * len(functions))
 
 

@@ -92,8 +92,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """What a docstring says of the function, up to its first section, and of each argument, in the section `Args:`."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
-    section, indent = "", 0
-    last = ""
+    section, indent, last = "", 0, ""
     for line in text.splitlines():
         if found := _SECTION.fullmatch(line.strip()):
             section, indent, last = found[1], 0, ""
@@ -135,9 +134,11 @@ def _hint(parameter: inspect.Parameter) -> Any:
 
 def _field(parameter: inspect.Parameter, told: Mapping[str, str]) -> Any:
     default = ... if parameter.default is parameter.empty else parameter.default
+    options: dict[str, Any] = {"alias": parameter.name}
     # Without one of the docstring, that of an `Annotated` hint stays.
-    described = {"description": told[parameter.name]} if parameter.name in told else {}
-    return Field(default, alias=parameter.name, **described)
+    if parameter.name in told:
+        options["description"] = told[parameter.name]
+    return Field(default, **options)
 
 
 def _plain(value: Any) -> Any:
