@@ -15,7 +15,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import StrEnum
 from types import FrameType
 from typing import Any, Protocol, TypeVar, overload
@@ -86,6 +86,19 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
 async def awaited(value: Awaitable[T] | T) -> T:
     """What a plain function returned, or what an asynchronous one comes to."""
     return await value if inspect.isawaitable(value) else value
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """What it comes to, however often this task is cancelled meanwhile: that counts when it is done."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
 
 
 class TearsDown(Protocol):

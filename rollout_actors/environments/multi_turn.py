@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
 from typing import Any
 
 from rollout_actors.environments.begun import note_begun
 from rollout_actors.environments.client import OVERLONG, client_of
 from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.lifecycle import stop
+from rollout_actors.environments.lifecycle import stop, to_the_end
 from rollout_actors.environments.messages import concat_messages
 from rollout_actors.environments.responses import parse_response_messages, parse_response_tokens
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State, TrajectoryStep, TrajectoryStepTokens
@@ -79,8 +78,8 @@ class MultiTurnEnv(Environment):
             note_begun(state)  # which may be another object now
             await self._take_turns(state, client_of(client, state), model, sampling_args)
         finally:
-            # Also where this task is cancelled once more meanwhile.
-            await asyncio.shield(asyncio.ensure_future(self._cleanup(state))) if self._cleanups else None
+            if self._cleanups:
+                await to_the_end(self._cleanup(state))
         return state
 
     async def _take_turns(self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None) -> None:

@@ -1,0 +1,102 @@
+"""From rows to what rollouts begin with."""
+
+import copy
+
+import pytest
+from environment_support import assistant, user
+
+from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
+
+
+def inputs(rows, **form):
+    return list(Examples(rows_of(rows), PromptFormat(**form)))
+
+
+def test_a_question_becomes_a_users_message():
+    assert inputs([{"question": "2 + 2"}])[0]["prompt"] == [user("2 + 2")]
+
+
+def test_the_system_prompt_and_the_examples_come_in_front_of_the_question():
+    few_shot = (user("1 + 1"), assistant("2"))
+    made = inputs([{"question": "2 + 2"}], system_prompt="Add.", few_shot=few_shot)
+    assert made[0]["prompt"] == [{"role": "system", "content": "Add."}, *few_shot, user("2 + 2")]
+
+
+def test_a_prompt_wins_over_a_question_and_over_the_system_prompt_where_it_has_its_own():
+    own = [{"role": "system", "content": "Mine."}, user("a")]
+    assert inputs([{"prompt": own, "question": "b"}], system_prompt="Add.")[0]["prompt"] == own
+
+
+def test_a_prompt_of_completion_type_is_text():
+    assert inputs([{"prompt": "Once"}], message_type="completion")[0]["prompt"] == "Once"
+    with pytest.raises(ValueError, match="must be text"):
+        inputs([{"prompt": [user("a")]}], message_type="completion")
+
+
+def test_ids_are_synthesized_from_0_where_a_row_has_none():
+    assert [row["example_id"] for row in inputs([{"question": "a"}] * 3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("column", ["id", "example_id"])
+def test_ids_that_rows_have_are_carried_through(column):
+    assert [row["example_id"] for row in inputs([{"question": "a", column: "x"}, {"question": "b", column: 9}])] == ["x", 9]
+
+
+def test_example_id_is_canonical_where_a_row_has_both():
+    assert inputs([{"question": "a", "id": 1, "example_id": 2}])[0]["example_id"] == 2
+
+
+def test_an_id_of_0_is_an_id():
+    assert [row["example_id"] for row in inputs([{"question": "a", "id": 1}, {"question": "a", "id": 0}])] == [1, 0]
+
+
+def test_a_selection_keeps_the_ids_of_its_rows():
+    examples = Examples([{"question": str(i)} for i in range(4)], PromptFormat())
+    assert [row["example_id"] for row in examples.select([2, 2, 0])] == [2, 2, 0]
+    assert [row["example_id"] for row in examples[1:3]] == [1, 2]
+
+
+def test_a_row_with_neither_prompt_nor_question_is_refused_with_its_number():
+    with pytest.raises(ValueError, match="row 1 has neither prompt nor question, only answer"):
+        inputs([{"question": "a"}, {"answer": "b"}])
+
+
+def test_answer_and_info_are_optional_and_a_task_has_a_default():
+    assert set(inputs([{"question": "a", "answer": None, "info": None}])[0]) == {"prompt", "example_id", "task"}
+    assert inputs([{"question": "a"}], task="sums")[0]["task"] == "sums"
+    assert inputs([{"question": "a", "task": "own"}], task="sums")[0]["task"] == "own"
+
+
+def test_columns_are_rows():
+    made = inputs({"question": ["a", "b"], "answer": ["1", "2"]})
+    assert [(row["prompt"][0]["content"], row["answer"]) for row in made] == [("a", "1"), ("b", "2")]
+
+
+def test_columns_of_prompts_are_rows_for_messages_and_for_text():
+    assert [row["prompt"] for row in inputs({"prompt": [[user("a")], [user("b")]]})] == [[user("a")], [user("b")]]
+    assert [row["prompt"] for row in inputs({"prompt": ["a", "b"]}, message_type="completion")] == ["a", "b"]
+
+
+def test_one_row_is_a_row():
+    assert inputs({"question": "a", "answer": "1"})[0]["answer"] == "1"
+    assert inputs({"prompt": [user("a")], "answer": "1"})[0]["prompt"] == [user("a")]
+
+
+def test_columns_of_different_lengths_are_refused_with_their_lengths():
+    with pytest.raises(ValueError, match=r"question 2, answer 1"):
+        inputs({"question": ["a", "b"], "answer": ["1"]})
+
+
+def test_no_rows_are_no_inputs():
+    assert inputs([]) == [] == inputs({"prompt": []})
+
+
+def test_what_an_input_holds_is_not_the_rows_own():
+    row = {"prompt": [user("a")], "info": {"k": [1]}, "answer": ["x"]}
+    before = copy.deepcopy(row)
+    made = inputs([row])[0]
+    made["prompt"][0]["content"] = "changed"
+    made["prompt"].append(user("more"))
+    made["info"]["k"].append(2)
+    made["answer"].append("y")
+    assert row == before

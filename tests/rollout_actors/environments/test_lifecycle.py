@@ -1,0 +1,439 @@
+"""`@stop`, `@cleanup` and `@teardown` (spec: trajectories, 5)."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from environment_support import Talk, generated, rolled_out, rows, user
+from scripted_client import ScriptedClient, status_error
+
+from rollout_actors.environments.lifecycle import Event, cleanup, handlers, stop, teardown
+
+ROOT = Path(__file__).parents[3]
+ROW = {"prompt": [user("hi")], "example_id": 0, "task": "talk"}
+
+
+class Ordered:
+    @stop
+    def b(self, state): ...
+
+    @stop
+    async def a(self, state): ...
+
+    @stop(priority=5)
+    def z(self, state): ...
+
+    @stop(priority=-1)
+    def early_name(self, state): ...
+
+    @cleanup
+    def put_away(self, state): ...
+
+    @teardown(priority=1)
+    def close(self): ...
+
+    @property
+    def dear(self):
+        raise AssertionError("not to be computed")
+
+
+def names(owner, event):
+    return [handler.__name__ for handler in handlers(owner, event)]
+
+
+def test_handlers_come_by_priority_highest_first_and_then_by_name():
+    assert names(Ordered(), Event.STOP) == ["z", "a", "b", "early_name"]
+
+
+def test_each_decorator_marks_for_its_own_event():
+    assert names(Ordered(), Event.CLEANUP) == ["put_away"] and names(Ordered(), Event.TEARDOWN) == ["close"]
+
+
+def test_a_subclass_inherits_adds_and_overrides():
+    class Sub(Ordered):
+        @stop(priority=-2)
+        def a(self, state): ...
+
+        @stop
+        def c(self, state): ...
+
+    assert names(Sub(), Event.STOP) == ["z", "b", "c", "early_name", "a"]
+
+
+# Stop
+
+
+def test_the_first_stop_condition_that_holds_is_noted_by_name():
+    class Env(Talk):
+        @stop
+        def b_second(self, state):
+            return True
+
+        @stop(priority=1)
+        async def c_first(self, state):
+            return len(state["trajectory"]) == 2
+
+        @stop
+        def a_never(self, state):
+            return False
+
+    class Both(Env):
+        @stop
+        def b_second(self, state):
+            return len(state["trajectory"]) == 2
+
+    assert rolled_out(Env(), ROW, ScriptedClient([]))["stop_condition"] == "b_second"
+    done = rolled_out(Both(max_turns=5), ROW, ScriptedClient(["1", "2"]))
+    assert done["stop_condition"] == "c_first" and done["is_completed"] and len(done["trajectory"]) == 2
+
+
+def test_of_two_stop_conditions_of_one_priority_the_first_by_name_is_noted():
+    class Env(Talk):
+        @stop
+        def bb(self, state):
+            return True
+
+        @stop
+        def aa(self, state):
+            return True
+
+    assert rolled_out(Env(), ROW, ScriptedClient([]))["stop_condition"] == "aa"
+
+
+def test_stop_conditions_are_checked_each_turn():
+    asked = []
+
+    class Env(Talk):
+        @stop(priority=1)
+        def never(self, state):
+            asked.append(len(state["trajectory"]))
+            return False
+
+    rolled_out(Env(max_turns=2), ROW, ScriptedClient(["1", "2"]))
+    assert set(asked) == {0, 1, 2}
+
+
+def test_an_override_of_is_completed_asks_the_conditions_and_adds_its_own():
+    class Env(Talk):
+        async def is_completed(self, state, **kwargs):
+            if await super().is_completed(state, **kwargs):
+                return True
+            return len(state["trajectory"]) == 1
+
+    done = rolled_out(Env(max_turns=3), ROW, ScriptedClient(["1"]))
+    assert done["is_completed"] and done["stop_condition"] is None
+    assert done["completion"] == [{"role": "assistant", "content": "1"}]
+    assert rolled_out(Env(max_turns=1), ROW, ScriptedClient(["1"]))["stop_condition"] == "max_turns_reached"
+
+
+def test_an_override_of_is_completed_that_listens_to_the_environment_completes_the_state_too():
+    class Env(Talk):
+        async def is_completed(self, state, **kwargs):
+            return await super().is_completed(state, **kwargs) or state.get("heard", False)
+
+        async def env_response(self, messages, state, **kwargs):
+            state["heard"] = True
+            return [user("bye")]
+
+    done = rolled_out(Env(max_turns=3), ROW, ScriptedClient(["1"]))
+    assert done["is_completed"] and done["completion"][-1] == user("bye")
+
+
+# Cleanup
+
+
+class Held(Talk):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.released = []
+
+    async def setup_state(self, state):
+        state["sandbox_id"] = f"sandbox-{state['example_id']}"
+        return state
+
+    @cleanup
+    async def release(self, state):
+        await asyncio.sleep(0)
+        self.released.append(state["sandbox_id"])
+
+
+def test_cleanup_is_called_exactly_once_after_a_rollout_that_succeeds():
+    env = Held(max_turns=3)
+    rolled_out(env, ROW, ScriptedClient(["1", "2", "3"]))
+    assert env.released == ["sandbox-0"]
+
+
+def test_cleanup_is_called_exactly_once_after_an_exception_of_the_model():
+    env = Held(max_turns=3)
+    with pytest.raises(Exception, match="bad request"):
+        rolled_out(env, ROW, ScriptedClient(["1", status_error(400, "bad request")]))
+    assert env.released == ["sandbox-0"]
+
+
+def test_cleanup_is_called_exactly_once_after_an_exception_of_the_environment():
+    class Broken(Held):
+        async def env_response(self, messages, state, **kwargs):
+            raise RuntimeError("broken")
+
+    env = Broken()
+    with pytest.raises(RuntimeError, match="broken"):
+        rolled_out(env, ROW, ScriptedClient(["1"]))
+    assert env.released == ["sandbox-0"]
+
+
+def test_cleanup_is_called_after_a_setup_that_fails_halfway():
+    class Broken(Held):
+        async def setup_state(self, state):
+            await super().setup_state(state)
+            raise RuntimeError("no room")
+
+    env = Broken()
+    with pytest.raises(RuntimeError, match="no room"):
+        rolled_out(env, ROW, ScriptedClient([]))
+    assert env.released == ["sandbox-0"]
+
+
+def test_cleanup_is_called_exactly_once_after_a_cancellation():
+    env, client = Held(max_turns=3), ScriptedClient(lambda call: "1", delay_s=30)
+
+    async def cancelled():
+        task = asyncio.create_task(env.rollout(ROW, client, "model"))
+        while not client.num_under_way:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert env.released == ["sandbox-0"] and client.num_cancelled == 1
+
+
+def test_cleanup_goes_on_where_the_rollout_is_cancelled_once_more_meanwhile():
+    class Slow(Held):
+        @cleanup
+        async def release(self, state):
+            self.released.append("begun")
+            await asyncio.sleep(0.05)
+            self.released.append("ended")
+
+    env, client = Slow(), ScriptedClient(lambda call: "1", delay_s=30)
+
+    async def cancelled():
+        task = asyncio.create_task(env.rollout(ROW, client, "model"))
+        while not client.num_under_way:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        while not env.released:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert env.released == ["begun", "ended"]
+
+
+def test_a_cancelled_batch_cleans_up_every_rollout_that_has_begun_exactly_once():
+    env, client = Held(max_turns=3), ScriptedClient(lambda call: "1", delay_s=30)
+
+    async def cancelled():
+        task = asyncio.create_task(env.generate(rows(5), client, "model", max_concurrent=3, use_tqdm=False))
+        while client.num_under_way < 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert sorted(env.released) == ["sandbox-0", "sandbox-1", "sandbox-2"]
+    assert client.num_under_way == 0
+
+
+def test_cleanup_is_called_once_for_each_rollout_of_a_batch_also_where_some_fail():
+    def script(call):
+        return status_error(400, "bad") if call.prompt[0]["content"] in ("q1", "q3") else "1"
+
+    env = Held(max_turns=2)
+    results = generated(env, rows(5), ScriptedClient(script))
+    assert sorted(env.released) == [f"sandbox-{i}" for i in range(5)]
+    assert results.metadata.num_errors == 2
+
+
+def test_a_cleanup_that_fails_leaves_the_others_their_turn_and_is_raised():
+    called = []
+
+    class Env(Talk):
+        @cleanup(priority=2)
+        def first(self, state):
+            called.append("first")
+            raise RuntimeError("stuck")
+
+        @cleanup
+        async def second(self, state):
+            called.append("second")
+
+    with pytest.raises(RuntimeError, match="stuck"):
+        rolled_out(Env(max_turns=1), ROW, ScriptedClient(["1"]))
+    assert called == ["first", "second"]
+
+
+# Teardown
+
+
+class Torn(Talk):
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    @teardown
+    def plain(self):
+        self.called.append("plain")
+
+    @teardown(priority=1)
+    async def first(self):
+        await asyncio.sleep(0)
+        self.called.append("first")
+
+
+def test_teardown_is_called_once_by_priority():
+    async def closed():
+        env = Torn()
+        async with env:
+            pass
+        await env.aclose()
+        return env.called
+
+    assert asyncio.run(closed()) == ["first", "plain"]
+
+
+def test_teardown_is_called_also_where_what_is_inside_fails():
+    env = Torn()
+
+    async def fails():
+        async with env:
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        asyncio.run(fails())
+    assert env.called == ["first", "plain"]
+
+
+PROGRAM = """
+    import asyncio, os, signal, sys, threading, time
+    sys.path.insert(0, "tests/support")
+    from environment_support import Talk, rows
+    from rollout_actors.environments.lifecycle import cleanup, teardown
+    from scripted_client import ScriptedClient
+
+    class Env(Talk):
+        @cleanup
+        async def put_away(self, state):
+            await asyncio.sleep(0.01)
+            print("cleanup", flush=True)
+
+        @teardown
+        async def close(self):
+            await asyncio.sleep(0.01)
+            print("teardown", flush=True)
+
+        @teardown
+        def close_plainly(self):
+            print("plainly", flush=True)
+
+"""
+
+
+def program(body: str, *, signal_at: str | None = None) -> tuple[list[str], int, str]:
+    """Lines that it wrote, how it ended, and what it complained of; with SIGTERM when it has written `signal_at`."""
+    code = textwrap.dedent(PROGRAM) + textwrap.dedent(body)
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        if signal_at is not None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line.strip())
+                if line.strip() == signal_at:
+                    process.send_signal(signal.SIGTERM)
+                    break
+        rest, complaints = process.communicate(timeout=60)
+        return [*lines, *rest.split()], process.returncode, complaints
+
+
+def test_teardown_is_called_once_when_the_process_ends():
+    assert program("env = Env(); print('end')") == (["end", "teardown", "plainly"], 0, "")
+
+
+def test_teardown_is_called_when_the_process_ends_by_an_exception():
+    lines, code, complaints = program("env = Env(); raise RuntimeError('oh')")
+    assert lines == ["teardown", "plainly"] and code == 1 and "oh" in complaints
+
+
+def test_an_environment_that_was_closed_is_not_torn_down_again_when_the_process_ends():
+    assert program("env = Env(); other = Env(); asyncio.run(env.aclose()); print('end')")[0] == ["teardown", "plainly", "end", "teardown", "plainly"]
+
+
+def test_teardown_is_called_for_an_environment_that_nobody_refers_to():
+    assert program("Env(); import gc; gc.collect(); print('end')")[0] == ["end", "teardown", "plainly"]
+
+
+def test_a_teardown_that_fails_at_the_end_is_told_and_the_others_have_their_turn():
+    body = """
+    class Bad(Env):
+        @teardown(priority=9)
+        def bad(self): raise RuntimeError("stuck")
+    one, other = Bad(), Env()
+    """
+    lines, _, complaints = program(body)
+    assert sorted(lines) == ["plainly", "plainly", "teardown", "teardown"] and "stuck" in complaints and "Bad" in complaints
+
+
+def test_teardown_is_called_once_on_sigterm():
+    lines, code, _ = program("env = Env(); print('ready', flush=True); time.sleep(60)", signal_at="ready")
+    assert lines == ["ready", "teardown", "plainly"] and code == 128 + signal.SIGTERM
+
+
+def test_on_sigterm_rollouts_under_way_clean_up_before_the_teardown():
+    body = """
+    env = Env()
+    async def ready(call):
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+    asyncio.run(env.generate(rows(1), ScriptedClient(ready), "model", use_tqdm=False))
+    """
+    lines, code, _ = program(body, signal_at="ready")
+    assert lines == ["ready", "cleanup", "teardown", "plainly"] and code == 128 + signal.SIGTERM
+
+
+def test_a_handler_for_sigterm_that_the_program_has_is_left_alone():
+    body = """
+    signal.signal(signal.SIGTERM, lambda *_: (print("mine", flush=True), os._exit(7)))
+    env = Env(); print("ready", flush=True); time.sleep(60)
+    """
+    assert program(body, signal_at="ready")[:2] == (["ready", "mine"], 7)
+
+
+def test_environments_made_off_the_main_thread_work_and_are_torn_down_when_the_process_ends():
+    body = """
+    def work():
+        env = Env()
+        results = asyncio.run(env.generate(rows(2), ScriptedClient(lambda call: "1"), "model", use_tqdm=False))
+        print(len(results.state), "done", flush=True)
+    thread = threading.Thread(target=work); thread.start(); thread.join()
+    """
+    lines, code, complaints = program(body)
+    assert lines == ["cleanup", "cleanup", "2", "done", "teardown", "plainly"] and (code, complaints) == (0, "")
+
+
+def test_an_environment_made_off_the_main_thread_sets_no_signal_handler():
+    before = signal.getsignal(signal.SIGTERM)
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Torn()))
+    thread.start()
+    thread.join()
+    asyncio.run(made[0].aclose())
+    assert signal.getsignal(signal.SIGTERM) is before and made[0].called == ["first", "plain"]

@@ -1,0 +1,286 @@
+"""Reward functions: their arguments, groups, and how they are called."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from environment_support import assistant, user
+
+from rollout_actors.environments.parsers import Parser
+from rollout_actors.environments.rubric import Rubric, RubricGroup
+from rollout_actors.environments.types import State
+
+
+def state(said: str = "4", example_id: int = 0, steps: int = 1, **row):
+    step = {"prompt": [], "completion": [], "response": None, "tokens": None, "reward": None, "advantage": None, "extras": {}}
+    given = {"prompt": [user("2 + 2")], "answer": "4", "task": "sums", "info": {"k": 1}, "example_id": example_id, **row}
+    trajectory = [dict(step) for _ in range(steps)]
+    return State(input=given, completion=[assistant(said)], trajectory=trajectory, reward=None, advantage=None, metrics=None, turn=2)
+
+
+def scored(rubric: Rubric, one: State) -> State:
+    asyncio.run(rubric.score_rollout(one))
+    return one
+
+
+def test_a_reward_function_gets_the_arguments_it_names():
+    seen = {}
+
+    def reward(prompt, completion, answer, info, task, example_id, state, parser, turn):
+        seen.update({name: value for name, value in locals().items() if name != "seen"})
+        return 1
+
+    one, parser = state(), Parser()
+    scored(Rubric([reward], parser=parser), one)
+    assert seen == {
+        "prompt": [user("2 + 2")],
+        "completion": [assistant("4")],
+        "answer": "4",
+        "info": {"k": 1},
+        "task": "sums",
+        "example_id": 0,
+        "state": one,
+        "parser": parser,
+        "turn": 2,
+    }
+    assert seen["state"] is one
+
+
+def test_a_reward_function_that_takes_keywords_gets_all_of_them():
+    seen = {}
+
+    def reward(answer, **kwargs):
+        seen.update(kwargs)
+        return 1
+
+    scored(Rubric([reward]), state())
+    assert {"prompt", "completion", "info", "task", "state", "trajectory"} <= set(seen) and "answer" not in seen
+
+
+def test_a_default_holds_where_nothing_has_the_name():
+    def reward(threshold=0.5, answer="other"):
+        return threshold + (answer == "4")
+
+    assert scored(Rubric([reward]), state())["reward"] == 1.5
+
+
+def test_further_objects_are_given_by_name():
+    rubric = Rubric([lambda judge: judge])
+    rubric.class_objects["judge"] = 0.25
+    assert scored(rubric, state())["reward"] == 0.25
+
+
+def test_answer_and_info_are_empty_where_the_row_has_none():
+    seen = {}
+
+    def reward(answer, info):
+        seen.update(answer=answer, info=info)
+        return 0
+
+    one = state()
+    del one["answer"]
+    del one["info"]
+    scored(Rubric([reward]), one)
+    assert seen == {"answer": "", "info": {}}
+
+
+def test_the_reward_is_the_weighted_sum_and_the_metrics_are_the_plain_values():
+    def right(completion, answer):
+        return completion[-1]["content"] == answer
+
+    async def length(completion):
+        return len(completion[-1]["content"])
+
+    one = scored(Rubric([right, length], [2.0, 0.0]), state("4"))
+    assert one["reward"] == 2.0 and one["metrics"] == {"right": 1.0, "length": 1.0}
+
+
+def test_steps_without_a_reward_get_the_rollouts():
+    one = state(steps=2)
+    one["trajectory"][0]["reward"] = 0.125
+    scored(Rubric([lambda state: 1.0]), one)
+    assert [step["reward"] for step in one["trajectory"]] == [0.125, 1.0]
+
+
+def test_scoring_again_replaces_the_rollouts_reward_and_that_of_its_steps():
+    one, values = state(), iter([1.0, 0.25])
+    rubric = Rubric([lambda state: next(values)])
+    scored(rubric, one)
+    scored(rubric, one)
+    assert one["reward"] == 0.25 and one["trajectory"][0]["reward"] == 0.25
+
+
+@pytest.mark.parametrize("plural", ["states", "prompts", "completions", "answers", "infos", "tasks", "example_ids"])
+def test_a_function_that_takes_states_or_another_plural_is_of_a_group(plural):
+    seen = []
+    source = f"def reward({plural}):\n    seen.append({plural})\n    return [0.0, 1.0]"
+    names = {"seen": seen}
+    exec(source, names)
+    group = [state("3"), state("4")]
+    rubric = Rubric([names["reward"]])
+    assert rubric.compares_rollouts
+    asyncio.run(rubric.score_group(group))
+    singular = plural.removesuffix("s")
+    assert seen == [group if plural == "states" else [one[singular] for one in group]]
+    assert [one["reward"] for one in group] == [0.0, 1.0]
+
+
+def test_a_function_of_one_rollout_is_of_no_group():
+    assert not Rubric([lambda completion, answer, **kwargs: 1.0]).compares_rollouts
+
+
+def test_a_group_gets_rewards_metrics_and_the_advantage_over_its_mean():
+    def longest(completions):
+        sizes = [len(completion[-1]["content"]) for completion in completions]
+        return [float(size == max(sizes)) for size in sizes]
+
+    async def right(completion, answer):
+        return completion[-1]["content"] == answer
+
+    group = [state("4"), state("44")]
+    asyncio.run(Rubric([longest, right], [1.0, 0.5]).score_group(group))
+    assert [one["reward"] for one in group] == [0.5, 1.0]
+    assert [one["metrics"] for one in group] == [{"longest": 0.0, "right": 1.0}, {"longest": 1.0, "right": 0.0}]
+    assert [one["advantage"] for one in group] == [-0.25, 0.25]
+    assert [one["trajectory"][0]["advantage"] for one in group] == [-0.25, 0.25]
+
+
+def test_a_rollout_by_itself_is_a_group_of_one():
+    one = scored(Rubric([lambda states: [1.0] * len(states)]), state())
+    assert one["reward"] == 1.0 and one["advantage"] == 0.0
+
+
+def test_a_group_function_that_returns_too_few_rewards_is_refused_by_name():
+    def first(states):
+        return [1.0]
+
+    with pytest.raises(ValueError, match="first returned 1 rewards for a group of 2"):
+        asyncio.run(Rubric([first]).score_group([state(), state()]))
+
+
+@pytest.mark.parametrize("value", [None, "good", [1.0]])
+def test_what_is_no_number_is_refused_by_the_functions_name(value):
+    def odd(state):
+        return value
+
+    with pytest.raises(ValueError, match="reward function odd returned"):
+        scored(Rubric([odd]), state())
+
+
+def test_synchronous_reward_functions_do_not_block_the_event_loop():
+    async def measured() -> float:
+        lags = []
+
+        async def tick():
+            while True:
+                began = time.perf_counter()
+                await asyncio.sleep(0.005)
+                lags.append(time.perf_counter() - began - 0.005)
+
+        ticking = asyncio.create_task(tick())
+        await Rubric([lambda state: time.sleep(0.4) or 1.0]).score_rollout(state())
+        ticking.cancel()
+        return max(lags), len(lags)
+
+    worst, number = asyncio.run(measured())
+    assert worst < 0.2 and number > 5
+
+
+def test_synchronous_reward_functions_run_off_the_loops_thread_and_asynchronous_ones_on_it():
+    threads = {}
+
+    def plain(state):
+        threads["plain"] = threading.current_thread()
+        return 0
+
+    async def on_loop(state):
+        threads["loop"] = threading.current_thread()
+        return 0
+
+    scored(Rubric([plain, on_loop]), state())
+    assert threads["loop"] is threading.current_thread() is not threads["plain"]
+
+
+def test_a_plain_function_may_return_something_to_await():
+    class Judge:
+        async def __call__(self, completion):
+            return 0.75
+
+    rubric = Rubric([Judge(), lambda state: later(0.5)])
+    assert scored(rubric, state())["reward"] == 1.25
+    assert rubric.reward_names == ["Judge", "<lambda>"]
+
+
+async def later(value: float) -> float:
+    await asyncio.sleep(0)
+    return value
+
+
+def test_the_functions_of_a_group_are_called_at_once_for_all_its_rollouts():
+    async def slow(state):
+        await asyncio.sleep(0.05)
+        return 1.0
+
+    began = time.perf_counter()
+    asyncio.run(Rubric([slow, lambda states: [0.0] * len(states)]).score_group([state() for _ in range(8)]))
+    assert time.perf_counter() - began < 0.3
+
+
+def test_what_a_function_raises_is_raised_when_no_other_is_under_way():
+    ended = []
+
+    async def reward(state, answer):
+        if state["completion"][-1]["content"] == "bad":
+            raise RuntimeError("no")
+        await asyncio.sleep(0.02)
+        ended.append(answer)
+        return 1.0
+
+    group = [state("bad"), state("4")]
+    with pytest.raises(RuntimeError, match="no"):
+        asyncio.run(Rubric([reward, lambda states: [0.0, 0.0]]).score_group(group))
+    assert ended == ["4"] and group[1]["reward"] is None
+
+
+def test_weights_have_to_be_as_many_as_functions_and_names_have_to_differ():
+    with pytest.raises(ValueError, match="weights: 2 for 1"):
+        Rubric([lambda state: 1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="<lambda> is there already"):
+        Rubric([lambda state: 1.0, lambda state: 2.0])
+
+
+def test_rubrics_in_a_group_add_up_and_so_do_metrics_of_one_name():
+    def right(state):
+        return 1.0
+
+    def early(state):
+        return 0.5
+
+    group = RubricGroup([Rubric([right]), Rubric([right, early], [2.0, 1.0])])
+    one = scored(group, state())
+    assert one["reward"] == 3.5 and one["metrics"] == {"right": 2.0, "early": 0.5}
+    assert one["trajectory"][0]["reward"] == 3.5
+    assert group.reward_names == ["right", "early"] and not group.compares_rollouts
+
+
+def test_a_group_of_rubrics_compares_rollouts_where_one_of_them_does():
+    def best(states):
+        return [float(place) for place in range(len(states))]
+
+    def right(state):
+        return 1.0
+
+    group = RubricGroup([Rubric([right]), Rubric([best])])
+    both = [state(), state()]
+    assert group.compares_rollouts
+    asyncio.run(group.score_group(both))
+    assert [one["reward"] for one in both] == [1.0, 2.0]
+    assert [one["advantage"] for one in both] == [-0.5, 0.5]
+    assert [one["trajectory"][0]["reward"] for one in both] == [1.0, 2.0]
+    assert [one["trajectory"][0]["advantage"] for one in both] == [-0.5, 0.5]
+
+
+def test_a_group_of_rubrics_has_at_least_one():
+    with pytest.raises(ValueError, match="at least one"):
+        RubricGroup([])
