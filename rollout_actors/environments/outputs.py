@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rollout_actors.environments.types import State
+from shared.errors import StorageError
 
+RESULTS, METADATA = "results.jsonl", "metadata.json"
+"""What `GenerateOutputs.save` writes into its folder."""
 COLUMNS = ("prompt", "completion", "answer", "state", "info", "task", "example_id", "reward")
 
 
@@ -70,14 +73,19 @@ class GenerateOutputs(dict[str, Any]):
         return made
 
     def save(self, folder: Path, dataset: Any) -> None:
-        """`results.jsonl`, the dataset's rows, and `metadata.json`, in a folder that is made for it."""
+        """`results.jsonl`, the dataset's rows, and `metadata.json`, in a folder that is made for it. StorageError where it cannot be written."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         self.metadata.path_to_save = folder
-        with (folder / "results.jsonl").open("w", encoding="utf-8") as file:
-            for row in dataset:
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-        (folder / "metadata.json").write_text(json.dumps(asdict(self.metadata), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        # JSON knows no NaN, which is the mean of nothing.
+        metadata = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in asdict(self.metadata).items()}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / RESULTS).open("w", encoding="utf-8") as file:
+                for row in dataset:
+                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            (folder / METADATA).write_text(json.dumps(metadata, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(str(folder), error.strerror or str(error), remedy="free space or permit writing there, or choose another folder") from error
 
 
 def mean(values: Sequence[float]) -> float:
