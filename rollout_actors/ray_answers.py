@@ -67,10 +67,15 @@ def value_of(call: Call, name: str, answer: Any) -> Any:
     """What the engine of this name has answered. Raises its own error, or the call's."""
     try:
         return ray.get(answer)
-    except RayTaskError as error:
-        # Ray hides the actor's own exception in one of its own kind.
-        if isinstance(error.cause, Error):
-            raise error.cause from error
-        raise call.error(f"{type(error.cause).__name__}: {error.cause}", actor=name, phase=call.phase) from error
-    except RayActorError as error:
-        raise call.error(ended("its", error), actor=name, phase=call.phase) from error
+    except (RayTaskError, RayActorError) as error:
+        raise told(call, name, error) from error
+
+
+def told(call: Call, name: str, error: RayTaskError | RayActorError) -> Error:
+    """What is raised where Ray says so of the engine of this name: its own error, or the call's."""
+    if not isinstance(error, RayTaskError):
+        return call.error(ended("its", error), actor=name, phase=call.phase)
+    # Ray hides the actor's own exception in one of its own kind.
+    if isinstance(error.cause, Error):
+        return error.cause
+    return call.error(f"{type(error.cause).__name__}: {error.cause}", actor=name, phase=call.phase)

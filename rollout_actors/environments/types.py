@@ -24,6 +24,8 @@ class RolloutInput(_RequiredInput, total=False):
 
     answer: str
     info: dict[str, Any]
+    position: int
+    """The rollout's place in its step of training, from which the seeds of its calls follow."""
 
 
 class TrajectoryStepTokens(TypedDict):

@@ -1,0 +1,182 @@
+"""The calls of one rollout: to one engine, token by token one sequence, under the surface of `openai.AsyncOpenAI`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_actors.environments.call_arguments import CallArguments
+from rollout_actors.environments.chat_tokens import ChatTokens, Spoken
+from rollout_actors.environments.engine_answers import Sampled, chat_answer, overlong_answer, text_answer
+from rollout_actors.environments.message_images import MessageImages
+from rollout_actors.environments.messages import as_mapping
+from rollout_actors.environments.tool_calls import Said, ToolCallReader
+from rollout_actors.environments.types import Message, State
+from shared.errors import RolloutError
+from shared.records import ImageRef
+from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
+from shared.seeds import request_seed
+
+Generate = Callable[[RolloutRequest], Awaitable[Rollout]]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlace:
+    """Where a rollout stands in the run: with the turn, what the seeds of its calls follow from."""
+
+    run_seed: int
+    step: int
+    position: int
+    """In the step, over all learner ranks."""
+    sample_id: str
+
+    def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
+        seed = request_seed(self.run_seed, self.step, self.position, turn)
+        return RolloutRequest(self.step, self.position, self.sample_id, prompt.token_ids, prompt.images, decode, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What all conversations of a client have in common: how tokens become messages, and messages tokens."""
+
+    tokens: ChatTokens
+    arguments: CallArguments
+    tool_calls: ToolCallReader | None
+    decode: DecodeSettings
+    max_model_len: int
+    """Most tokens of a prompt and its answer together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    token_ids: tuple[int, ...]
+    """As the engine gets them: one placeholder for each image."""
+    images: tuple[ImageRef, ...]
+    is_split: bool
+    """It does not go on from the last call, though there was one."""
+
+
+class Conversation:
+    """Of one rollout. Its calls are answered one after the other, and each prompt begins with exactly the tokens of the call before it where it can.
+
+    Where it cannot, because the messages do not go on from that call or the template writes them otherwise now, the prompt is tokenised anew, which
+    `state["num_splits"]` counts: its tokens are read by the model and never learned.
+    """
+
+    def __init__(self, place: RolloutPlace, reading: Reading, generate: Generate, state: State) -> None:
+        self._place, self._reading, self._generate, self._state = place, reading, generate, state
+        self._state["num_splits"] = 0
+        self._images = MessageImages()
+        self._turn = 0
+        self._last: Spoken | None = None
+        self._expansion = 0
+        # By whom it is waited for: other calls of this rollout. Unblocked by this call's end, for which the engine has a limit.
+        self._one_at_a_time = asyncio.Lock()
+        self.chat = _Chat(_ChatCompletions(self))
+        self.completions = _TextCompletions(self)
+
+    @property
+    def num_splits(self) -> int:
+        """Calls whose prompt did not begin with the tokens of the one before."""
+        number: int = self._state["num_splits"]
+        return number
+
+    async def answer_chat(self, model: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, arguments: Mapping[str, Any]) -> Any:
+        """See `AsyncOpenAI.chat.completions.create`. The id is `overlong-prompt` where the prompt leaves no room for a token.
+
+        Raises ValueError for arguments that contradict the run, RolloutError where the engine fails.
+        """
+        most, tokens = self._reading.arguments.max_tokens(arguments), self._reading.tokens
+        async with self._one_at_a_time:
+            rendered = tokens.render(messages, tools)
+            continued = None if self._last is None else tokens.continued(self._last, rendered, messages, tools)
+            prompt = self._prompt(continued, rendered, self._images.of(messages))
+            rollout = await self._ask(prompt, most)
+            if rollout is None:
+                return overlong_answer(model)
+            sampled, said = Sampled.of(rollout), self._said(rollout, tools)
+            self._note(prompt, rendered, len(messages), rollout, sampled, _message(said))
+            return chat_answer(self._answer_id(), model, rollout, sampled, said)
+
+    async def answer_text(self, model: str, text: str, arguments: Mapping[str, Any]) -> Any:
+        """See `AsyncOpenAI.completions.create`; otherwise as `answer_chat`."""
+        if not isinstance(text, str):
+            raise ValueError(f"prompt: must be one text, got {type(text).__name__}")
+        most, tokens = self._reading.arguments.max_tokens(arguments), self._reading.tokens
+        async with self._one_at_a_time:
+            continued = None if self._last is None else tokens.continued_text(self._last, text)
+            prompt = self._prompt(continued, text, (), is_plain=True)
+            rollout = await self._ask(prompt, most)
+            if rollout is None:
+                return overlong_answer(model)
+            sampled = Sampled.of(rollout)
+            self._note(prompt, text, 0, rollout, sampled, {})
+            return text_answer(self._answer_id(), model, rollout, sampled, tokens.decode(rollout.response_token_ids, with_special=False))
+
+    def _prompt(self, continued: tuple[int, ...] | None, text: str, images: tuple[ImageRef, ...], *, is_plain: bool = False) -> _Prompt:
+        if continued is not None:
+            return _Prompt(continued, images, is_split=False)
+        return _Prompt(self._reading.tokens.encode(text, is_plain=is_plain), images, is_split=self._last is not None)
+
+    async def _ask(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
+        """None: there is no room for an answer."""
+        # The images that the engine has not seen yet are counted with one token each.
+        room = self._reading.max_model_len - len(prompt.token_ids) - (self._expansion if prompt.images else 0)
+        if room < 1:
+            return None
+        decode = replace(self._reading.decode, max_new_tokens=min(max_tokens, room))
+        rollout = await self._generate(self._place.request(self._turn, prompt, decode))
+        if not prompt.images and rollout.prompt_token_ids != prompt.token_ids:
+            raise RolloutError(f"answered another prompt than the one of sample {self._place.sample_id}", actor=rollout.actor, phase="check")
+        self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
+        return rollout
+
+    def _said(self, rollout: Rollout, tools: Sequence[Mapping[str, Any]] | None) -> Said:
+        text = self._reading.tokens.decode(rollout.response_token_ids, with_special=False)
+        if not tools or self._reading.tool_calls is None:
+            return Said(text)
+        return self._reading.tool_calls.read(rollout.response_token_ids, text, tools, seed=rollout.seed)
+
+    def _note(self, prompt: _Prompt, rendered: str, num_messages: int, rollout: Rollout, sampled: Sampled, answer: Message) -> None:
+        tokens = self._reading.tokens
+        self._last = Spoken(
+            rendered,
+            num_messages,
+            prompt.token_ids + sampled.token_ids,
+            tokens.decode(rollout.response_token_ids, with_special=True),
+            sampled.stop_token_id,
+            "" if sampled.stop_token_id is None else tokens.decode((sampled.stop_token_id,), with_special=True),
+            answer,
+        )
+        self._turn += 1
+        self._state["num_splits"] += prompt.is_split
+
+    def _answer_id(self) -> str:
+        return f"rollout-{self._place.step}-{self._place.position}-{self._turn - 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatCompletions:
+    conversation: Conversation
+
+    async def create(self, *, model: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None, **arguments: Any) -> Any:
+        return await self.conversation.answer_chat(model, messages, tools, arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    completions: _ChatCompletions
+
+
+@dataclass(frozen=True, slots=True)
+class _TextCompletions:
+    conversation: Conversation
+
+    async def create(self, *, model: str, prompt: str, **arguments: Any) -> Any:
+        return await self.conversation.answer_text(model, prompt, arguments)
+
+
+def _message(said: Said) -> Message:
+    return {"role": "assistant", "content": said.content, "tool_calls": [dict(as_mapping(call)) for call in said.tool_calls]}

@@ -1,0 +1,100 @@
+"""Rollouts of the engines as answers of the OpenAI API, with the fields that vLLM's server adds: nobody needs to know where one comes from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.completion_choice import Logprobs
+
+from rollout_actors.environments.client import OVERLONG
+from rollout_actors.environments.responses import TOKEN_ID
+from rollout_actors.environments.tool_calls import Said
+from shared.rollouts import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What an engine has sampled in one call, token by token."""
+
+    token_ids: tuple[int, ...]
+    """With the stop token, unless the repeat guard has forced it: that one was not sampled."""
+    logprobs: tuple[float, ...] | None
+    """One each; None: the run's decoding returns none."""
+    stop_token_id: int | None
+    """The last one, where it is a stop token."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Sampled:
+        is_forced = len(rollout.response_token_ids) in rollout.forced_positions
+        stop = None if is_forced else rollout.stop_token_id
+        ending = () if stop is None else (stop,)
+        logprobs = rollout.logprobs
+        if logprobs is not None and stop is not None:
+            assert rollout.stop_token_logprob is not None, "it was sampled, and the others have theirs"
+            logprobs = (*logprobs, rollout.stop_token_logprob)
+        return cls((*rollout.response_token_ids, *ending), logprobs, stop)
+
+
+def chat_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, said: Said) -> ChatCompletion:
+    """`weight_version` is the one of the weights that sampled it."""
+    logprobs = None
+    if sampled.logprobs is not None:
+        content = [
+            ChatCompletionTokenLogprob.model_construct(token=f"{TOKEN_ID}{token_id}", logprob=logprob, bytes=None, top_logprobs=[])
+            for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True)
+        ]
+        logprobs = ChoiceLogprobs.model_construct(content=content, refusal=None)
+    message = ChatCompletionMessage.model_construct(role="assistant", content=said.content, refusal=None, tool_calls=list(said.tool_calls) or None)
+    reason: Any = "tool_calls" if said.tool_calls else rollout.finish_reason.value
+    choice = Choice.model_construct(index=0, finish_reason=reason, message=message, logprobs=logprobs, token_ids=list(sampled.token_ids))
+    return ChatCompletion.model_construct(
+        id=answer_id,
+        object="chat.completion",
+        created=int(time.time()),
+        model=model,
+        choices=[choice],
+        usage=_usage(rollout, sampled),
+        prompt_token_ids=list(rollout.prompt_token_ids),
+        weight_version=rollout.weight_version,
+    )
+
+
+def text_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, text: str) -> Completion:
+    """The same of plain text."""
+    logprobs = None
+    if sampled.logprobs is not None:
+        tokens = [f"{TOKEN_ID}{token_id}" for token_id in sampled.token_ids]
+        logprobs = Logprobs.model_construct(tokens=tokens, token_logprobs=list(sampled.logprobs), top_logprobs=None, text_offset=None)
+    reason: Any = rollout.finish_reason.value
+    choice = CompletionChoice.model_construct(
+        index=0,
+        finish_reason=reason,
+        text=text,
+        logprobs=logprobs,
+        token_ids=list(sampled.token_ids),
+        prompt_token_ids=list(rollout.prompt_token_ids),
+    )
+    return Completion.model_construct(
+        id=answer_id,
+        object="text_completion",
+        created=int(time.time()),
+        model=model,
+        choices=[choice],
+        usage=_usage(rollout, sampled),
+        weight_version=rollout.weight_version,
+    )
+
+
+def overlong_answer(model: str) -> ChatCompletion:
+    """Of a prompt that has no room for one token behind it."""
+    return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
+
+
+def _usage(rollout: Rollout, sampled: Sampled) -> CompletionUsage:
+    prompt, completion = len(rollout.prompt_token_ids), len(sampled.token_ids)
+    return CompletionUsage.model_construct(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

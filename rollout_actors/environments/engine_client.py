@@ -1,0 +1,89 @@
+"""The client that asks a run's own engines, tokens in and tokens out: `Environment.generate(..., client=EngineClient(...))`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from rollout_actors.environments.call_arguments import CallArguments
+from rollout_actors.environments.chat_tokens import ChatTokens
+from rollout_actors.environments.conversation import Conversation, Reading, RolloutPlace
+from rollout_actors.environments.tool_calls import reader_of
+from rollout_actors.environments.types import State
+from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
+
+
+class Engines(Protocol):
+    """The run's engines, in order. `rollout_actors.environments.ray_engines` has those that are Ray actors."""
+
+    def __len__(self) -> int: ...
+
+    async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+        """By the engine of this number; where it is cancelled, the engine stops with the request. Raises RolloutError, also after a time limit."""
+        ...
+
+
+class EngineClient:
+    """Knows the rollouts of one step: all calls of one go to the same engine, where its earlier turns are still in the prefix cache."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        tokenizer: Any,
+        decode: DecodeSettings,
+        run_seed: int,
+        step: int,
+        *,
+        max_model_len: int,
+        max_under_way: int = 64,
+        tool_parser: str | None = None,
+        chat_template: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            tokenizer: the checkpoint's, with its chat template.
+            decode: of every call. Sampling arguments of environments and callers may ask for fewer tokens, and for nothing else.
+            max_model_len: most tokens of a prompt and its answer together, as the engines have it.
+            max_under_way: most requests that one engine has at a time. The others wait here, each until one of them has ended.
+            tool_parser: vLLM's name of the one that reads the model's tool calls; None: the checkpoint's own where it has one, or else calls stay text.
+            chat_template: in place of the tokenizer's own.
+            template_args: what the template asks for besides messages and tools.
+        """
+        if decode.mode is DecodeMode.BEAM:
+            raise ValueError("decode.mode: beam search answers with no tokens that were sampled; rollouts of environments use greedy or sample")
+        if max_under_way < 1 or not len(engines):
+            raise ValueError(f"max_under_way, engines: at least one of each, got {max_under_way} and {len(engines)}")
+        tokens = ChatTokens(tokenizer, chat_template=chat_template, template_args=template_args)
+        arguments = CallArguments(decode, tokens.template_args)
+        self._reading = Reading(tokens, arguments, reader_of(tool_parser, tokenizer), decode, max_model_len)
+        self._engines, self._run_seed, self._step, self._max_under_way = engines, run_seed, step, max_under_way
+        self._begun = count()
+        # A semaphore belongs to the event loop that first waits for it, and callers may run one after another.
+        self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, list[asyncio.Semaphore]] = WeakKeyDictionary()
+
+    def conversation(self, state: State) -> Conversation:
+        """A client for the calls of this rollout, which notes `num_splits` in its state.
+
+        Its place in the step is `state["input"]["position"]`; where there is none, rollouts are numbered as they begin, and only then do their seeds depend on
+        the order in which they do.
+        """
+        numbered = next(self._begun)
+        given = state.get("input", {}).get("position")
+        position = numbered if given is None else int(given)
+        place = RolloutPlace(self._run_seed, self._step, position, str(state.get("example_id", position)))
+        return Conversation(place, self._reading, self._generate, state)
+
+    async def _generate(self, request: RolloutRequest) -> Rollout:
+        engine = request.position % len(self._engines)
+        async with self._semaphores()[engine]:
+            return await self._engines.generate(engine, request)
+
+    def _semaphores(self) -> list[asyncio.Semaphore]:
+        loop = asyncio.get_running_loop()
+        if loop not in self._free:
+            self._free[loop] = [asyncio.Semaphore(self._max_under_way) for _ in range(len(self._engines))]
+        return self._free[loop]

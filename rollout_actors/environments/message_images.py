@@ -1,0 +1,52 @@
+"""Images inside messages, as an engine takes them beside its tokens."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rollout_actors.environments.messages import as_mapping
+from shared.records import ImageRef
+
+BASE64 = ";base64"
+
+
+class MessageImages:
+    """Of one rollout, whose messages come again with every call: each image is decoded once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, ImageRef] = {}
+
+    def of(self, messages: Sequence[Any]) -> tuple[ImageRef, ...]:
+        """In the order in which they are shown. Raises ValueError for an image that is not in the message itself, and for parts that are neither text nor
+        image."""
+        return tuple(self._image(url) for message in messages for url in _urls(as_mapping(message).get("content")))
+
+    def _image(self, url: str) -> ImageRef:
+        if url not in self._known:
+            head, found, body = url.partition(",")
+            if not (found and head.startswith("data:") and head.endswith(BASE64)):
+                raise ValueError(f"image_url: engines fetch nothing, so an image is written as data:image/png;base64,..., got {url[:60]!r}")
+            try:
+                data = base64.b64decode(body, validate=True)
+            except binascii.Error as error:
+                raise ValueError(f"image_url: {url[:60]!r}... is not base64 ({error})") from error
+            self._known[url] = ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
+        return self._known[url]
+
+
+def _urls(content: Any) -> Iterator[str]:
+    for part in () if content is None or isinstance(content, str) else content:
+        match part:
+            case {"type": "image_url", "image_url": Mapping() as image}:
+                yield image["url"]
+            case {"type": "image_url", "image_url": str(url)}:
+                yield url
+            case {"type": "text"}:
+                pass
+            case _:
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise ValueError(f"content: a part of a message is text or image_url, got {kind!r}")

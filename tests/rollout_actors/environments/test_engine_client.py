@@ -1,0 +1,290 @@
+"""The client over a run's own engines: routing, seeds, bounds, and what its answers carry."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from environment_support import Talk, generated, rows, user
+from scripted_engines import Says, ScriptedEngines, client_over, decode_settings, demo_tokenizer, rollout_of, state_at
+
+from rollout_actors.environments.client import OVERLONG, KnowsRollouts
+from rollout_actors.environments.responses import RETURNS_TOKENS, parse_response_messages, parse_response_tokens
+from shared.errors import RolloutError
+from shared.rollouts import DecodeMode, FinishReason, Rollout, RolloutRequest
+from shared.seeds import request_seed
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return demo_tokenizer()
+
+
+def says(tokenizer: Any, text: str, **fields: Any) -> Says:
+    return Says(tuple(tokenizer.encode(text, add_special_tokens=False)), **fields)
+
+
+def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:
+    return asyncio.run(conversation.chat.completions.create(model="m", messages=messages, **arguments))
+
+
+def one_answer(tokenizer: Any, script: Any, **changes: Any) -> Any:
+    """To `hello`."""
+    return ask(client_over(ScriptedEngines(script), tokenizer, **changes).conversation(state_at()), [user("hello")])
+
+
+def test_the_client_knows_rollouts(tokenizer: Any) -> None:
+    assert isinstance(client_over(ScriptedEngines([]), tokenizer), KnowsRollouts)
+
+
+def test_all_calls_of_a_rollout_go_to_the_engine_of_its_position(tokenizer: Any) -> None:
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"), number=3)
+    inputs = [{"question": f"q{i}", "position": 10 + i} for i in range(7)]
+    results = generated(Talk(max_turns=3), inputs, client_over(engines, tokenizer))
+    assert results.metadata.num_errors == 0
+    assert len(engines.requests) == 21
+    assert {(request.position, engine) for engine, request in engines.requests} == {(10 + i, (10 + i) % 3) for i in range(7)}
+
+
+def test_each_call_has_the_seed_of_its_step_position_and_turn(tokenizer: Any) -> None:
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"), number=2)
+    generated(Talk(max_turns=3), [{"question": "q", "position": 5}], client_over(engines, tokenizer))
+    assert [request.seed for _, request in engines.requests] == [request_seed(7, 3, 5, turn) for turn in range(3)]
+    assert {(request.step, request.position, request.sample_id) for _, request in engines.requests} == {(3, 5, "0")}
+
+
+def test_rollouts_that_do_not_know_their_place_are_numbered_as_they_begin(tokenizer: Any) -> None:
+    client = client_over(engines := ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer)
+    for conversation in [client.conversation(state_at(None)) for _ in range(3)]:
+        ask(conversation, [user("hello")])
+    assert [request.position for _, request in engines.requests] == [0, 1, 2]
+
+
+def test_a_call_that_failed_is_asked_again_with_the_same_seed_and_prompt(tokenizer: Any) -> None:
+    failure = RolloutError("its process has ended", actor="actor-0", phase="generate")
+    engines = ScriptedEngines([says(tokenizer, "a"), failure, says(tokenizer, "b")])
+    results = generated(Talk(max_turns=2), rows(1), client_over(engines, tokenizer))
+    assert results.metadata.num_errors == 0
+    (_, _), (_, failed), (_, again) = engines.requests
+    assert failed == again
+    assert again.seed == request_seed(7, 3, 0, 1)
+
+
+def test_no_engine_has_more_requests_at_a_time_than_it_may(tokenizer: Any) -> None:
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=0.005), number=2)
+    client = client_over(engines, tokenizer, max_under_way=3)
+    # Twice: each `generate` of a test runs an event loop of its own.
+    for _ in range(2):
+        results = generated(Talk(max_turns=2), rows(20), client)
+        assert results.metadata.num_errors == 0
+    assert engines.most_under_way == [3, 3]
+
+
+def test_the_engine_is_told_when_a_rollout_is_cancelled(tokenizer: Any) -> None:
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=60.0))
+    client = client_over(engines, tokenizer, max_under_way=1)
+
+    async def cancelled_then_asked() -> None:
+        tasks = [asyncio.create_task(Talk().rollout({"prompt": [user("q")], "example_id": i, "task": "t"}, client, "m")) for i in range(2)]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in ended] == [asyncio.CancelledError] * 2
+
+    asyncio.run(cancelled_then_asked())
+    assert len(engines.requests) == engines.num_cancelled == 1  # the other one still waited for its turn
+    assert engines.num_under_way == [0]
+
+
+def test_an_answer_has_every_sampled_token_and_its_log_probability_with_the_stop_token(tokenizer: Any) -> None:
+    engines = ScriptedEngines([says(tokenizer, "red box", version=4)])
+    response = ask(client_over(engines, tokenizer).conversation(state_at()), [user("hello")])
+    tokens = asyncio.run(parse_response_tokens(response, "chat"))
+    assert tokens is not None
+    sampled = tokenizer.encode("red box<|im_end|>", add_special_tokens=False)
+    assert tokens["prompt_ids"] == tokenizer.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    assert tokens["completion_ids"] == sampled
+    assert tokens["completion_logprobs"] == [-(i + 1) / 8 for i in range(len(sampled))]
+    assert asyncio.run(parse_response_messages(response, "chat")) == [{"role": "assistant", "content": "red box"}]
+    assert response.choices[0].finish_reason == "stop"
+    assert response.weight_version == 4
+    assert response.usage.completion_tokens == len(sampled)
+
+
+def test_an_answer_that_ended_at_its_limit_has_no_stop_token(tokenizer: Any) -> None:
+    response = one_answer(tokenizer, [says(tokenizer, "red box", finish_reason=FinishReason.LENGTH)])
+    assert response.choices[0].finish_reason == "length"
+    assert response.choices[0].token_ids == tokenizer.encode("red box", add_special_tokens=False)
+
+
+def test_a_stop_token_that_the_repeat_guard_has_forced_is_not_among_the_sampled_ones(tokenizer: Any) -> None:
+    response = one_answer(tokenizer, [says(tokenizer, "aaaa", finish_reason=FinishReason.REPETITION)])
+    assert response.choices[0].finish_reason == "repetition"
+    tokens = asyncio.run(parse_response_tokens(response, "chat"))
+    assert tokens is not None
+    assert tokens["completion_ids"] == tokenizer.encode("aaaa", add_special_tokens=False)
+
+
+def test_without_log_probabilities_a_step_has_no_tokens(tokenizer: Any) -> None:
+    response = one_answer(tokenizer, [says(tokenizer, "a")], decode=decode_settings(tokenizer, return_logprobs=False))
+    assert asyncio.run(parse_response_tokens(response, "chat")) is None
+
+
+def test_an_answer_travels_and_can_be_written(tokenizer: Any) -> None:
+    import pickle
+
+    response = one_answer(tokenizer, [says(tokenizer, "a", version=2)])
+    again = pickle.loads(pickle.dumps(response))
+    assert (again.weight_version, again.prompt_token_ids, again.choices[0].token_ids) == (2, response.prompt_token_ids, response.choices[0].token_ids)
+    assert response.model_dump()["choices"][0]["message"]["content"] == "a"
+
+
+# Room
+
+
+def test_an_overlong_prompt_is_answered_as_such_without_asking_the_engine(tokenizer: Any) -> None:
+    engines = ScriptedEngines([])
+    messages = [user("hello")]
+    length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    response = ask(client_over(engines, tokenizer, max_model_len=length).conversation(state_at()), messages)
+    assert response.id == OVERLONG
+    assert engines.requests == []
+
+
+def test_a_response_is_asked_to_fit_the_room_that_is_left(tokenizer: Any) -> None:
+    engines = ScriptedEngines(lambda _: says(tokenizer, "a b c d e f g"))
+    messages = [user("hello")]
+    length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    response = ask(client_over(engines, tokenizer, max_model_len=length + 1).conversation(state_at()), messages)
+    assert engines.requests[0][1].decode.max_new_tokens == 1
+    assert response.choices[0].finish_reason == "length"
+
+
+def test_an_over_long_conversation_ends_a_rollout_as_truncated_with_its_steps_kept(tokenizer: Any) -> None:
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    results = generated(Talk(max_turns=-1), [{"question": "hello"}], client_over(engines, tokenizer, max_model_len=60))
+    (state,) = results.state
+    assert state["is_truncated"] and state["stop_condition"] == "prompt_too_long"
+    assert len(state["trajectory"]) == len(engines.requests) > 1
+    assert all(step["tokens"] is not None for step in state["trajectory"])
+    assert state["error"] is None
+
+
+# Images
+
+
+def picture(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+
+
+class Expanding(ScriptedEngines):
+    """As a vision model's: three tokens for each image's one."""
+
+    def __init__(self, script: Any, *, pad: int) -> None:
+        super().__init__(script)
+        self._pad = pad
+
+    async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+        rollout = await super().generate(engine, request)
+        expanded = [token for one in request.prompt_token_ids for token in [one] * (3 if one == self._pad else 1)]
+        return replace(rollout, prompt_token_ids=tuple(expanded))
+
+
+def test_images_of_messages_reach_the_engine_and_its_expanded_prompts_extend_each_other() -> None:
+    from launch.make_demo_model import CHAT_TEMPLATE
+
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    engines = Expanding(lambda _: says(tokenizer, "no"), pad=pad)
+    prompt = [{"role": "user", "content": [picture(b"one"), picture(b"two"), {"type": "text", "text": "What?"}]}]
+    (state,) = generated(Talk(max_turns=2), [{"prompt": prompt}], client_over(engines, tokenizer)).state
+    first, second = state["trajectory"]
+    sent = [[(ref.data, ref.sha256) for ref in request.images] for _, request in engines.requests]
+    assert sent == [[(data, hashlib.sha256(data).hexdigest()) for data in (b"one", b"two")]] * 2
+    assert first["tokens"]["prompt_ids"].count(pad) == 6
+    so_far = first["tokens"]["prompt_ids"] + first["tokens"]["completion_ids"]
+    assert second["tokens"]["prompt_ids"][: len(so_far)] == so_far
+    assert state["num_splits"] == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "engines fetch nothing"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}}, "is not base64"),
+        ({"type": "input_audio", "input_audio": {}}, "got 'input_audio'"),
+    ],
+)
+def test_other_parts_of_messages_are_refused_by_name(part: dict[str, Any], told: str) -> None:
+    from launch.make_demo_model import CHAT_TEMPLATE
+
+    conversation = client_over(ScriptedEngines([]), demo_tokenizer(CHAT_TEMPLATE)).conversation(state_at())
+    with pytest.raises(ValueError, match=told):
+        ask(conversation, [{"role": "user", "content": [part]}])
+
+
+# Arguments
+
+
+def test_arguments_that_agree_with_the_run_are_taken_those_of_the_specifications_own_listing_too(tokenizer: Any) -> None:
+    engines = ScriptedEngines(lambda _: says(tokenizer, "a"))
+    conversation = client_over(engines, tokenizer).conversation(state_at())
+    listing = {"logprobs": 1, "extra_body": {"return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 1}}
+    agreeing = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "n": 1,
+        "stop": None,
+        "extra_body": {"top_k": -1, "stop_token_ids": list(decode_settings(tokenizer).stop_token_ids)},
+    }
+    for arguments in (RETURNS_TOKENS, listing, agreeing, {"max_tokens": 8}, {"max_completion_tokens": 8}):
+        assert ask(conversation, [user("hello")], **arguments).choices
+    assert [request.decode.max_new_tokens for _, request in engines.requests] == [64, 64, 64, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"temperature": 0.7}, r"temperature: 0.7 was asked for, and this run has 1.0"),
+        ({"extra_body": {"top_k": 20}}, r"top_k: 20 was asked for, and this run has -1"),
+        ({"stop": ["\n"]}, r"stop: \['\\n'\] was asked for"),
+        ({"n": 2}, r"n: 2 was asked for, and this run has 1"),
+        ({"max_tokens": 65}, r"max_tokens: must be a whole number from 1 to the run's max_new_tokens = 64, got 65"),
+        ({"max_tokens": 0}, r"max_tokens: must be a whole number from 1"),
+        ({"seed": 1}, r"seed: the engines' own follow from the run's seed"),
+        ({"logit_bias": {"3": 1}}, r"logit_bias: the engines of a run take no such sampling argument; leave it out. They know .*max_tokens"),
+        ({"extra_body": {"guided_json": {}}}, r"guided_json: the engines of a run take no such"),
+    ],
+)
+def test_arguments_that_the_run_has_fixed_otherwise_and_unknown_ones_are_refused_by_name(tokenizer: Any, arguments: dict[str, Any], told: str) -> None:
+    engines = ScriptedEngines([])
+    with pytest.raises(ValueError, match=told):
+        ask(client_over(engines, tokenizer).conversation(state_at()), [user("hello")], **arguments)
+    assert engines.requests == []
+
+
+def test_log_probabilities_that_the_run_does_not_return_are_refused(tokenizer: Any) -> None:
+    client = client_over(ScriptedEngines([]), tokenizer, decode=decode_settings(tokenizer, return_logprobs=False))
+    with pytest.raises(ValueError, match="return_logprobs"):
+        ask(client.conversation(state_at()), [user("hello")], logprobs=True)
+
+
+def test_beams_and_bounds_of_none_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="beam"):
+        client_over(ScriptedEngines([]), tokenizer, decode=decode_settings(tokenizer, mode=DecodeMode.BEAM))
+    with pytest.raises(ValueError, match="max_under_way"):
+        client_over(ScriptedEngines([]), tokenizer, max_under_way=0)
+
+
+def test_an_engine_that_answers_another_prompt_is_an_error(tokenizer: Any) -> None:
+    class Confused(ScriptedEngines):
+        async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+            return replace(rollout_of(request, Says((1,))), prompt_token_ids=(1, 2, 3))
+
+    with pytest.raises(RolloutError, match="check on actor-0: answered another prompt than the one of sample 40"):
+        ask(client_over(Confused([]), tokenizer).conversation(state_at()), [user("hello")])

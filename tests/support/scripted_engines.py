@@ -1,0 +1,140 @@
+"""Engines that answer by a script, for the client that asks a run's own: `Engines` of `rollout_actors.environments.engine_client`, without vllm and Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_actors.environments.engine_client import EngineClient
+from rollout_actors.environments.types import State
+from shared.prompts import DEFAULT_USER_PROMPT
+from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools: ' + (tools | tojson) + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def demo_tokenizer(template: str = CHATML) -> Any:
+    """The demo's: byte-level, so that it writes any text."""
+    from launch.make_demo_model import make_tokenizer
+
+    tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def decode_settings(tokenizer: Any, **changes: Any) -> DecodeSettings:
+    settings = DecodeSettings(
+        mode=DecodeMode.SAMPLE,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        repetition_penalty=1.0,
+        max_new_tokens=64,
+        num_beams=1,
+        stop_token_ids=(tokenizer.convert_tokens_to_ids("<|im_end|>"),),
+        banned_token_ids=(),
+        return_logprobs=True,
+    )
+    return replace(settings, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """One response. `token_ids` come without the stop token."""
+
+    token_ids: Sequence[int]
+    finish_reason: FinishReason = FinishReason.STOP
+    delay_s: float = 0.0
+    version: int = 0
+
+
+class ScriptedEngines:
+    """Each of `script` answers one request, in their order, or it is a function of the request. An exception is raised. A response that is longer than
+    the request allows is cut and ends with `length`."""
+
+    def __init__(self, script: Sequence[Says | BaseException] | Callable[[RolloutRequest], Says | BaseException], *, number: int = 1) -> None:
+        self._script, self._number = script, number
+        self.requests: list[tuple[int, RolloutRequest]] = []
+        """With the engine of each."""
+        self.num_under_way = [0] * number
+        self.most_under_way = [0] * number
+        self.num_cancelled = 0
+
+    def __len__(self) -> int:
+        return self._number
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [request.prompt_token_ids for _, request in self.requests]
+
+    async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+        self.requests.append((engine, request))
+        self.num_under_way[engine] += 1
+        self.most_under_way[engine] = max(self.most_under_way[engine], self.num_under_way[engine])
+        try:
+            says = self._script(request) if callable(self._script) else self._script[len(self.requests) - 1]
+            if isinstance(says, BaseException):
+                raise says
+            await asyncio.sleep(says.delay_s)
+            return rollout_of(request, says, engine)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_under_way[engine] -= 1
+
+
+def rollout_of(request: RolloutRequest, says: Says, engine: int = 0) -> Rollout:
+    """The log-probability of the token at place i is -(i + 1) / 8."""
+    kept, reason = tuple(says.token_ids), says.finish_reason
+    if len(kept) + (reason is not FinishReason.LENGTH) > request.decode.max_new_tokens:
+        kept, reason = kept[: request.decode.max_new_tokens], FinishReason.LENGTH
+    is_forced = reason is FinishReason.REPETITION
+    logprobs = tuple(-(i + 1) / 8 for i in range(len(kept) + 1))
+    stops = reason is not FinishReason.LENGTH
+    returns = request.decode.return_logprobs
+    return Rollout(
+        step=request.step,
+        position=request.position,
+        sample_id=request.sample_id,
+        prompt_token_ids=request.prompt_token_ids,
+        response_token_ids=kept,
+        stop_token_id=request.decode.stop_token_ids[0] if stops else None,
+        logprobs=logprobs[:-1] if returns else None,
+        stop_token_logprob=logprobs[-1] if stops and returns and not is_forced else None,
+        finish_reason=reason,
+        forced_positions=(len(kept),) if is_forced else (),
+        weight_version=says.version,
+        actor=f"actor-{engine}",
+        attempt=0,
+        seed=request.seed,
+        generate_s=0.0,
+    )
+
+
+def state_at(position: int | None = 0, **fields: Any) -> State:
+    """As a rollout begins; None: it does not know its place."""
+    place = {} if position is None else {"position": position}
+    return State(input={"prompt": [], "example_id": 40, "task": "default", **place}, **fields)
+
+
+def client_over(engines: Any, tokenizer: Any, **changes: Any) -> EngineClient:
+    """Of run seed 7 and step 3."""
+    decode = changes.pop("decode", None) or decode_settings(tokenizer)
+    return EngineClient(engines, tokenizer, decode, 7, 3, **{"max_model_len": 4096, **changes})
