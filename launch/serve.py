@@ -1,4 +1,5 @@
-"""`python -m launch.serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP, for `rollout_matching.vllm.mode: server` (spec: server mode).
+"""`python -m launch.serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP, for `rollout_matching.vllm.mode: server` (spec: server mode),
+and for whoever speaks the OpenAI API.
 
 Prints a line with its URL when rollouts can be asked for. Ctrl-C and SIGTERM end it within seconds, and the engine's processes with it; it ends by
 itself, with a message, when its engine has died. Several on one machine need a port each, and on CPU `kv_cache_memory_bytes`.
@@ -12,15 +13,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from launch.arguments import read_arguments
 from launch.command import explained
-from launch.serve_options import ServeOptions, settings_of
+from launch.serve_options import ServeOptions, model_names, settings_of
 from rollout_actors.engine_settings import EngineSettings, engine_environment, model_type
 from shared.config.server import is_loopback
 from shared.errors import ConfigError, RolloutError, ended
@@ -28,6 +29,8 @@ from shared.errors import ConfigError, RolloutError, ended
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from rollout_actors.server.openai_routes import OpenAIServing
+    from rollout_actors.server.openai_thread import OpenAIThread
     from rollout_actors.server.service import RolloutService, ServedEngine
 
 ALIVE_CHECK_S = 0.5
@@ -48,8 +51,8 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     """An engine with these settings behind HTTP until a signal, which is raised as KeyboardInterrupt. Raises ConfigError, and RolloutError of the engine."""
     # Bound before the engine loads: a port that is taken is known at once. Taken out of the environment, which the engine's processes inherit.
     listening, token = _listen(options), None if options.token_env is None else os.environ.pop(options.token_env)
-    # Before anything imports torch or vllm.
-    os.environ.update(engine_environment(settings))
+    # Before anything imports torch or vllm. (The routes under /infer/ look at images before vLLM does, and those under /v1/ leave it to vLLM.)
+    os.environ.update(engine_environment(settings) | {"VLLM_MAX_IMAGE_PIXELS": str(options.max_image_pixels)})
     _serve(options, settings, token, listening)
 
 
@@ -64,17 +67,28 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
     from rollout_actors.server.app import make_app
     from rollout_actors.server.engine_thread import EngineThread
     from rollout_actors.server.messages import CallLimits
+    from rollout_actors.server.openai_thread import OpenAIThread
     from rollout_actors.server.service import RolloutService
 
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def make_engine() -> ServedEngine:
+        from rollout_actors.server.vllm_openai import check_tool_parser
         from rollout_actors.vllm_engine import VllmEngine
 
+        check_tool_parser(options.tool_call_parser)
         return VllmEngine(url, settings)
 
+    def make_openai(engine: ServedEngine) -> OpenAIServing:
+        from rollout_actors.server.vllm_openai import VllmOpenAI
+        from rollout_actors.vllm_engine import VllmEngine
+
+        assert isinstance(engine, VllmEngine)
+        return VllmOpenAI(engine, model_names(options), tool_call_parser=options.tool_call_parser)
+
     engine = EngineThread(make_engine)
+    openai = OpenAIThread(engine, make_openai)
     limits = CallLimits(options.max_request_bytes, options.max_requests, options.max_image_pixels)
     root = options.image_root and options.image_root.resolve()
     service = RolloutService(engine, name=url, model_type=model_type(settings.model_path), settings=settings, limits=limits, image_root=root)
@@ -83,7 +97,8 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
     print(f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True)
     interrupted = False
     try:
-        interrupted = asyncio.run(_run(service, make_app(service, token=token, only_from=only_from), listening, url))
+        app = make_app(service, openai=openai, token=token, only_from=only_from)
+        interrupted = asyncio.run(_run(app, service, _start(service, openai, url), listening, url))
     finally:
         if not service.is_up:
             # Its thread waits for these.
@@ -94,7 +109,7 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
         raise KeyboardInterrupt
 
 
-async def _run(service: RolloutService, app: FastAPI, listening: socket.socket, url: str) -> bool:
+async def _run(app: FastAPI, service: RolloutService, start: Coroutine[Any, Any, None], listening: socket.socket, url: str) -> bool:
     """Serves until a signal: then True. Raises RolloutError when the engine does not start or has died."""
     import uvicorn
 
@@ -110,7 +125,7 @@ async def _run(service: RolloutService, app: FastAPI, listening: socket.socket, 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    starting = asyncio.create_task(_start(service, url))
+    starting = asyncio.create_task(start)
     try:
         while not interrupted.is_set() and not serving.done():
             if starting.done():
@@ -126,9 +141,9 @@ async def _run(service: RolloutService, app: FastAPI, listening: socket.socket, 
     return interrupted.is_set()
 
 
-async def _start(service: RolloutService, url: str) -> None:
+async def _start(service: RolloutService, openai: OpenAIThread, url: str) -> None:
     try:
-        await service.start()
+        await service.start(openai.start)
     except (RolloutError, ConfigError, OSError):
         raise
     except Exception as error:  # vLLM reports whatever it does not like about a model or a machine as some exception or other

@@ -36,6 +36,12 @@ class ServeOptions(Section):
     token_env: Annotated[str, Field(min_length=1)] | None = None
     """Name of the environment variable that holds the bearer token callers must send; null: none."""
 
+    served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    """What callers of /v1/ name the model, several with commas between; null: the path, as it is given in model."""
+
+    tool_call_parser: Annotated[str, Field(min_length=1)] | None = None
+    """vLLM's name of what reads tool calls from the model's text (hermes, ...); null: callers of /v1/chat/completions may bring no tools."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto: on GPUs where there are some."""
 
@@ -89,6 +95,12 @@ class ServeOptions(Section):
 
     seed: int = 0
     """Of the engine; every request brings its own."""
+
+
+def model_names(options: ServeOptions) -> tuple[str, ...]:
+    """By which callers of the OpenAI API may ask for the model; answers say the first."""
+    names = () if options.served_model_name is None else (name.strip() for name in options.served_model_name.split(","))
+    return tuple(filter(None, names)) or (str(options.model),)
 
 
 def settings_of(options: ServeOptions) -> EngineSettings:

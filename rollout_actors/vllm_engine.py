@@ -13,6 +13,7 @@ from typing import Any
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -65,13 +66,27 @@ class VllmEngine:
 
     async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """What this method of its workers returns, one for each device."""
-        assert self._llm is not None, "start comes first"
-        answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+        answers: list[Any] = await self.llm.collective_rpc(method, args=arguments)
         return answers
 
     @property
     def process(self) -> str:
         return ""
+
+    @property
+    def model_path(self) -> str:
+        return self._settings.model_path
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's own, for its own code beside ours. After `start`."""
+        assert self._llm is not None, "start comes first"
+        return self._llm
+
+    @property
+    def adapter(self) -> LoRARequest | None:
+        """What is served on top of the base weights, and belongs to every request; None: nothing."""
+        return None if self.intake is None else self.intake.adapter.request
 
     @property
     def is_dead(self) -> bool:
@@ -95,6 +110,10 @@ class VllmEngine:
         # A copy, taken in one go: the engine's own thread adds and removes.
         running = [state.detokenizer for state in tuple(self._llm.output_processor.request_states.values())]
         return self._num_finished_tokens + sum(tokens.num_output_tokens() for tokens in running if tokens is not None)
+
+    def count(self, num_tokens: int) -> None:
+        """Sampled by a request to `llm` that has ended."""
+        self._num_finished_tokens += num_tokens
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """One rollout per request, in order. Raises RolloutError, and vLLM's EngineDeadError when its process is gone."""
@@ -124,8 +143,7 @@ class VllmEngine:
 
     async def _all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> list[Rollout]:
         """Every result, or the first error. A request that vLLM took in while its process was dying is never answered: hence the watch."""
-        llm = self._llm
-        assert llm is not None
+        llm = self.llm
         pending: set[asyncio.Task[Rollout]] = set(tasks)
         while pending:
             done, pending = await asyncio.wait(pending, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
@@ -142,16 +160,13 @@ class VllmEngine:
         except VLLMClientError as error:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         end = time.perf_counter()
-        self._num_finished_tokens += len(output.outputs[0].token_ids)
+        self.count(len(output.outputs[0].token_ids))
         return read_answer(output, request, actor=self.name, version=origin.version).rollout(request, origin, end)
 
     async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True) -> RequestOutput:
         """With the adapter that is served, if there is one, or without."""
-        assert self._llm is not None
-        assert self.intake is not None
-        adapter = self.intake.adapter.request if adapted else None
         # FINAL_ONLY: exactly one output.
-        async for output in self._llm.generate(prompt, params, request_id, lora_request=adapter):
+        async for output in self.llm.generate(prompt, params, request_id, lora_request=self.adapter if adapted else None):
             return output
         raise AssertionError("vLLM ends a request with an output")
 

@@ -6,6 +6,7 @@
     POST /infer/                          `messages.InferCall` -> `messages.InferAnswer`
     POST /init_communicator/              phase rendezvous of a sync: `messages.SyncCall` -> `messages.SyncAnswer`
     POST /sync/{phase}/                   its other phases
+    /v1/...                               `openai_routes`
 
 Errors are `messages.ErrorAnswer`: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404, 405, 409 not now, 413 too large,
 415 not JSON, 422 what the engine answered contradicts the call, and would again, 499 the caller has gone (nobody reads it), 500 the engine failed, 503 it is
@@ -15,37 +16,35 @@ not there yet or no longer.
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from http import HTTPStatus
-from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rollout_actors.server import messages
-from rollout_actors.server.service import RefusalError, RolloutService
+from rollout_actors.server.calls import check_token, read_body, while_there
+from rollout_actors.server.door import RefusalError
+from rollout_actors.server.openai_routes import OpenAIRoute, OpenAIRoutes, OpenAIServing
+from rollout_actors.server.service import RolloutService
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync import SyncPhase
 
-T = TypeVar("T")
-Route = Callable[[Request], Awaitable[messages.Message]]
-
-GONE_S = 1.0
-"""How often a working call looks whether its caller is still there."""
+Route = Callable[[Request], Awaitable[messages.Message | Response]]
 
 
-def make_app(service: RolloutService, *, token: str | None = None, only_from: tuple[str, ...] = ("*",)) -> FastAPI:
+def make_app(service: RolloutService, *, openai: OpenAIServing | None = None, token: str | None = None, only_from: tuple[str, ...] = ("*",)) -> FastAPI:
     """
     Args:
+        openai: what answers the routes of the OpenAI API; None: there are none.
         token: what every call but `/health/` has to bring; None: nothing.
         only_from: host names by which the server may be called. For a server without a token on this machine's own address, that address: or a page in
             this machine's browser could call it by a name of its own.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routes = _Routes(service)
-    for method, path, route, is_open in (
+    ours: tuple[tuple[str, str, Route, bool], ...] = (
         ("GET", "/health", routes.health, True),
         ("GET", "/get_world_size", routes.world_size, False),
         ("GET", "/version", routes.version, False),
@@ -53,7 +52,8 @@ def make_app(service: RolloutService, *, token: str | None = None, only_from: tu
         ("POST", "/infer", routes.infer, False),
         ("POST", "/init_communicator", routes.rendezvous, False),
         ("POST", "/sync/{phase}", routes.sync, False),
-    ):
+    )
+    for method, path, route, is_open in (*ours, *([] if openai is None else _openai_routes(service, openai))):
         endpoint = _endpoint(route, None if is_open else token)
         for form in (path, f"{path}/"):
             app.add_api_route(form, endpoint, methods=[method])
@@ -64,6 +64,13 @@ def make_app(service: RolloutService, *, token: str | None = None, only_from: tu
     app.add_exception_handler(Exception, _broken)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(only_from))
     return app
+
+
+def _openai_routes(service: RolloutService, openai: OpenAIServing) -> Iterator[tuple[str, str, Route, bool]]:
+    routes = OpenAIRoutes(service, openai)
+    yield "GET", OpenAIRoute.MODELS, routes.models, False
+    yield "POST", OpenAIRoute.CHAT, routes.chat, False
+    yield "POST", OpenAIRoute.COMPLETIONS, routes.completions, False
 
 
 class _Routes:
@@ -85,7 +92,7 @@ class _Routes:
 
     async def infer(self, request: Request) -> messages.Message:
         call = await self._read(messages.InferCall, request)
-        rollouts = await _while_there(request, self._service.infer(call))
+        rollouts = await while_there(request, self._service.infer(call))
         return messages.InferAnswer(rollouts=tuple(rollouts))
 
     async def rendezvous(self, request: Request) -> messages.Message:
@@ -104,7 +111,7 @@ class _Routes:
         return messages.SyncAnswer(report=await asyncio.shield(self._service.run_sync_phase(phase, call)))
 
     async def _read(self, form: type[messages.M], request: Request) -> messages.M:
-        body = await _body(request, self._service.limits.max_request_bytes)
+        body = await read_body(request, self._service.limits.max_request_bytes)
         try:
             return await asyncio.to_thread(messages.read, form, body)
         except ValueError as error:
@@ -113,48 +120,11 @@ class _Routes:
 
 def _endpoint(route: Route, token: str | None) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        if token is not None and not _brings(request, token):
-            raise RefusalError(
-                401, "this server asks for its bearer token; send it as `Authorization: Bearer ...` (a run: rollout_matching.vllm.server.token_env)"
-            )
-        return _json(200, await route(request))
+        check_token(request, token)
+        answer = await route(request)
+        return answer if isinstance(answer, Response) else _json(200, answer)
 
     return endpoint
-
-
-def _brings(request: Request, token: str) -> bool:
-    # compare_digest: the time it takes does not tell how much of a guess was right.
-    return hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {token}".encode())
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    # Asked for by name, because a page in a browser may send any other type to any address without asking.
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RefusalError(415, f"the body's type is {kind or 'not said'}; send JSON with `Content-Type: application/json`")
-    too_large = RefusalError(413, f"the body is larger than max_request_bytes = {limit}; send less at a time, or start the server with a larger one")
-    if int(request.headers.get("content-length", "0")) > limit:
-        raise too_large
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise too_large
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _while_there(request: Request, work: Awaitable[T]) -> T:
-    """`work`, cancelled when the caller has gone: nobody waits for what an engine would go on to decode."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not task.done():
-            await asyncio.wait((task,), timeout=GONE_S)
-            if not task.done() and await request.is_disconnected():
-                raise RefusalError(499, "the caller has gone")
-        return task.result()
-    finally:
-        task.cancel()
 
 
 def _json(status: int, message: messages.Message) -> Response:

@@ -30,6 +30,15 @@ class EngineThread:
     async def start(self) -> int:
         return await self._there(self._start())
 
+    async def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
+        """What else is done with the engine, in its thread. After `start`."""
+        made = self._made
+
+        async def there() -> T:
+            return await work(made)
+
+        return await self._there(there())
+
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         return await self._there(self._made.generate(requests))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -14,69 +15,26 @@ from PIL import Image
 
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server import messages
+from rollout_actors.server.door import Door, RefusalError
 from rollout_actors.server.request_checks import request_problems
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
 from shared.records import ImageRef
-from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import Rollout, RolloutRequest, SyncReport
 from shared.weight_sync import SyncPhase
 
-PHASES = tuple(SyncPhase)
-FOLLOWING = dict(pairwise((*PHASES, PHASES[0])))
 MAX_PROBLEMS = 20
 """Of one call, in its answer."""
 
 
-class RefusalError(Exception):
-    """The caller's to mend: an HTTP status and what to do."""
-
-    def __init__(self, status: int, message: str) -> None:
-        self.status, self.message = status, message
-        super().__init__(message)
-
-
 @dataclass(frozen=True, slots=True)
-class Door:
-    """Which phase of a sync is in turn, and of which run. Every phase goes through `during` and, if it ends well, `after`::
+class Admission:
+    """What a call was let in under that names neither run nor version."""
 
-    phase           in turn                     while it runs, or after it failed    when it has ended
-    pause           always, with an offer       due: pause                           due: rendezvous
-    rendezvous ...  where it is due, for the    due: pause                           due: the following phase; behind canary: pause
-                    version of the offer
-
-    From pause to the end of canary the engine itself serves no rollouts.
-    """
-
-    run: str | None = None
-    """Whose weights the engine serves, while it serves any; None: nobody in particular's."""
-    syncing: str | None = None
-    """Whose sync is under way, or was the last one; None: nobody in particular's."""
-    offer: WeightOffer | None = None
-    """Of the sync under way, or of the last one; None: there was none."""
-    due: SyncPhase = SyncPhase.PAUSE
-    """What comes next. PAUSE may always come."""
-
-    def during(self, phase: SyncPhase, call: messages.SyncCall) -> Door:
-        """Raises RefusalError where it is not the phase's turn."""
-        brought = call.weight_offer()
-        if phase is SyncPhase.PAUSE:
-            if brought is None:
-                raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
-            return replace(self, syncing=call.run, offer=brought, due=SyncPhase.PAUSE)
-        if None not in (self.syncing, call.run) and self.syncing != call.run and self.due is not SyncPhase.PAUSE:
-            raise RefusalError(409, f"phase {phase} of version {call.version}: another run's sync is under way; give every run servers of its own")
-        if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
-            begins = self.offer is None or self.due is SyncPhase.PAUSE
-            raise RefusalError(
-                409,
-                f"phase {phase} of version {call.version} is out of turn, the server waits for "
-                f"{SyncPhase.PAUSE if begins or self.offer is None else f'{self.due} of version {self.offer.version}'}; begin with {SyncPhase.PAUSE} "
-                f"and keep the order {', '.join(PHASES)}",
-            )
-        return replace(self, offer=brought or self.offer, due=SyncPhase.PAUSE)
-
-    def after(self, phase: SyncPhase) -> Door:
-        return replace(self, due=FOLLOWING[phase], run=self.syncing if phase is PHASES[-1] else self.run)
+    version: int
+    """Of the weights."""
+    check: Callable[[], None]
+    """Raises RefusalError where the engine has died, or other weights have begun to arrive: what has no answer yet would get one of those, verified or not."""
 
 
 class ServedEngine(RolloutEngine, Protocol):
@@ -106,11 +64,16 @@ class RolloutService:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
+        self._num_arrivals = 0
+        """Of weights, whether they were completed or not."""
         self._door = Door()
 
-    async def start(self) -> None:
-        """Raises what the engine raises."""
-        self._world_size = await self._engine.start()
+    async def start(self, then: Callable[[], Awaitable[None]] | None = None) -> None:
+        """`then`: what else has to be there before anybody is answered. Raises what the engine raises, and it."""
+        world_size = await self._engine.start()
+        if then is not None:
+            await then()
+        self._world_size = world_size
 
     @property
     def world_size(self) -> int:
@@ -159,22 +122,41 @@ class RolloutService:
 
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Raises RefusalError, and what the engine raises. Cancelling it aborts its requests."""
-        self._check_open(call)
+        self._check_open(call.run, call.version)
         wrong = list(request_problems(call.requests, self._settings))
         if len(call.requests) > self.limits.max_requests:
             wrong.append(f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests}; split it, or start the server with max_requests=N")
         if wrong:
             raise RefusalError(400, "\n".join(wrong[:MAX_PROBLEMS]))
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
-        self._num_running += len(requests)
+        with self.running(len(requests)):
+            try:
+                return await self._engine.generate(requests)
+            except RolloutError:
+                # A sync may have begun while the images were read.
+                self._check_open(call.run, call.version)
+                raise
+
+    def admit(self) -> Admission:
+        """Let in a call that names no run. Raises RefusalError while no rollouts are served."""
+        self._check_open(None, None)
+        before, version = self._num_arrivals, self.version
+
+        def check() -> None:
+            assert self.world_size
+            if self._num_arrivals != before:
+                raise RefusalError(409, f"{self._name} was given other weights than version {version} before it had answered; ask again")
+
+        return Admission(version, check)
+
+    @contextmanager
+    def running(self, number: int) -> Iterator[None]:
+        """So many requests more, by `health`'s account, for as long as the block runs."""
+        self._num_running += number
         try:
-            return await self._engine.generate(requests)
-        except RolloutError:
-            # A sync may have begun while the images were read.
-            self._check_open(call)
-            raise
+            yield
         finally:
-            self._num_running -= len(requests)
+            self._num_running -= number
 
     async def run_sync_phase(self, phase: SyncPhase, call: messages.SyncCall) -> SyncReport | None:
         """Raises RefusalError for a phase out of turn, and what the engine raises: then the sync begins anew. `pause` is always in turn."""
@@ -182,6 +164,8 @@ class RolloutService:
         # A later sync may begin while this phase runs: then the door is another.
         door = self._door = self._door.during(phase, call)
         assert door.offer is not None
+        # What was running has ended by then, with `pause`; what was queued would be answered under what arrives now.
+        self._num_arrivals += phase is SyncPhase.WIRE
         report = await self._engine.run_sync_phase(phase, door.offer)
         if self._door is not door:
             raise RefusalError(409, f"the sync to version {call.version} was given up: another one has begun")
@@ -199,16 +183,16 @@ class RolloutService:
                 f"offer.terms.groups: have {sizes} ranks; this server's group is the sender and {num_workers} of its workers, and no other server's",
             )
 
-    def _check_open(self, call: messages.InferCall) -> None:
+    def _check_open(self, run: str | None, version: int | None) -> None:
         assert self.world_size
         if shut := self._engine.shut:
             raise RefusalError(409, f"{self._name} serves no rollouts: {shut}; complete a sync")
-        if None not in (self._door.run, call.run) and self._door.run != call.run:
+        if None not in (self._door.run, run) and self._door.run != run:
             raise RefusalError(409, f"{self._name} holds version {self.version} of another run's weights; sync first, and give every run servers of its own")
-        if call.version is not None and call.version != self.version:
+        if version is not None and version != self.version:
             raise RefusalError(
                 409,
-                f"{self._name} holds version {self.version} of the weights, not {call.version}: if it was started again, start the run again, too, from its "
+                f"{self._name} holds version {self.version} of the weights, not {version}: if it was started again, start the run again, too, from its "
                 "last checkpoint",
             )
 

@@ -1,0 +1,58 @@
+"""What every POST route of a rollout server asks of a call before it looks at it, and while it works on it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request
+
+from rollout_actors.server.door import RefusalError
+
+T = TypeVar("T")
+
+GONE_S = 1.0
+"""How often a working call looks whether its caller is still there."""
+
+
+def check_token(request: Request, token: str | None) -> None:
+    """Raises RefusalError where a token is asked for and not brought."""
+    # compare_digest: the time it takes does not tell how much of a guess was right.
+    if token is None or hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {token}".encode()):
+        return
+    raise RefusalError(401, "this server asks for its bearer token; send it as `Authorization: Bearer ...` (a run: rollout_matching.vllm.server.token_env)")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """A body of JSON of at most `limit` bytes. Raises RefusalError."""
+    # Asked for by name, because a page in a browser may send any other type to any address without asking.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RefusalError(415, f"the body's type is {kind or 'not said'}; send JSON with `Content-Type: application/json`")
+    too_large = RefusalError(413, f"the body is larger than max_request_bytes = {limit}; send less at a time, or start the server with a larger one")
+    if int(request.headers.get("content-length", "0")) > limit:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def while_there(request: Request, work: Awaitable[T], check: Callable[[], None] = lambda: None) -> T:
+    """`work`, cancelled when the caller has gone, for whom an engine would go on to decode, or when `check`, which is asked as often, raises."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait((task,), timeout=GONE_S)
+            if not task.done():
+                check()
+            if not task.done() and await request.is_disconnected():
+                raise RefusalError(499, "the caller has gone")
+        return task.result()
+    finally:
+        task.cancel()

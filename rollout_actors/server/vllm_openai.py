@@ -1,0 +1,120 @@
+"""vLLM's own code for the OpenAI API over one of our engines: its protocol, chat templates, tool parsers, limits and errors, and none of it again here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, cast
+
+from pydantic import ValidationError
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.outputs import RequestOutput
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.tool_parsers import ToolParserManager
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout_actors.server.door import RefusalError
+from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
+from rollout_actors.vllm_engine import VllmEngine
+from shared.errors import ConfigError
+
+MAX_PROBLEMS = 10
+"""Of one call, in its answer."""
+
+
+def check_tool_parser(name: str | None) -> None:
+    """Raises ConfigError for a name that vLLM does not know. It takes no model, and so comes before one is loaded."""
+    known = ToolParserManager.list_registered()
+    if name is not None and name not in known:
+        raise ConfigError(f"tool_call_parser: {name} is none of vLLM's; choose one of {', '.join(sorted(known))}")
+
+
+class VllmOpenAI:
+    """An `OpenAIServing` over a started engine. It belongs to the engine's event loop."""
+
+    def __init__(self, engine: VllmEngine, names: Sequence[str], *, tool_call_parser: str | None) -> None:
+        """
+        Args:
+            names: by which the model may be asked for; answers say the first.
+            tool_call_parser: vLLM's name of what reads tool calls from the model's text; None: they stay text, and calls that bring tools are refused.
+
+        Raises what vLLM raises where the model's tokenizer does not suit the parser.
+        """
+        client = cast("EngineClient", _Client(engine))
+        models = OpenAIServingModels(client, [BaseModelPath(name=name, model_path=engine.model_path) for name in names])
+        tools: Any = {"enable_auto_tools": tool_call_parser is not None, "tool_parser": tool_call_parser}
+        template: Any = {"chat_template": None, "chat_template_content_format": "auto", "request_logger": None}
+        renderer = OnlineRenderer(client.model_config, client.renderer, **template, **tools)
+        self._models = models
+        self._chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template, **tools)
+        self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+
+    async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
+        """Raises RefusalError where a sync has begun, and EngineDeadError; everything else is an answer."""
+        try:
+            said = await self._said(route, call)
+        except (RefusalError, EngineDeadError):
+            raise
+        except ValidationError as error:
+            said = create_error_response(_problems(error))
+        except Exception as error:  # vLLM's own routes do the same with all that its code raises: the kind of the error decides the status
+            said = create_error_response(error)
+        if isinstance(said, ErrorResponse):
+            return OpenAIAnswer(said.error.code, said.model_dump())
+        return OpenAIAnswer(200, said if isinstance(said, AsyncGenerator) else said.model_dump())
+
+    async def _said(self, route: OpenAIRoute, call: dict[str, Any]) -> Any:
+        match route:
+            case OpenAIRoute.MODELS:
+                return await self._models.show_available_models()
+            case OpenAIRoute.CHAT:
+                return await self._chat.create_chat_completion(ChatCompletionRequest.model_validate(call))
+            case OpenAIRoute.COMPLETIONS:
+                return await self._completion.create_completion(CompletionRequest.model_validate(call))
+
+
+def _problems(error: ValidationError) -> str:
+    return "\n".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)[:MAX_PROBLEMS])
+
+
+class _Client:
+    """What vLLM's serving code asks of an `EngineClient`: the engine's, with the adapter that it serves, its door, and its count of tokens."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        llm = engine.llm
+        self.vllm_config, self.model_config = llm.vllm_config, llm.model_config
+        self.renderer, self.input_processor = llm.renderer, llm.input_processor
+
+    @property
+    def errored(self) -> bool:
+        return self._engine.llm.errored
+
+    @property
+    def dead_error(self) -> BaseException:
+        return self._engine.llm.dead_error
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        self._engine.llm.check_admission(n, request_id)
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        # vLLM queues what comes while it is paused, and would begin with it when the canary does.
+        if shut := self._engine.shut:
+            raise RefusalError(409, f"{self._engine.name} serves no rollouts: {shut}; complete a sync")
+        outputs = self._engine.llm.generate(prompt, sampling_params, request_id, **(options | {"lora_request": self._engine.adapter}))
+        num_tokens = 0
+        try:
+            # The whole answer at once, or what is new of it: never the same token twice.
+            async for output in outputs:
+                num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                yield output
+        finally:
+            self._engine.count(num_tokens)
+            await outputs.aclose()

@@ -1,0 +1,308 @@
+"""The routes of the OpenAI API, over a serving that does as it is told: its door, its limits, and nothing of vLLM's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_server import ObedientEngine, eventually, make_offer, make_service, make_settings, serving
+
+from rollout_actors.server import messages
+from rollout_actors.server.app import make_app
+from rollout_actors.server.engine_thread import EngineThread
+from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
+from rollout_actors.server.openai_thread import OpenAIThread
+from shared.weight_sync import SyncPhase
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+SYNC_ROUTES = {phase: "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/" for phase in SyncPhase}
+IMAGE_PLACES: list[dict[str, Any]] = [
+    {"type": "image_url", "image_url": {"url": "URL"}},
+    {"type": "image_url", "image_url": "URL"},
+    {"image_url": "URL", "uuid": "1"},
+    {"type": "input_image", "image_url": "URL"},
+    {"type": "video_url", "video_url": {"url": "URL"}},
+    {"type": "audio_url", "audio_url": {"url": "URL"}},
+]
+
+
+class ObedientServing:
+    """An `OpenAIServing` that answers with the call itself, after `latency_s`, or with `num_events` events where a stream is asked for."""
+
+    def __init__(self) -> None:
+        self.latency_s = 0.0
+        self.goes_on = threading.Event()
+        """Answers at once, whatever the latency."""
+        self.num_events = 3
+        self.status = 200
+        self.asked: list[tuple[OpenAIRoute, dict[str, Any]]] = []
+        self.num_cancelled = 0
+        self.num_closed = 0
+
+    async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
+        self.asked.append((route, call))
+        if call.get("stream"):
+            return OpenAIAnswer(200, self._events())
+        try:
+            until = time.monotonic() + self.latency_s
+            while time.monotonic() < until and not self.goes_on.is_set():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        return OpenAIAnswer(self.status, {"id": "an answer", "object": str(route), "choices": []})
+
+    async def _events(self) -> AsyncGenerator[str, None]:
+        try:
+            for number in range(self.num_events):
+                await asyncio.sleep(self.latency_s)
+                yield f'data: {{"id": "{number}", "choices": []}}\n\n'
+            yield "data: [DONE]\n\n"
+        finally:
+            self.num_closed += 1
+
+
+class Caller:
+    def __init__(self, url: str, engine: ObedientEngine, serving: ObedientServing) -> None:
+        self.url, self.engine, self.serving = url, engine, serving
+
+    def post(self, route: str, body: Any, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + route, content=content, headers={"Content-Type": "application/json"} | headers, trust_env=False, timeout=30)
+
+    def get(self, route: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + route, headers=headers, trust_env=False)
+
+    def phase(self, phase: SyncPhase, version: int = 1) -> None:
+        assert self.post(SYNC_ROUTES[phase], messages.SyncCall.of(phase, make_offer(version), "a run").body()).status_code == 200, phase
+
+    def sync(self, version: int = 1) -> None:
+        for phase in SyncPhase:
+            self.phase(phase, version)
+
+    def running(self) -> int:
+        return int(self.get("/health/").json()["num_running"])
+
+    def client(self, token: str = "none", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, http_client=httpx.Client(trust_env=False), **{"max_retries": 0} | options)
+
+
+def said(answer: httpx.Response) -> str:
+    return messages.read(messages.ErrorAnswer, answer.content).error.message
+
+
+@pytest.fixture
+def serving_() -> ObedientServing:
+    return ObedientServing()
+
+
+@pytest.fixture(params=["on the server's loop", "on the engine's"])
+def caller(serving_: ObedientServing, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Caller]:
+    engine = ObedientEngine()
+    thread = EngineThread(lambda: engine)
+    one = make_service(thread, make_settings(tmp_path / "model"), max_request_bytes=5_000)
+    openai_ = OpenAIThread(thread, lambda _: serving_) if request.param == "on the engine's" else serving_
+    asyncio.run(one.start(openai_.start if isinstance(openai_, OpenAIThread) else None))
+    with serving(make_app(one, openai=openai_)) as url:
+        yield Caller(url, engine, serving_)
+    thread.close()
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_every_route_is_there_with_and_without_its_last_slash(caller: Caller, slash: str) -> None:
+    assert caller.get(f"/v1/models{slash}").json()["object"] == OpenAIRoute.MODELS
+    for route in (OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS):
+        assert caller.post(f"{route}{slash}", CHAT).json()["object"] == route
+    assert [route for route, _ in caller.serving.asked] == list(OpenAIRoute)
+
+
+def test_a_server_without_a_serving_has_no_such_routes(tmp_path: Path) -> None:
+    one = make_service(ObedientEngine(), make_settings(tmp_path / "model"))
+    asyncio.run(one.start())
+    with serving(make_app(one)) as url:
+        assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 404
+
+
+def test_the_call_reaches_the_serving_as_it_was_sent(caller: Caller) -> None:
+    call = CHAT | {"logprobs": True, "return_token_ids": True, "n": 2, "whatever": [1, {"a": None}]}
+    caller.post("/v1/chat/completions", call)
+    assert caller.serving.asked == [(OpenAIRoute.CHAT, call)]
+
+
+def test_an_answer_tells_the_version_of_the_weights_in_its_header_and_in_itself(caller: Caller) -> None:
+    for version in (0, 7):
+        if version:
+            caller.sync(version)
+        answer = caller.post("/v1/chat/completions", CHAT)
+        assert (answer.headers["X-Weight-Version"], answer.json()["weight_version"]) == (str(version), version)
+        assert caller.client().chat.completions.create(**CHAT).weight_version == version
+
+
+def test_what_the_serving_refuses_is_passed_on_as_it_is(caller: Caller) -> None:
+    caller.serving.status = 404
+    answer = caller.post("/v1/chat/completions", CHAT)
+    assert (answer.status_code, answer.json()) == (404, {"id": "an answer", "object": "/v1/chat/completions", "choices": []})
+
+
+def test_a_server_that_starts_or_has_died_says_503(tmp_path: Path, serving_: ObedientServing) -> None:
+    engine = ObedientEngine()
+    one = make_service(engine, make_settings(tmp_path / "model"))
+    with serving(make_app(one, openai=serving_)) as url:
+        caller = Caller(url, engine, serving_)
+        for wanted in ("is starting", "has died"):
+            for answer in (caller.get("/v1/models"), caller.post("/v1/chat/completions", CHAT), caller.post("/v1/completions", CHAT)):
+                assert answer.status_code == 503
+                assert wanted in said(answer)
+            asyncio.run(one.start())
+            engine.is_dead = True
+    assert not serving_.asked
+
+
+def test_they_ask_for_the_token(tmp_path: Path, serving_: ObedientServing) -> None:
+    engine = ObedientEngine()
+    one = make_service(engine, make_settings(tmp_path / "model"))
+    asyncio.run(one.start())
+    with serving(make_app(one, openai=serving_, token="sesame")) as url:
+        caller = Caller(url, engine, serving_)
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for answer in (caller.get("/v1/models", **headers), caller.post("/v1/chat/completions", CHAT, **headers), caller.post("/v1/completions", CHAT)):
+                assert answer.status_code == 401
+        with pytest.raises(openai.AuthenticationError, match="bearer token"):
+            caller.client("wrong").chat.completions.create(**CHAT)
+        assert not serving_.asked
+        assert caller.client("sesame").chat.completions.create(**CHAT).id == "an answer"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "cannot be read as JSON"),
+        (b"\xff", 400, "cannot be read as JSON"),
+        (b"[" * 4000, 400, "cannot be read as JSON"),
+        (b"[]", 400, "is a JSON list; send an object"),
+        (b" " * 5001, 413, "larger than max_request_bytes = 5000"),
+        ({"prompt": "a", "n": 9}, 400, "asks for 9 answers, one call may ask for 8"),
+        ({"prompt": ["a"] * 9}, 400, "asks for 9 answers"),
+        ({"prompt": [[1, 2], [3]], "n": 5}, 400, "asks for 10 answers"),
+    ],
+)
+def test_what_is_too_much_or_no_call_is_refused(caller: Caller, body: Any, status: int, words: str) -> None:
+    answer = caller.post("/v1/completions", body)
+    assert (answer.status_code, words in said(answer)) == (status, True), said(answer)
+    assert not caller.serving.asked
+
+
+def test_one_prompt_of_many_tokens_is_one_answer(caller: Caller) -> None:
+    assert caller.post("/v1/completions", {"prompt": list(range(100))}).status_code == 200
+
+
+def test_a_body_of_another_type_is_refused(caller: Caller) -> None:
+    assert caller.post("/v1/chat/completions", CHAT, **{"Content-Type": "text/plain"}).status_code == 415
+
+
+@pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "file:///etc/passwd", "ftp://a/b"])
+def test_nothing_is_fetched_for_a_caller(caller: Caller, url: str) -> None:
+    for part in IMAGE_PLACES:
+        for address, status in ((url, 403), ("data:image/png;base64,AA", 200)):
+            content = [{"type": "text", "text": "see http://a"}, json.loads(json.dumps(part).replace("URL", address))]
+            answer = caller.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+            assert answer.status_code == status, part
+            assert status == 200 or "send images as data:" in said(answer)
+    assert len(caller.serving.asked) == len(IMAGE_PLACES)
+
+
+@pytest.mark.parametrize("messages_", [None, "text", ["text"], [{"content": "text"}], [{"content": ["text"]}], [{"content": [{"image_url": None}]}]])
+def test_messages_of_no_known_form_are_left_to_the_serving(caller: Caller, messages_: Any) -> None:
+    assert caller.post("/v1/chat/completions", {"messages": messages_}).status_code == 200
+
+
+@pytest.mark.parametrize("num_done", range(1, len(SyncPhase)))
+def test_nothing_is_answered_while_a_sync_is_under_way_or_was_not_completed(caller: Caller, num_done: int) -> None:
+    for phase in list(SyncPhase)[:num_done]:
+        caller.phase(phase)
+    for stream in (False, True):
+        with pytest.raises(openai.ConflictError, match="serves no rollouts: its sync to version 1 is under way, or was not completed; complete a sync"):
+            caller.client().chat.completions.create(**CHAT, stream=stream)
+    assert not caller.serving.asked
+    caller.sync(2)
+    assert caller.client().chat.completions.create(**CHAT).weight_version == 2
+
+
+def test_what_runs_when_a_sync_begins_is_answered_under_the_weights_it_began_with(caller: Caller) -> None:
+    caller.serving.latency_s = 60.0
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(caller.post, "/v1/chat/completions", CHAT)
+        assert eventually(lambda: caller.running() == 1)
+        caller.phase(SyncPhase.PAUSE)
+        caller.phase(SyncPhase.RENDEZVOUS)
+        caller.serving.goes_on.set()
+        answer = asking.result()
+    assert (answer.status_code, answer.json()["weight_version"]) == (200, 0)
+
+
+def refused_for_other_weights(answer: httpx.Response) -> bool:
+    return answer.status_code == 409 and "was given other weights than version 0 before it had answered; ask again" in said(answer)
+
+
+def test_what_has_no_answer_when_other_weights_arrive_is_refused_and_ended(caller: Caller) -> None:
+    """vLLM would begin with what it has queued as soon as it is resumed, for the canary."""
+    caller.serving.latency_s = 60.0
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(caller.post, "/v1/chat/completions", CHAT)
+        assert eventually(lambda: caller.running() == 1)
+        caller.sync()
+        assert refused_for_other_weights(asking.result())
+    assert caller.running() == 0
+    assert eventually(lambda: caller.serving.num_cancelled == 1)
+
+
+def test_what_is_answered_after_other_weights_arrived_is_refused(caller: Caller) -> None:
+    caller.serving.latency_s = 60.0
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(caller.post, "/v1/chat/completions", CHAT)
+        assert eventually(lambda: caller.running() == 1)
+        caller.sync()
+        caller.serving.goes_on.set()
+        assert refused_for_other_weights(asking.result())
+
+
+def test_a_stream_is_passed_on_event_by_event(caller: Caller) -> None:
+    caller.serving.latency_s = 0.3
+    started, seen = time.monotonic(), []
+    with caller.client().chat.completions.with_raw_response.create(**CHAT, stream=True).parse() as stream:
+        for event in stream:
+            seen.append((event.id, time.monotonic() - started))
+            assert event.id == "2" or caller.running() == 1
+    assert [name for name, _ in seen] == ["0", "1", "2"]
+    assert seen[2][1] - seen[0][1] > 0.4
+    assert eventually(lambda: caller.running() == 0)
+
+
+def test_a_stream_ends_with_an_error_when_other_weights_arrive(caller: Caller) -> None:
+    caller.serving.latency_s, caller.serving.num_events = 0.1, 100
+    stream = caller.client().chat.completions.create(**CHAT, stream=True)
+    assert next(stream).id == "0"
+    caller.sync()
+    with pytest.raises(openai.APIError, match="was given other weights than version 0"):
+        list(stream)
+    assert eventually(lambda: caller.serving.num_closed == 1)
+    assert caller.running() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_work_for_a_caller_who_has_gone_is_ended(caller: Caller, stream: bool) -> None:
+    caller.serving.latency_s = 60.0
+    with pytest.raises(openai.APITimeoutError):
+        for _ in caller.client(timeout=0.5).chat.completions.create(**CHAT, stream=stream):
+            pass
+    assert eventually(lambda: caller.serving.num_cancelled + caller.serving.num_closed == 1)
+    assert eventually(lambda: caller.running() == 0)
