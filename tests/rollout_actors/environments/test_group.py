@@ -39,7 +39,13 @@ def talk_env(**kwargs: Any) -> Talk:
 
 def test_datasets_are_concatenated_with_their_environments_names_as_tasks():
     group = EnvGroup([echo_env(), talk_env()], ["echo", "talk"])
-    assert [(row["task"], row["prompt"][0]["content"]) for row in group.get_dataset()] == [("echo", "q0"), ("echo", "q1"), ("echo", "q2"), ("talk", "q0"), ("talk", "q1")]
+    assert [(row["task"], row["prompt"][0]["content"]) for row in group.get_dataset()] == [
+        ("echo", "q0"),
+        ("echo", "q1"),
+        ("echo", "q2"),
+        ("talk", "q0"),
+        ("talk", "q1"),
+    ]
     assert [row["example_id"] for row in group.get_dataset()] == [0, 1, 2, 3, 4]
     assert group.get_dataset(2, seed=3)[0]["task"] in ("echo", "talk")
 

@@ -97,7 +97,9 @@ def test_a_name_that_means_nothing_is_refused_as_such(name):
 
 def test_a_name_that_means_two_things_is_refused(here):
     (here / "arithmetic.py").write_text(FILE)
-    with pytest.raises(ValueError, match=r"arithmetic is the example .*examples\.arithmetic and the module arithmetic; write the module with its package, or the"):
+    with pytest.raises(
+        ValueError, match=r"arithmetic is the example .*examples\.arithmetic and the module arithmetic; write the module with its package, or the"
+    ):
         load_environment("arithmetic")
 
 

@@ -83,7 +83,13 @@ def test_the_schema_comes_from_signature_type_hints_and_docstring():
 
 def test_every_type_that_json_has_can_be_told():
     def tool(
-        kind: Literal["a", "b"], many: list[float], perhaps: str | None, point: Point, table: dict[str, int], hint: Annotated[int, Field(description="so")], any_
+        kind: Literal["a", "b"],
+        many: list[float],
+        perhaps: str | None,
+        point: Point,
+        table: dict[str, int],
+        hint: Annotated[int, Field(description="so")],
+        any_,
     ) -> None: ...
 
     properties = convert_tool_to_oai_format(tool)["function"]["parameters"]["properties"]

@@ -1,0 +1,166 @@
+"""The three small environments, played by clients that know how, that do not, and that do badly."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from environment_support import generated, rolled_out
+from scripted_client import Answer, Call, ScriptedClient
+
+from rollout_actors.environments import examples
+from rollout_actors.environments.examples.key_value_store import NAMES
+from rollout_actors.environments.group import EnvGroup
+from rollout_actors.environments.loading import load_environment
+
+EXAMPLES = [one.name for one in pkgutil.iter_modules(examples.__path__)]
+
+
+def result_of(question: str) -> int:
+    a, sign, b = re.fullmatch(r"What is (\d+) ([-+*]) (\d+)\?", question).groups()
+    return {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
+
+
+def calculates(call: Call) -> str:
+    return f"Well. <answer>{result_of(call.text)}</answer>"
+
+
+def halves(call: Call) -> str:
+    """Guesses the middle of what is left."""
+    low, high = 1, int(re.search(r"from 1 to (\d+)", call.prompt[0]["content"])[1])
+    for message in call.prompt[1:]:
+        if hint := re.fullmatch(r"My number is (higher|lower) than (\d+)\.", message["content"]):
+            low, high = (int(hint[2]) + 1, high) if hint[1] == "higher" else (low, int(hint[2]) - 1)
+    return f"<guess>{(low + high) // 2}</guess>"
+
+
+def keeps_the_store(call: Call) -> Any:
+    """Looks up what it needs, changes it, and says so."""
+    said = [message["content"] for message in call.prompt if message["role"] == "tool"]
+    names = re.findall("|".join(NAMES), call.prompt[1]["content"])
+    question = call.prompt[1]["content"]
+    asked = names[1:] if question.startswith("Set") else names
+    if call.turn == 0:
+        return Answer(None, tool_calls=[("get", {"name": name}) for name in asked])
+    if call.turn == 2:
+        return "Done."
+    first, second = map(int, said)
+    if question.startswith("Set"):
+        return Answer(None, tool_calls=[("put", {"name": names[0], "number": first + second})])
+    if question.startswith("Swap"):
+        return Answer(None, tool_calls=[("put", {"name": names[0], "number": second}), ("put", {"name": names[1], "number": first})])
+    return Answer(None, tool_calls=[("remove", {"name": names[0] if first < second else names[1]})])
+
+
+PLAYERS: dict[str, Callable[[Call], Any]] = {"arithmetic": calculates, "guess_number": halves, "key_value_store": keeps_the_store}
+
+
+def test_there_are_three_examples_and_each_is_small():
+    assert sorted(EXAMPLES) == sorted(PLAYERS)
+    for name in EXAMPLES:
+        with open(importlib.import_module(f"{examples.__name__}.{name}").__file__) as file:  # noqa: PTH123
+            assert len(file.readlines()) <= 110
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_who_plays_well_gets_the_full_reward(name):
+    environment = load_environment(name, num_eval_examples=40)
+    results = asyncio.run(environment.evaluate(ScriptedClient(PLAYERS[name]), "m", use_tqdm=False))
+    assert results.metadata.num_errors == 0
+    full = {"arithmetic": 1.1, "guess_number": 1.6, "key_value_store": 1.0}[name]
+    assert results.reward == pytest.approx([full] * 40)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_who_says_nothing_that_can_be_read_gets_nothing(name):
+    environment = load_environment(name, num_eval_examples=10)
+    results = asyncio.run(environment.evaluate(ScriptedClient(lambda call: "I would rather not."), "m", use_tqdm=False))
+    assert results.metadata.num_errors == 0
+    assert results.reward == [0.0] * 10
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_data_follow_from_the_seed_and_those_held_out_are_others(name):
+    def data(seed: int) -> tuple[list[Any], list[Any]]:
+        environment = load_environment(name, num_examples=60, num_eval_examples=60, seed=seed)
+        return list(environment.get_dataset()), list(environment.get_eval_dataset())
+
+    assert data(1) == data(1)
+    assert data(1) != data(2)
+    train, held_out = data(1)
+    assert train != held_out
+
+
+def test_a_right_number_in_the_wrong_form_is_not_an_answer():
+    environment = load_environment("arithmetic")
+    row = {"question": "What is 2 + 3?", "answer": "5"}
+    rewards = [
+        generated(environment, [row], ScriptedClient([said])).reward[0] for said in ("5", "<answer>6</answer>", "<answer>5</answer>", "<answer> 5\n</answer>")
+    ]
+    assert rewards == pytest.approx([0.0, 0.1, 1.1, 1.1])
+
+
+def test_a_game_ends_when_the_number_is_found_and_later_guesses_are_worth_less():
+    environment = load_environment("guess_number", largest=7)
+    said = ["<guess>1</guess>", "hm", "<guess>7</guess>", "<guess>2</guess>", "<guess>4</guess>", "<guess>3</guess>"]
+    client = ScriptedClient(said)
+    results = generated(environment, [{"question": "from 1 to 7", "answer": "3"}], client)
+    state = results.state[0]
+    assert state["stop_condition"] == "number_found"
+    assert [message["content"] for message in state["completion"] if message["role"] == "user"] == [
+        "My number is higher than 1.",
+        "I see no guess. Write it as <guess>number</guess>.",
+        "My number is lower than 7.",
+        "My number is higher than 2.",
+        "My number is lower than 4.",
+    ]
+    assert results.metrics == {"found": [1.0], "early": [0.5], "read": [pytest.approx(5 / 6)]}
+
+
+def test_a_game_ends_with_its_last_turn_and_the_guess_of_that_turn_counts():
+    environment = load_environment("guess_number", max_turns=2)
+    lost = rolled_out(environment, environment.get_dataset()[0], ScriptedClient(["<guess>101</guess>"] * 2))
+    assert (lost["stop_condition"], lost["guesses"]) == ("max_turns_reached", [101, 101])
+    won = generated(environment, [{"question": "?", "answer": "9"}], ScriptedClient(["<guess>8</guess>", "<guess>9</guess>"]))
+    assert won.metrics["found"] == [1.0]
+
+
+def test_a_store_is_judged_by_all_that_is_in_it():
+    environment = load_environment("key_value_store")
+    row = {"question": "Set figs to 3.", "info": {"store": {"figs": 1, "eggs": 2}, "wanted": {"figs": 3, "eggs": 2}}}
+    put = ("put", {"name": "figs", "number": 3})
+    spoilt = ("put", {"name": "extra", "number": 3})
+    results = [
+        generated(environment, [row], ScriptedClient([Answer(None, tool_calls=calls), "done"])) for calls in ([put], [put, spoilt], [("get", {"name": "x"})])
+    ]
+    assert [one.reward[0] for one in results] == [1.0, 0.0, 0.0]
+    assert [one.metrics["num_tool_errors"][0] for one in results] == [0.0, 0.0, 1.0]
+    assert row["info"]["store"] == {"figs": 1, "eggs": 2}
+
+
+def test_every_task_of_the_store_changes_it():
+    for row in load_environment("key_value_store", num_examples=500).get_dataset():
+        assert row["info"]["store"] != row["info"]["wanted"]
+
+
+def test_the_examples_together_are_one_environment():
+    group = EnvGroup([load_environment(name, num_eval_examples=4) for name in EXAMPLES])
+
+    def plays(call: Call) -> Any:
+        if "tools" in call.arguments:
+            return keeps_the_store(call)
+        return halves(call) if "Guess" in call.prompt[0]["content"] else calculates(call)
+
+    results = asyncio.run(group.evaluate(ScriptedClient(plays), "m", use_tqdm=False))
+    assert results.metadata.num_errors == 0
+    assert min(results.reward) >= 1.0
+
+
+def test_a_game_with_one_number_is_refused():
+    with pytest.raises(ValueError, match="largest is 1"):
+        load_environment("guess_number", largest=1)
