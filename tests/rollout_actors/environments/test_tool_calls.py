@@ -1,0 +1,139 @@
+"""Tool calls are parsed with vLLM's own tool parsers."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from environment_support import generated, user
+from scripted_engines import Says, ScriptedEngines, client_over, decode_settings, demo_tokenizer, state_at
+
+from rollout_actors.environments.responses import parse_response_messages
+from rollout_actors.environments.tool import ToolEnv
+from rollout_actors.environments.tool_calls import ToolCallReader, reader_of
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
+CALL = '<tool_call>{"name":"add","arguments":{"a":2,  "b":3}}</tool_call>'
+"""As no template writes it: the spaces are others."""
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one
+        b: the other
+    """
+    return a + b
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return demo_tokenizer()
+
+
+def read(tokenizer: Any, text: str, *, seed: int = 1) -> Any:
+    return ToolCallReader("hermes", tokenizer).read(tokenizer.encode(text, add_special_tokens=False), text, TOOLS, seed=seed)
+
+
+def says(tokenizer: Any, text: str) -> Says:
+    return Says(tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+
+def test_without_a_parsers_name_calls_stay_text(tokenizer: Any) -> None:
+    assert reader_of(None, tokenizer) is None
+    conversation = client_over(ScriptedEngines([says(tokenizer, CALL)]), tokenizer, decode=decode_settings(tokenizer, max_new_tokens=512)).conversation(
+        state_at()
+    )
+    response = asyncio.run(conversation.chat.completions.create(model="m", messages=[user("2 + 3?")], tools=TOOLS))
+    assert response.choices[0].message.content == CALL
+    assert response.choices[0].message.tool_calls is None
+
+
+# What imports vllm, which takes ten seconds: with the engine tests, which import it anyway.
+
+
+@pytest.mark.engine
+def test_tool_calls_are_parsed_with_vllms_own_parser(tokenizer: Any) -> None:
+    said = read(tokenizer, "I add. " + CALL)
+    (call,) = said.tool_calls
+    assert said.content == "I add. "
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "add", '{"a": 2, "b": 3}')
+    assert read(tokenizer, CALL).content is None
+
+
+@pytest.mark.engine
+def test_ids_of_calls_follow_from_the_requests_seed(tokenizer: Any) -> None:
+    ids = [[call.id for call in read(tokenizer, CALL + CALL, seed=seed).tool_calls] for seed in (1, 1, 2)]
+    assert ids[0] == ids[1]
+    assert len({*ids[0], *ids[2]}) == 4
+    assert all(len(one) == 9 and one.isalnum() for one in ids[0])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("text", ["red", "", "<tool_call>{broken</tool_call>", '<tool_call>{"name": "add"}</tool_call>', "<tool_call>"])
+def test_what_the_parser_cannot_read_stays_text(tokenizer: Any, text: str) -> None:
+    said = read(tokenizer, text)
+    assert (said.content, said.tool_calls) == (text, ())
+
+
+@pytest.mark.engine
+def test_a_parser_that_fails_leaves_the_text_as_content(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.tool_parsers import ToolParser, ToolParserManager
+
+    class Failing(ToolParser):
+        def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+            raise RuntimeError("no such thing")
+
+    ToolParserManager.register_module("failing_of_a_test", module=Failing)
+    said = ToolCallReader("failing_of_a_test", tokenizer).read(tokenizer.encode("red"), "red", TOOLS, seed=1)
+    assert (said.content, said.tool_calls) == ("red", ())
+    assert "vLLM's tool parser failing_of_a_test failed on 'red', which stays text (RuntimeError: no such thing)" in caplog.text
+
+
+@pytest.mark.engine
+def test_an_unknown_parser_is_refused_with_the_names_that_there_are(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"tool_parser: vLLM has none of the name 'hermez', only .*hermes"):
+        client_over(ScriptedEngines([]), tokenizer, tool_parser="hermez")
+
+
+@pytest.mark.engine
+def test_the_checkpoint_may_bring_its_own_parser(tokenizer: Any) -> None:
+    own = demo_tokenizer()
+    own.response_template = {"fields": {}}
+    assert isinstance(reader_of(None, own), ToolCallReader)
+
+
+@pytest.mark.engine
+def test_a_tool_environment_over_the_engines_goes_on_from_calls_as_they_were_sampled(tokenizer: Any) -> None:
+    engines = ScriptedEngines([says(tokenizer, "I add. " + CALL), says(tokenizer, CALL + CALL), says(tokenizer, "5")])
+    client = client_over(engines, tokenizer, tool_parser="hermes", decode=decode_settings(tokenizer, max_new_tokens=512))
+    (state,) = generated(ToolEnv([add]), [{"question": "2 + 3?"}], client).state
+    assert state["error"] is None
+    assert [message["role"] for message in state["completion"]] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    assert [message["content"] for message in state["completion"] if message["role"] == "tool"] == ["5", "5", "5"]
+    assert state["trajectory"][0]["response"].choices[0].finish_reason == "tool_calls"
+    assert state["num_splits"] == 0
+    steps = [step["tokens"] for step in state["trajectory"]]
+    for earlier, later in pairwise(steps):
+        so_far = earlier["prompt_ids"] + earlier["completion_ids"]
+        assert later["prompt_ids"][: len(so_far)] == so_far
+    added = tokenizer.decode(steps[1]["prompt_ids"][len(steps[0]["prompt_ids"]) + len(steps[0]["completion_ids"]) :])
+    assert added == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.engine
+def test_messages_of_openais_own_types_are_taken(tokenizer: Any) -> None:
+    engines = ScriptedEngines([says(tokenizer, CALL), says(tokenizer, "5")])
+    conversation = client_over(engines, tokenizer, tool_parser="hermes", decode=decode_settings(tokenizer, max_new_tokens=512)).conversation(state_at())
+
+    async def talk() -> None:
+        response = await conversation.chat.completions.create(model="m", messages=[user("2 + 3?")], tools=TOOLS)
+        (message,) = await parse_response_messages(response, "chat")
+        answer = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "5"}
+        await conversation.chat.completions.create(model="m", messages=[user("2 + 3?"), response.choices[0].message, answer], tools=TOOLS)
+
+    asyncio.run(talk())
+    assert conversation.num_splits == 0
