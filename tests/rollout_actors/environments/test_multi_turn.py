@@ -1,0 +1,348 @@
+"""Rollouts turn by turn: every call of the model is a step of the trajectory (spec: trajectories, 1 to 3 and 7)."""
+
+import asyncio
+import copy
+import pickle
+
+import openai
+import pytest
+from environment_support import Talk, assistant, rolled_out, user
+from scripted_client import Answer, ScriptedClient, answer_ids, connection_error, overlong_error, rendered_ids, status_error, timeout_error
+
+from rollout_actors.environments.client import PAUSE_S, TRIES
+from rollout_actors.environments.lifecycle import stop
+from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.single_turn import SingleTurnEnv
+from shared.errors import RolloutError
+
+ROW = {"prompt": [user("hi")], "answer": "c", "task": "talk", "example_id": 3}
+TOLD = [user("hi"), assistant("a"), user("yes"), assistant("b"), user("yes"), assistant("c")]
+
+
+# The trajectory
+
+
+def test_every_call_of_the_model_is_one_step_with_exactly_the_prompt_that_was_sent_and_the_completion_that_came():
+    client = ScriptedClient(["a", "b", "c"])
+    state = rolled_out(Talk(), ROW, client)
+    assert [step["prompt"] for step in state["trajectory"]] == [call.prompt for call in client.calls] == [TOLD[:1], TOLD[:3], TOLD[:5]]
+    assert [step["completion"] for step in state["trajectory"]] == [[assistant(said)] for said in "abc"]
+    assert [step["response"].id for step in state["trajectory"]] == ["chat-0", "chat-1", "chat-2"]
+
+
+def test_a_step_has_the_documents_keys_and_is_unscored_during_the_rollout():
+    step = rolled_out(Talk(max_turns=1), ROW, ScriptedClient(["a"]))["trajectory"][0]
+    assert set(step) == {"prompt", "completion", "response", "tokens", "reward", "advantage", "extras"}
+    assert (step["reward"], step["advantage"], step["extras"]) == (None, None, {})
+
+
+def test_tokens_of_every_step_are_the_engines_own():
+    client = ScriptedClient(["a", "b", "c"])
+    state = rolled_out(Talk(), ROW, client, sampling_args=RETURNS_TOKENS)
+    for step, call, said in zip(state["trajectory"], client.calls, "abc", strict=True):
+        assert step["tokens"]["prompt_ids"] == rendered_ids(call.prompt)
+        assert step["tokens"]["completion_ids"] == answer_ids(call, Answer(said))
+        assert step["tokens"]["completion_logprobs"] == [-0.5] * len(step["tokens"]["completion_ids"])
+
+
+def test_without_the_flags_that_ask_for_tokens_a_steps_tokens_are_none():
+    state = rolled_out(Talk(), ROW, ScriptedClient(["a", "b", "c"]))
+    assert [step["tokens"] for step in state["trajectory"]] == [None] * 3
+
+
+def test_the_trajectory_is_a_list_always():
+    class Never(Talk):
+        @stop
+        def at_once(self, state):
+            return True
+
+    state = rolled_out(Never(), ROW, ScriptedClient([]))
+    assert state["trajectory"] == [] and state["completion"] == []
+
+
+def test_the_completion_is_all_that_came_after_the_prompt():
+    state = rolled_out(Talk(), ROW, ScriptedClient(["a", "b", "c"]))
+    assert state["completion"] == TOLD[1:] and state["prompt"] == TOLD[:1]
+    assert state["is_completed"] and state["stop_condition"] == "max_turns_reached" and not state["is_truncated"]
+
+
+def test_an_environment_may_render_the_completion_its_own_way():
+    class Last(Talk):
+        async def _render_completion(self, state):
+            state["completion"] = state["trajectory"][-1]["completion"]
+
+    assert rolled_out(Last(), ROW, ScriptedClient(["a", "b", "c"]))["completion"] == [assistant("c")]
+
+
+def test_prompts_may_be_independent_of_each_other():
+    class Fresh(Talk):
+        async def get_prompt_messages(self, state):
+            return [user(f"question {len(state['trajectory'])}")]
+
+        async def _render_completion(self, state):
+            state["completion"] = [message for step in state["trajectory"] for message in step["completion"]]
+
+    client = ScriptedClient(["a", "b"])
+    state = rolled_out(Fresh(max_turns=2), ROW, client)
+    assert [call.prompt for call in client.calls] == [[user("question 0")], [user("question 1")]]
+    assert state["completion"] == [assistant("a"), assistant("b")]
+
+
+def test_rollouts_of_completion_type_are_text():
+    client = ScriptedClient(["a", "b"])
+    args = {"logprobs": 1, "extra_body": {"return_token_ids": True}}
+    state = rolled_out(Talk(max_turns=2, message_type="completion"), {**ROW, "prompt": "Once"}, client, sampling_args=args)
+    assert [call.prompt for call in client.calls] == ["Once", "Oncea yes "]
+    assert state["completion"] == "a yes b"
+    assert state["trajectory"][1]["tokens"]["prompt_ids"] == rendered_ids("Oncea yes ")
+
+
+def test_what_the_environment_says_last_ends_the_rollout_and_belongs_to_the_completion():
+    class Game(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            state["won"] = messages[-1]["content"] == "b"
+            return [user("you won" if state["won"] else "no")]
+
+        @stop
+        def won(self, state):
+            return state.get("won", False)
+
+    client = ScriptedClient(["a", "b"])
+    state = rolled_out(Game(max_turns=-1), ROW, client)
+    assert client.num_calls == 2 and state["stop_condition"] == "won"
+    assert state["completion"] == [assistant("a"), user("no"), assistant("b"), user("you won")]
+
+
+def test_the_environment_hears_the_whole_conversation():
+    heard = []
+
+    class Listens(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            heard.append(messages)
+            return [user("yes")]
+
+    rolled_out(Listens(), ROW, ScriptedClient(["a", "b", "c"]))
+    assert heard == [TOLD[:2], TOLD[:4]]
+
+
+def test_a_single_turn_is_one_call():
+    client = ScriptedClient(["a"])
+    state = rolled_out(SingleTurnEnv(), ROW, client)
+    assert client.num_calls == 1 and state["completion"] == [assistant("a")] and state["stop_condition"] == "max_turns_reached"
+
+
+def test_a_finished_state_can_be_pickled():
+    state = rolled_out(Talk(), ROW, ScriptedClient(["a", "b", "c"]), sampling_args=RETURNS_TOKENS)
+    other = pickle.loads(pickle.dumps(state))
+    assert other == state and other["trajectory"][2]["response"].id == "chat-2"
+
+
+# Where it begins
+
+
+def test_a_rollout_begins_with_the_fields_of_the_document():
+    state = asyncio.run(Talk(env_id="talk").init_state({"prompt": [user("hi")], "example_id": 3}))
+    expected = {"is_completed": False, "stop_condition": None, "oai_tools": [], "trajectory": [], "completion": None}
+    expected |= {"reward": None, "advantage": None, "metrics": None, "error": None, "is_truncated": False, "id": 3, "example_id": 3, "task": "talk"}
+    assert {key: state[key] for key in expected} == expected
+    assert {key: state["timing"][key] for key in ("generation_ms", "scoring_ms", "total_ms")} == {"generation_ms": 0, "scoring_ms": 0, "total_ms": 0}
+    assert state["timing"]["start_time"] > 1.6e9
+
+
+def test_init_state_comes_first_then_setup_state_then_the_first_call():
+    order = []
+
+    class Env(Talk):
+        async def init_state(self, input, **kwargs):
+            order.append("init")
+            return await super().init_state(input, **kwargs)
+
+        async def setup_state(self, state):
+            order.append("setup")
+            return await super().setup_state(state)
+
+    rolled_out(Env(max_turns=1), ROW, ScriptedClient(lambda call: order.append("call") or "a"))
+    assert order == ["init", "setup", "call"]
+
+
+def test_info_that_a_dataset_stores_as_json_is_read():
+    assert asyncio.run(Talk().init_state({**ROW, "info": '{"k": 1}'}))["info"] == {"k": 1}
+
+
+def test_the_callers_row_stays_as_it_is():
+    class Scribbles(Talk):
+        async def setup_state(self, state):
+            state["prompt"].append(user("more"))
+            state["answer"] = "other"
+            state["info"]["k"].append(2)
+            return state
+
+    row = {**ROW, "info": {"k": [1]}}
+    before = copy.deepcopy(row)
+    state = rolled_out(Scribbles(max_turns=1), row, ScriptedClient(["a"]))
+    assert row == before and state["answer"] == "other"
+
+
+def test_writing_to_the_prompt_later_does_not_change_what_was_sent():
+    class Scribbles(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            state["prompt"].append(user("more"))
+            return [user("yes")]
+
+    state = rolled_out(Scribbles(max_turns=2), ROW, ScriptedClient(["a", "b"]))
+    assert state["trajectory"][0]["prompt"] == [user("hi")]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+OTHER = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_the_rows_tools_win_over_the_environments():
+    env = Talk(max_turns=1, oai_tools=[TOOL])
+    for info, tools in ((None, [TOOL]), ({"oai_tools": [OTHER]}, [OTHER]), ({"oai_tools": None}, [TOOL])):
+        client = ScriptedClient(["a"])
+        state = rolled_out(env, ROW if info is None else {**ROW, "info": info}, client)
+        assert state["oai_tools"] == tools and client.calls[0].arguments["tools"] == tools
+
+
+def test_no_tools_are_sent_where_there_are_none():
+    client = ScriptedClient(["a"])
+    rolled_out(Talk(max_turns=1), ROW, client)
+    assert "tools" not in client.calls[0].arguments
+
+
+def test_a_rollout_that_adds_a_tool_adds_it_for_itself_alone():
+    class Adds(Talk):
+        async def setup_state(self, state):
+            state["oai_tools"].append(OTHER)
+            return state
+
+    env = Adds(max_turns=1, oai_tools=[TOOL])
+    assert rolled_out(env, ROW, ScriptedClient(["a"]))["oai_tools"] == [TOOL, OTHER]
+    assert env.oai_tools == [TOOL]
+
+
+# What is sent
+
+
+def test_a_calls_sampling_arguments_win_over_the_environments_and_extra_body_is_merged():
+    env = Talk(max_turns=1, sampling_args={"temperature": 0.5, "max_tokens": 8, "extra_body": {"top_k": 3, "min_p": 0.1}})
+    client = ScriptedClient(["a"])
+    rolled_out(env, ROW, client, sampling_args={"temperature": 1.0, "extra_body": {"top_k": 5}})
+    assert client.calls[0].arguments == {"temperature": 1.0, "max_tokens": 8, "extra_body": {"top_k": 5, "min_p": 0.1}}
+
+
+def test_a_sampling_argument_that_is_none_takes_the_environments_back():
+    client = ScriptedClient(["a"])
+    env = Talk(max_turns=1, sampling_args={"temperature": 0.5, "extra_body": {"top_k": 3}})
+    asyncio.run(env.generate([ROW], client, "model", {"temperature": None, "extra_body": None}, use_tqdm=False))
+    assert client.calls[0].arguments == {}
+
+
+# Too long
+
+
+@pytest.mark.parametrize("refusal", [overlong_error(), status_error(400, "no", code="context_length_exceeded"), status_error(400, "The prompt is too long")])
+def test_an_over_long_prompt_ends_the_rollout_as_truncated_with_its_steps_kept_and_no_text_invented(refusal):
+    client = ScriptedClient(["a", refusal])
+    state = rolled_out(Talk(), ROW, client, sampling_args=RETURNS_TOKENS)
+    assert state["is_truncated"] and state["is_completed"] and state["stop_condition"] == "prompt_too_long" and state["error"] is None
+    assert [step["completion"] for step in state["trajectory"]] == [[assistant("a")]] and state["trajectory"][0]["tokens"] is not None
+    assert state["completion"] == [assistant("a")]
+    assert client.num_calls == 2
+
+
+@pytest.mark.parametrize(("message_type", "prompt", "nothing"), [("chat", [user("hi")], []), ("completion", "hi", "")])
+def test_a_first_prompt_that_is_too_long_leaves_a_completion_of_nothing(message_type, prompt, nothing):
+    state = rolled_out(Talk(message_type=message_type), {**ROW, "prompt": prompt}, ScriptedClient([overlong_error()]))
+    assert state["is_truncated"] and state["trajectory"] == [] and state["completion"] == nothing
+
+
+def seq(prompt: int, sampled: int) -> Answer:
+    return Answer("a", prompt_ids=range(prompt), completion_ids=range(100, 100 + sampled))
+
+
+def test_max_seq_len_ends_a_rollout_as_truncated_with_the_tokens_that_fit():
+    client = ScriptedClient([seq(3, 2), seq(7, 5)])
+    state = rolled_out(Talk(max_seq_len=10), ROW, client, sampling_args=RETURNS_TOKENS)
+    assert state["is_truncated"] and state["stop_condition"] == "max_seq_len_reached" and client.num_calls == 2
+    first, second = (step["tokens"] for step in state["trajectory"])
+    assert len(first["completion_ids"]) == 2
+    assert second["completion_ids"] == [100, 101, 102] and second["completion_mask"] == [1] * 3 and len(second["completion_logprobs"]) == 3
+    assert second["prompt_ids"] == list(range(7))
+
+
+def test_a_prompt_that_fills_max_seq_len_leaves_nothing_of_its_step_to_learn_and_the_steps_before_it_whole():
+    state = rolled_out(Talk(max_seq_len=10), ROW, ScriptedClient([seq(3, 2), seq(10, 5)]), sampling_args=RETURNS_TOKENS)
+    assert state["is_truncated"] and [step["tokens"] is None for step in state["trajectory"]] == [False, True]
+
+
+def test_under_max_seq_len_nothing_is_cut():
+    client = ScriptedClient([seq(3, 2), seq(4, 2), seq(5, 4)])
+    state = rolled_out(Talk(max_seq_len=10), ROW, client, sampling_args=RETURNS_TOKENS)
+    assert not state["is_truncated"] and [len(step["tokens"]["completion_ids"]) for step in state["trajectory"]] == [2, 2, 4]
+
+
+# Failures on the way
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        connection_error(),
+        timeout_error(),
+        status_error(429, "slow"),
+        status_error(503, "busy"),
+        RolloutError("an actor died", actor="actor-0", phase="generate"),
+    ],
+    ids=repr,
+)
+def test_failures_of_the_infrastructure_are_tried_again_with_the_same_call(failure):
+    client = ScriptedClient([failure, "a"])
+    state = rolled_out(Talk(max_turns=1), ROW, client, sampling_args={"temperature": 0.5})
+    assert client.num_calls == 2 and len(state["trajectory"]) == 1
+    assert (client.calls[0].prompt, client.calls[0].arguments) == (client.calls[1].prompt, client.calls[1].arguments)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [status_error(400, "bad"), status_error(401, "key"), status_error(404, "model"), ValueError("mine"), KeyError("k"), RuntimeError("r")],
+    ids=repr,
+)
+def test_failures_of_anything_else_are_not_tried_again(failure):
+    client = ScriptedClient([failure, "a"])
+    with pytest.raises(type(failure)):
+        rolled_out(Talk(max_turns=1), ROW, client)
+    assert client.num_calls == 1
+
+
+def test_an_infrastructure_that_goes_on_failing_is_raised_after_the_last_try():
+    client = ScriptedClient([connection_error()] * TRIES)
+    with pytest.raises(openai.APIConnectionError):
+        rolled_out(Talk(max_turns=1), ROW, client)
+    assert client.num_calls == TRIES == 3 and PAUSE_S == 0.5
+
+
+def test_env_response_has_to_be_written():
+    with pytest.raises(TypeError, match="env_response"):
+        MultiTurnEnv()  # type: ignore[abstract]
+
+
+# Clients that know rollouts
+
+
+def test_a_client_that_wants_to_know_which_calls_are_of_one_rollout_is_told():
+    class Knows:
+        def __init__(self):
+            self.states, self.clients = [], []
+
+        def conversation(self, state):
+            self.states.append(state)
+            self.clients.append(ScriptedClient(["a", "b"]))
+            return self.clients[-1]
+
+    client = Knows()
+    first = rolled_out(Talk(max_turns=2), ROW, client)
+    rolled_out(Talk(max_turns=2), ROW, client)
+    assert [one.num_calls for one in client.clients] == [2, 2] and client.states[0] is first
