@@ -75,7 +75,7 @@ def test_other_data_can_be_held_out(tmp_path):
 
 
 def test_data_that_are_not_as_they_should_be_are_refused_with_their_line(tmp_path):
-    with pytest.raises(RecordError, match="nothing.jsonl"):
+    with pytest.raises(RecordError, match=r"nothing\.jsonl"):
         load_environment(str(tmp_path / "nothing.jsonl"))
     path = data(tmp_path, [CAT], [CAT])
     (tmp_path / "a.png").write_text("no image")
