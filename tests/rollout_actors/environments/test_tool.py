@@ -126,11 +126,11 @@ def test_what_cannot_be_told_to_a_model_is_refused_with_the_tools_name_and_a_rem
     def takes_a_lock(lock: threading.Lock) -> None: ...
     def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
-    with pytest.raises(ValueError, match="tool takes_all: parameter .*kwargs.* cannot be given by name"):
+    with pytest.raises(ValueError, match=r"tool takes_all: parameter .*kwargs.* cannot be given by name"):
         Tool.of(takes_all)
-    with pytest.raises(ValueError, match="tool takes_a_lock: .*hide them with args_to_skip"):
+    with pytest.raises(ValueError, match=r"tool takes_a_lock: .*hide them with args_to_skip"):
         Tool.of(takes_a_lock)
-    with pytest.raises(ValueError, match="tool takes_the_unknown: .*Nowhere"):
+    with pytest.raises(ValueError, match=r"tool takes_the_unknown: .*Nowhere"):
         Tool.of(takes_the_unknown)
     with pytest.raises(ValueError, match="tool area: args_to_skip has depth, which is no parameter; they are width, height"):
         Tool.of(area, ["depth"])
