@@ -1,6 +1,7 @@
 """Segments into one packed row: positions restart per segment, supervision is offset and weighted once (DESIGN 5.6, FACTS 4).
 
-Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K sampled tokens to compare, I images, R image patches, D patch values.
+Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K sampled tokens to compare, M sampled tokens to learn, I images, R image
+patches, D patch values.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from learner.objectives.interface import BoxSupervision, CoordSupervision, Supervision, TextSupervision
+from learner.objectives.interface import BoxSupervision, CoordSupervision, SampledSupervision, Supervision, TextSupervision
 from learner.segments import Segment
 from learner.targets import Target, TextWeights, TokenRole
 
-Columns = TypeVar("Columns", "ModelInputs", TextSupervision, CoordSupervision, BoxSupervision, "SampledTokens")
+Columns = TypeVar("Columns", "ModelInputs", TextSupervision, CoordSupervision, BoxSupervision, SampledSupervision, "SampledTokens")
 
 
 class RopeIndex(Protocol):
@@ -65,13 +66,13 @@ class PackedRow:
         return self.inputs.input_ids.shape[1]
 
     def to(self, device: torch.device) -> PackedRow:
-        text, coord, boxes = self.supervision
+        text, coord, boxes, learned = self.supervision
         return PackedRow(
             self.segments,
             _to(self.inputs, device),
             self.positions_N.to(device),
             self.token_ids_N.to(device),
-            Supervision(_to(text, device), _to(coord, device), _to(boxes, device)),
+            Supervision(_to(text, device), _to(coord, device), _to(boxes, device), _to(learned, device)),
             _to(self.sampled, device),
         )
 
@@ -91,7 +92,9 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_inde
     text_at = _concat(at + part.positions for at, part in zip(predictors, text, strict=True))
     coord_at = _concat(at + np.array(target.coord_positions, dtype=np.int64) for at, target in zip(predictors, targets, strict=True))
     sampled_at = _concat(at + np.arange(count) for at, count in zip(predictors, num_sampled, strict=True))
-    needed = np.unique(np.concatenate([text_at, coord_at, sampled_at]))
+    credited = [target.credit for target in targets]
+    learned_at = _concat(at + np.array(credit.positions, dtype=np.int64) for at, credit in zip(predictors, credited, strict=True))
+    needed = np.unique(np.concatenate([text_at, coord_at, sampled_at, learned_at]))
 
     def index(row_positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.searchsorted(needed, row_positions))
@@ -114,6 +117,12 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_inde
                 torch.from_numpy(_concat((_equal_weights(len(target.coord_positions)) for target in targets), np.float32)),
             ),
             _box_supervision(targets),
+            SampledSupervision(
+                index(learned_at),
+                torch.from_numpy(_concat((np.array(credit.engine_logprobs, dtype=np.float32) for credit in credited), np.float32)),
+                torch.from_numpy(_concat((np.array(credit.advantages, dtype=np.float32) for credit in credited), np.float32)),
+                torch.from_numpy(_concat((np.full(len(credit.positions), credit.weight, dtype=np.float32) for credit in credited), np.float32)),
+            ),
         ),
         SampledTokens(
             index(sampled_at),

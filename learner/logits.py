@@ -2,7 +2,8 @@
 
 The peak is a chunk's backward: its logits, a float32 copy of them (the gradient) and masks; benchmarks/logit_memory.py measures it.
 
-Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X text, S coord slots, K sampled tokens, V vocabulary.
+Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X text, S coord slots, K and M sampled tokens, to
+compare and to learn, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class LogitsPass:
     def __call__(self, hidden_ND: torch.Tensor, row: PackedRow) -> RowValues:
         """Differentiable; `hidden_ND` is what the model says at `row.positions_N`."""
         text, coord, sampled, needs = row.supervision.text, row.supervision.coord, row.sampled, self.needs
+        learned = row.supervision.sampled
         coord_at_P = coord.at if needs.text_gate is None else torch.cat([coord.at, text.at]).sort().values
-        normalizers = self._normalizers(len(sampled.at))
+        normalizers = self._normalizers(len(sampled.at) + (len(learned.at) if needs.sampled else 0))
         reading = self._read(hidden_ND, row.token_ids_N, coord_at_P, normalizers)
         log_normalizers = dict(zip(normalizers, reading.log_normalizers_N, strict=True))
 
@@ -48,13 +50,17 @@ class LogitsPass:
         def logprobs(at: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
             return coord_math.token_logprobs(reading.token_logits_N[at], log_normalizers[normalizer][at], normalizer.temperature)
 
+        def sampled_logprobs(at: torch.Tensor) -> torch.Tensor:
+            return logprobs(at, self.sampled_under) if len(at) else hidden_ND.new_zeros(0, dtype=torch.float32)
+
         return RowValues(
             text_ce_X=-logprobs(text.at, _PLAIN) if needs.text_ce else None,
             text_gate_X=None if needs.text_gate is None else coord_math.gate_of_leak(leak(text.at, needs.text_gate)),
             coord_logits_SC=reading.coord_logits_PC[torch.searchsorted(coord_at_P, coord.at)],
             coord_gate_S=None if needs.coord_gate is None else leak(coord.at, needs.coord_gate),
             coord_mass_S=coord_math.coord_mass(leak(coord.at, 1.0)) if needs.coord_mass else None,
-            sampled_logprobs_K=logprobs(sampled.at, self.sampled_under) if len(sampled.at) else hidden_ND.new_zeros(0, dtype=torch.float32),
+            sampled_logprobs_K=sampled_logprobs(sampled.at),
+            learned_logprobs_M=sampled_logprobs(learned.at) if needs.sampled else None,
         )
 
     def _normalizers(self, num_sampled: int) -> tuple[Normalizer, ...]:

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from learner.credit import NO_CREDIT, Credit
 from learner.ot_targets import OTSettings, slot_targets
 from shared.grounding.matching import MatchedPair, MatchResult, match_objects
 from shared.grounding.objects import ParsedObject, ParsedRollout
@@ -116,6 +117,8 @@ class Target:
     """The engine's log-probabilities of the leading tokens that are the rollout's own, none of them forced; empty in channel A."""
     reading: Reading | None = None
     """How the rollout was read; None in channel A."""
+    credit: Credit = NO_CREDIT
+    """Sampled tokens that are learned by their advantage: of trajectories alone."""
 
     def __post_init__(self) -> None:
         length, positions = len(self.token_ids), self.coord_positions
@@ -124,6 +127,7 @@ class Target:
         assert all(0 <= position < length for position in positions), "a supervised coord slot lies outside the assistant span"
         assert all(a < b for a, b in pairwise(positions))
         assert all(self.roles[list(positions)] == TokenRole.COORD), "a supervised slot is no coord token"
+        assert all(0 <= position < length for position in self.credit.positions), "a sampled token lies outside the target"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss/coord_reg.coord_gate", Reduction.SUM, "Probability that leaks out of the coord vocabulary at coord slots, in nats."),
     Metric("loss/coord_reg.text_gate", Reduction.SUM, "Probability of coord tokens at supervised text tokens, in nats."),
     Metric("loss/bbox_geo", Reduction.SUM, "Weighted smooth-L1 and CIoU losses of decoded boxes, as one number."),
+    Metric(
+        "loss/policy_gradient",
+        Reduction.SUM,
+        "Ratio times advantage of sampled tokens, negated. No measure of progress: near 0 where engine and learner agree.",
+    ),
+    # How far the learner is from the engines that sampled; with `policy_gradient` alone.
+    Metric("policy/ratio", Reduction.MEAN, "Probability of a sampled token in the learner over the engine's, truncated at `ratio_cap`."),
+    Metric("policy/clipped_share", Reduction.MEAN, "Share of sampled tokens that clip or cap keep from being learned."),
+    Metric(
+        "policy/logprob_difference", Reduction.MEAN, "Absolute difference between the learner's and the engine's log-probability of a sampled token, in nats."
+    ),
+    Metric("policy/entropy", Reduction.MEAN, "Of the learner's next token, in nats, estimated from the tokens that were sampled."),
     # Diagnostics.
     Metric("coord_diag/expected_bin_error", Reduction.MEAN, "Distance of the expected bin from the target, in bins, over supervised coord slots."),
     Metric("coord_diag/top5_accuracy", Reduction.MEAN, "Share of supervised coord slots whose target is among the five most probable bins."),

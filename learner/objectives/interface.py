@@ -3,7 +3,8 @@
 Every term is a weighted sum over a row's positions. The weights already hold the means within a segment, so that the terms of rows add
 and packing cannot change a step's loss (DESIGN 5, decision 6).
 
-Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them predict sampled tokens, B boxes, C the 1,000 coord bins.
+Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them predict sampled tokens to compare, M of them sampled tokens
+that are learned by their advantage, B boxes, C the 1,000 coord bins.
 """
 
 from __future__ import annotations
@@ -47,12 +48,29 @@ class BoxSupervision(NamedTuple):
     """float32 [B]: 1 / boxes of the segment."""
 
 
+class SampledSupervision(NamedTuple):
+    """Sampled tokens that are learned by their advantage, a column per field."""
+
+    at: torch.Tensor
+    """int64 [M], into the N positions, ascending."""
+    engine_logprobs: torch.Tensor
+    """float32 [M], under the probabilities that the engine sampled from."""
+    advantage: torch.Tensor
+    """float32 [M]"""
+    weight: torch.Tensor
+    """float32 [M]: 1 / sampled tokens of the segment, or 1 / `max_new_tokens`."""
+
+
+NOTHING_SAMPLED = SampledSupervision(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0), torch.empty(0))
+
+
 class Supervision(NamedTuple):
     """What a row's objectives are about."""
 
     text: TextSupervision
     coord: CoordSupervision
     boxes: BoxSupervision
+    sampled: SampledSupervision = NOTHING_SAMPLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,7 @@ class LogitNeeds:
     coord_gate: float | None = None
     """The gate's temperature; None: not asked."""
     coord_mass: bool = False
+    sampled: bool = False
 
     def __or__(self, other: LogitNeeds) -> LogitNeeds:
         return LogitNeeds(
@@ -72,6 +91,7 @@ class LogitNeeds:
             _asked(self.text_gate, other.text_gate),
             _asked(self.coord_gate, other.coord_gate),
             self.coord_mass or other.coord_mass,
+            self.sampled or other.sampled,
         )
 
 
@@ -95,6 +115,8 @@ class RowValues:
     """`p_coord` at temperature 1."""
     sampled_logprobs_K: torch.Tensor
     """Of the tokens an engine sampled, under the probabilities it sampled from."""
+    learned_logprobs_M: torch.Tensor | None = None
+    """Likewise, of those that are learned by their advantage."""
 
 
 class ObjectiveLoss(NamedTuple):
@@ -126,7 +148,8 @@ class Diagnostic(Protocol):
     def needs(self) -> LogitNeeds: ...
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
-        """A value per slot for each name, [S]: the step's metric is their mean over all slots of its rows. Called without gradient."""
+        """A value per slot (or per sampled token that is learned) for each name: the step's metric is their mean over all of its rows. Called without
+        gradient."""
         ...
 
 

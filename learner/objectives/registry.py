@@ -9,15 +9,21 @@ import torch
 from learner.objectives.bbox_geo import BboxGeo
 from learner.objectives.coord_diag import CoordDiag
 from learner.objectives.coord_reg import CoordReg
-from learner.objectives.interface import ChannelObjectives, Objective
+from learner.objectives.interface import ChannelObjectives, Diagnostic, Objective
+from learner.objectives.policy_gradient import PolicyDiag, PolicyGradient
 from learner.objectives.token_ce import TokenCE
-from shared.config.pipeline import BboxGeoEntry, Channel, CoordRegEntry, ObjectiveEntry, PipelineSection, TokenCEEntry
+from shared.config.pipeline import BboxGeoEntry, Channel, CoordRegEntry, ObjectiveEntry, PipelineSection, PolicyGradientEntry, TokenCEEntry
 
 
 def build_objectives(pipeline: PipelineSection, channel: Channel, coord_ids_C: torch.Tensor) -> ChannelObjectives:
-    """The enabled modules of `channel`, in declared order. `coord_ids_C` is the token id of each bin."""
-    diagnostics = tuple(CoordDiag() for _ in pipeline.active_diagnostics(channel))
-    return ChannelObjectives(tuple(_build(entry) for entry in pipeline.active(channel)), diagnostics, coord_ids_C)
+    """The enabled modules of `channel`, in declared order. `coord_ids_C` is the token id of each bin.
+
+    A policy gradient is not to be judged without its distance from the engine's policy, so that it is always measured.
+    """
+    entries = pipeline.active(channel)
+    policies: list[Diagnostic] = [PolicyDiag(entry.config) for entry in entries if isinstance(entry, PolicyGradientEntry)]
+    diagnostics = (*(CoordDiag() for _ in pipeline.active_diagnostics(channel)), *policies)
+    return ChannelObjectives(tuple(_build(entry) for entry in entries), diagnostics, coord_ids_C)
 
 
 def _build(entry: ObjectiveEntry) -> Objective:
@@ -28,5 +34,7 @@ def _build(entry: ObjectiveEntry) -> Objective:
             return CoordReg(entry.weight, entry.config)
         case BboxGeoEntry():
             return BboxGeo(entry.weight, entry.config)
+        case PolicyGradientEntry():
+            return PolicyGradient(entry.weight, entry.config)
         case _:
             assert_never(entry)

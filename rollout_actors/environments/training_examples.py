@@ -48,7 +48,8 @@ def merge_trajectories_for_training(states: Sequence[State], mask_prompts: bool 
     A call goes on with the example whose tokens its prompt begins with, the longest if there are several; else it begins one. What was sampled is learned in
     the example of its own call alone: where a later prompt repeats it in another one, it is masked.
     """
-    examples, num_splits = [], 0
+    examples: list[TrainingExample] = []
+    num_splits = 0
     for rollout in _rollouts(states):
         merged: list[_Merged] = []
         for number, step, tokens in rollout.steps:
@@ -146,6 +147,6 @@ def _length(tokens: TrajectoryStepTokens) -> int:
 def _weight_version(step: TrajectoryStep) -> int | None:
     """As the client noted it in the step's extras, or the endpoint in its response."""
     extras = step.get("extras") or {}
-    # A field that an endpoint of ours adds to OpenAI's.
-    version: int | None = extras["weight_version"] if "weight_version" in extras else getattr(step.get("response"), "weight_version", None)
-    return version
+    # A field that endpoints of ours add to OpenAI's; others may have one that means something else.
+    version = extras["weight_version"] if "weight_version" in extras else getattr(step.get("response"), "weight_version", None)
+    return version if isinstance(version, int) else None

@@ -15,7 +15,8 @@ from shared.rollouts import DecodeMode
 Find = Callable[[RunConfig], Iterator[Problem]]
 
 _PIPELINE = "rollout_matching.pipeline"
-_DECODING = "rollout_matching.decoding.temperature"
+_SAMPLING = "rollout_matching.decoding"
+_DECODING = f"{_SAMPLING}.temperature"
 _MODE = "rollout_matching.decode_mode"
 _VLLM = "rollout_matching.vllm"
 
@@ -140,6 +141,7 @@ CHECKS: tuple[Check, ...] = (
         engine_checks.beams,
         (_MODE, "rollout_matching.num_beams", "rollout_matching.decode_batch_size", "rollout_matching.repeat_terminate", *_ENGINES),
     ),
+    Check(engine_checks.sampling_is_whole, (_PIPELINE, f"{_SAMPLING}.top_p", f"{_SAMPLING}.top_k", "rollout_matching.repetition_penalty")),
     Check(engine_checks.whole_model_generates, ("rollout_matching.rollout_backend", "learner.parallel", "learner.world_size")),
     Check(_lengths, ("global_max_length", "rollout_matching.max_new_tokens")),
     Check(engine_checks.engine_length, ("global_max_length", f"{_VLLM}.max_model_len")),

@@ -8,6 +8,7 @@ from shared.chunking import chunk_size
 from shared.config.base import Problem
 from shared.config.custom import TrainerVariant
 from shared.config.derive import EnginePlace, engine_devices, engines_in, is_sharded, resolved_sync_mode
+from shared.config.pipeline import PolicyGradientEntry
 from shared.config.run import RunConfig
 from shared.lora import LORA_RANKS
 from shared.rollouts import DecodeMode
@@ -110,6 +111,24 @@ def beams(run: RunConfig) -> Iterator[Problem]:
         )
     if not is_beam and num_beams > 1:
         yield Problem("rollout_matching.num_beams", f"{num_beams} beams need decode_mode: beam", f"set {_MODE}: beam, or remove num_beams")
+
+
+def sampling_is_whole(run: RunConfig) -> Iterator[Problem]:
+    """What `policy_gradient` asks of sampling: engine and learner can then compute the same probability of every token (DESIGN 5, decision 25)."""
+    if not any(isinstance(entry, PolicyGradientEntry) and entry.enabled for entry in run.rollout_matching.pipeline.objective):
+        return
+    decoding, penalty = run.rollout_matching.decoding, run.rollout_matching.repetition_penalty
+    needs = "and policy_gradient needs the probability of every token under the whole vocabulary"
+    if decoding.top_p < 1:
+        yield Problem("rollout_matching.decoding.top_p", f"{decoding.top_p:g} cuts improbable tokens off, {needs}", "set 1.0, or remove the key")
+    if decoding.top_k > 0:
+        yield Problem("rollout_matching.decoding.top_k", f"{decoding.top_k} cuts improbable tokens off, {needs}", "set -1, or remove the key")
+    if penalty != 1:
+        yield Problem(
+            "rollout_matching.repetition_penalty",
+            f"{penalty:g} makes a token's probability depend on what was said before in a way that the model does not learn, {needs}",
+            "set 1.0, or remove the key",
+        )
 
 
 _TRANSPORTS = {

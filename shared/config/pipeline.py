@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from shared.config.base import Section, refusal
+from shared.config.base import Fraction01, Section, refusal
 
-_OBJECTIVES = ("token_ce", "coord_reg", "bbox_geo")
+_OBJECTIVES = ("token_ce", "coord_reg", "bbox_geo", "policy_gradient")
 _DIAGNOSTICS = ("coord_diag",)
-_FUTURE_MODULES = ("policy_gradient",)
 
 EXAMPLE_PIPELINE = {
     "objective": [
@@ -35,7 +34,7 @@ class Channel(StrEnum):
     A = "A"
     """Teacher-forced on ground truth."""
     B = "B"
-    """Teacher-forced on the model's own rollout."""
+    """On the model's own rollout."""
 
 
 def _some_channels_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
@@ -46,6 +45,12 @@ def _some_channels_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
     return channels
 
 
+def _b_alone(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
+    if channels != (Channel.B,):
+        raise refusal(f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has a policy gradient", "write [B]")
+    return channels
+
+
 def _module_name(entry: Any) -> str | None:
     """The `name` of an entry that was not validated yet; None where it has none."""
     return entry["name"] if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) else None
@@ -53,8 +58,6 @@ def _module_name(entry: Any) -> str | None:
 
 def _in_the_objective(entry: Any) -> Any:
     name = _module_name(entry)
-    if name in _FUTURE_MODULES:
-        raise refusal(f"'{name}' is not in this version", f"remove the entry; the objective modules of this version are {', '.join(_OBJECTIVES)}", key="name")
     if name in _DIAGNOSTICS:
         raise refusal(f"'{name}' is a diagnostic, which nothing is learned from", "move the entry to rollout_matching.pipeline.diagnostics", key="name")
     return entry
@@ -62,8 +65,6 @@ def _in_the_objective(entry: Any) -> Any:
 
 def _in_the_diagnostics(entry: Any) -> Any:
     name = _module_name(entry)
-    if name in _FUTURE_MODULES:
-        raise refusal(f"'{name}' is not in this version", f"remove the entry; the diagnostics of this version are {', '.join(_DIAGNOSTICS)}", key="name")
     if name in _OBJECTIVES:
         raise refusal(
             f"'{name}' is an objective module, and would not be learned from here", "move the entry to rollout_matching.pipeline.objective", key="name"
@@ -176,6 +177,42 @@ class BboxGeoEntry(PipelineEntry):
         return self.weight > 0 and max(self.config.smoothl1_weight, self.config.ciou_weight) > 0
 
 
+class PolicyGradientConfig(Section):
+    clip_low: Fraction01
+    """A sampled token with a negative advantage is learned while its ratio is at least 1 minus this. The ratio is of the learner's probability to the
+    engine's."""
+
+    clip_high: NonNegativeFloat
+    """One with a positive advantage while its ratio is at most 1 plus this."""
+
+    ratio_cap: Annotated[float, Field(gt=1.0)]
+    """No ratio counts for more, whatever the advantage."""
+
+    normalize: Literal["segment", "constant"]
+    """A segment's sum over its sampled tokens is divided by their number, or by `rollout_matching.max_new_tokens`."""
+
+    advantage_std: bool
+    """Divide the advantage, the reward minus its group's mean, by the standard deviation of the group's rewards."""
+
+
+class PolicyGradientEntry(PipelineEntry):
+    """Policy gradient over the tokens that the model sampled, of trajectories of environments."""
+
+    name: Literal["policy_gradient"]
+    """The module."""
+
+    channels: Annotated[tuple[Annotated[Channel, Field(strict=False)], ...], Field(strict=False), AfterValidator(_some_channels_once), AfterValidator(_b_alone)]
+    """[B]: it learns from the model's own samples."""
+
+    config: PolicyGradientConfig
+    """The module's settings."""
+
+    @property
+    def teaches(self) -> bool:
+        """Whether its loss can be other than 0."""
+        return self.weight > 0
+
+
 class CoordDiagConfig(Section):
     """No settings: the mapping is written out, and empty."""
 
@@ -193,7 +230,7 @@ class CoordDiagEntry(PipelineEntry):
     """The module's settings: none."""
 
 
-ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry
+ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry | PolicyGradientEntry
 
 
 class PipelineSection(Section):

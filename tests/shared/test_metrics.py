@@ -16,7 +16,7 @@ def test_the_documentation_shows_the_table():
 
 def test_names_are_unique_and_belong_to_a_family():
     assert len(BY_NAME) == len(METRICS)
-    assert {name.split("/")[0] for name in BY_NAME} == {"loss", "coord_diag", "rollout", "packing", "optim", "sync", "time"}
+    assert {name.split("/")[0] for name in BY_NAME} == {"loss", "policy", "coord_diag", "rollout", "packing", "optim", "sync", "time"}
 
 
 def test_no_training_time_number_is_an_iou():

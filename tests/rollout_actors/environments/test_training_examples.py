@@ -89,8 +89,9 @@ def test_the_weight_version_is_what_the_client_or_the_endpoint_says():
         rollout(step([1], [2], extras={"weight_version": 4}, response=SimpleNamespace(weight_version=9))),
         rollout(step([1], [2], response=SimpleNamespace(weight_version=5))),
         rollout(step([1], [2], response=SimpleNamespace())),
+        rollout(step([1], [2], response=SimpleNamespace(weight_version="default"))),
     ]
-    assert [one.weight_version for one in process_trajectories_for_training(states)] == [4, 5, None]
+    assert [one.weight_version for one in process_trajectories_for_training(states)] == [4, 5, None, None]
 
 
 def test_states_with_nothing_but_a_trajectory_are_taken():

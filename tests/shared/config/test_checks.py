@@ -19,6 +19,15 @@ SERVER = {"base_url": "http://127.0.0.1:8000", "group_port": 0}
 
 TOKEN_CE = EXAMPLE_PIPELINE["objective"][0]
 
+POLICY_GRADIENT = {
+    "name": "policy_gradient",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "segment", "advantage_std": True},
+}
+SAMPLED = {f"{MATCHING}.decoding.temperature": 0.7, f"{OBJECTIVE}[2]": POLICY_GRADIENT}
+
 REFUSED = [
     (
         {"custom.trainer_variant": "trajectory_pg"},
@@ -181,6 +190,18 @@ REFUSED = [
         {f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].weight": 0.0},
         f"{OBJECTIVE}: no enabled entry with a weight above 0, its own and a term's, covers channel A, ",
     ),
+    (
+        {**SAMPLED, f"{MATCHING}.decoding.top_p": 0.9},
+        f"{MATCHING}.decoding.top_p: 0.9 cuts improbable tokens off, and policy_gradient needs the probability of every token under the whole vocabulary; set",
+    ),
+    (
+        {**SAMPLED, f"{MATCHING}.decoding.top_k": 50},
+        f"{MATCHING}.decoding.top_k: 50 cuts improbable tokens off, and policy_gradient needs the probability of every token under the whole vocabulary; set ",
+    ),
+    (
+        {**SAMPLED, f"{MATCHING}.repetition_penalty": 1.1},
+        f"{MATCHING}.repetition_penalty: 1.1 makes a token's probability depend on what was said before in a way that the model does not learn, ",
+    ),
 ]
 
 ACCEPTED = [
@@ -225,6 +246,9 @@ ACCEPTED = [
     {"learner.gpus": 0.0, f"{VLLM}.actors.gpus_per_actor": 0},
     {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": ["B"]}},
     {f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": ["A", "B"], "enabled": False}},
+    SAMPLED,
+    {**SAMPLED, f"{MATCHING}.decoding.top_p": 1.0, f"{MATCHING}.decoding.top_k": -1, f"{MATCHING}.repetition_penalty": 1.0},
+    {**SAMPLED, f"{OBJECTIVE}[2]": POLICY_GRADIENT | {"enabled": False}, f"{MATCHING}.decoding.top_p": 0.9, f"{MATCHING}.decoding.top_k": 50},
     {"training.max_steps": 10, "stage2_ab.schedule.warmup_steps": 400, "training.lr_warmup_steps": 50},
     {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[1].channels": ["A"], "stage2_ab.schedule.b_ratio": 0.0},
     {f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].channels": ["B"], "stage2_ab.schedule.warmup_steps": 0},

@@ -30,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "target_truncate": None,
     },
     "bbox_geo": {"smoothl1_weight": 1.0, "ciou_weight": 1.0},
+    "policy_gradient": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "segment", "advantage_std": False},
     "coord_diag": {},
 }
 """Every module of this version with all the keys of its config (DESIGN section 8)."""
@@ -38,7 +39,8 @@ MODULES = [pytest.param(DIAGNOSTICS if name == "coord_diag" else OBJECTIVE, name
 
 
 def entry(name: str) -> dict[str, Any]:
-    return {"name": name, "enabled": True, "weight": 1.0, "channels": ["A", "B"], "config": CONFIGS[name]}
+    channels = ["B"] if name == "policy_gradient" else ["A", "B"]
+    return {"name": name, "enabled": True, "weight": 1.0, "channels": channels, "config": CONFIGS[name]}
 
 
 def without(mapping: dict[str, Any], key: str) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def without(mapping: dict[str, Any], key: str) -> dict[str, Any]:
 def lists_with(name: str, changed: dict[str, Any]) -> dict[str, Any]:
     """Both lists complete, with one entry replaced."""
     entries = {other: changed if other == name else entry(other) for other in CONFIGS}
-    return {OBJECTIVE: [entries["token_ce"], entries["coord_reg"], entries["bbox_geo"]], DIAGNOSTICS: [entries["coord_diag"]]}
+    return {OBJECTIVE: [one for other, one in entries.items() if other != "coord_diag"], DIAGNOSTICS: [entries["coord_diag"]]}
 
 
 def place(name: str) -> str:
@@ -56,10 +58,9 @@ def place(name: str) -> str:
 
 
 def test_all_modules_written_out_in_full_are_accepted_and_listed_by_channel(load):
-    pipeline = load({OBJECTIVE: [entry("token_ce"), entry("coord_reg"), entry("bbox_geo") | {"channels": ["B"]}], DIAGNOSTICS: [entry("coord_diag")]})
-    pipeline = pipeline.rollout_matching.pipeline
+    pipeline = load(lists_with("bbox_geo", entry("bbox_geo") | {"channels": ["B"]})).rollout_matching.pipeline
     assert [one.name for one in pipeline.active(Channel.A)] == ["token_ce", "coord_reg"]
-    assert [one.name for one in pipeline.active(Channel.B)] == ["token_ce", "coord_reg", "bbox_geo"]
+    assert [one.name for one in pipeline.active(Channel.B)] == ["token_ce", "coord_reg", "bbox_geo", "policy_gradient"]
     assert [one.name for one in pipeline.active_diagnostics(Channel.B)] == ["coord_diag"]
 
 
@@ -86,13 +87,13 @@ def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indice
 
 
 @pytest.mark.parametrize("alias", ["bbox_smoothl1_weight", "bbox_ciou_weight", "coord_soft_ce_weight", "coord_w1_weight"])
-@pytest.mark.parametrize("name", ["token_ce", "coord_reg", "bbox_geo", "coord_diag"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_an_alias_is_refused_in_the_config_of_every_module(problems, name, alias):
     (line,) = problems(lists_with(name, entry(name) | {"config": CONFIGS[name] | {alias: 1.0}}))
     assert line.startswith(f"{place(name)}.config.{alias}: ")
 
 
-@pytest.mark.parametrize("key", ["smoothl1_weight", "text_gate_weight", "desc_ce_weight"])
+@pytest.mark.parametrize("key", ["smoothl1_weight", "text_gate_weight", "desc_ce_weight", "clip_low"])
 def test_a_key_of_another_module_is_unknown(problems, key):
     owners = [name for name, config in CONFIGS.items() if key in config]
     for name in (name for name in CONFIGS if name not in owners):
@@ -101,7 +102,7 @@ def test_a_key_of_another_module_is_unknown(problems, key):
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [(name, key) for name, config in CONFIGS.items() for key in config if key not in ("temperature", "target_sigma", "target_truncate")]
+    ("name", "key"), [(name, key) for name, config in CONFIGS.items() for key in config if key.endswith("_weight") or key in ("clip_low", "clip_high")]
 )
 def test_weights_are_not_negative(problems, name, key):
     (line,) = problems(lists_with(name, entry(name) | {"config": CONFIGS[name] | {key: -0.5}}))
@@ -130,16 +131,10 @@ def test_a_diagnostic_in_the_objective_and_an_objective_in_the_diagnostics_are_s
     assert problems({f"{OBJECTIVE}[2]": entry("coord_diag")}) == [
         f"{OBJECTIVE}[2].name: 'coord_diag' is a diagnostic, which nothing is learned from; move the entry to {DIAGNOSTICS}"
     ]
-    for name in ("token_ce", "coord_reg", "bbox_geo"):
+    for name in (name for name in CONFIGS if name != "coord_diag"):
         assert problems({f"{DIAGNOSTICS}[0]": entry(name)}) == [
             f"{DIAGNOSTICS}[0].name: '{name}' is an objective module, and would not be learned from here; move the entry to {OBJECTIVE}"
         ]
-
-
-@pytest.mark.parametrize("path", [f"{OBJECTIVE}[2]", f"{DIAGNOSTICS}[0]"])
-def test_the_module_of_a_later_version_is_refused_by_name(problems, path):
-    (line,) = problems({path: entry("coord_diag") | {"name": "policy_gradient"}})
-    assert line.startswith(f"{path}.name: 'policy_gradient' is not in this version; remove the entry; the ")
 
 
 def test_a_diagnostic_that_does_not_exist_is_refused(problems):
@@ -153,11 +148,30 @@ def test_this_test_and_the_refusals_know_every_module_of_the_schema(problems):
     assert {name: list(one.model_fields["config"].annotation.model_fields) for name, one in entries.items()} == {
         name: list(config) for name, config in CONFIGS.items()
     }
-    told = {}
-    for path in (OBJECTIVE, DIAGNOSTICS):
-        (line,) = problems({f"{path}[0]": {"name": "policy_gradient"}})
-        told[path] = line.rpartition(" of this version are ")[2].split(", ")
-    assert told[OBJECTIVE] + told[DIAGNOSTICS] == list(entries)
+    (line,) = problems({f"{OBJECTIVE}[0].name": "nothing_like_it"})
+    assert line.rpartition("; choose one of ")[2].split(", ") == list(entries)[:-1]
+
+
+@pytest.mark.parametrize("channels", [["A"], ["A", "B"], ["B", "A"]])
+def test_the_channels_of_policy_gradient_are_b_alone(problems, channels):
+    (line,) = problems(lists_with("policy_gradient", entry("policy_gradient") | {"channels": channels}))
+    assert line == (
+        f"{place('policy_gradient')}.channels: must be [B], got [{', '.join(channels)}]: only what the model sampled itself has a policy gradient; write [B]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wrong"),
+    [
+        ("clip_low", 1.5, "must be at most 1, got 1.5; "),
+        ("ratio_cap", 1.0, "must be greater than 1, got 1.0; "),
+        ("normalize", "token", "must be one of segment, constant, got the text 'token'; "),
+        ("advantage_std", 1, "must be true or false, got "),
+    ],
+)
+def test_settings_of_policy_gradient_that_mean_nothing_are_refused(problems, key, value, wrong):
+    (line,) = problems(lists_with("policy_gradient", entry("policy_gradient") | {"config": CONFIGS["policy_gradient"] | {key: value}}))
+    assert line.startswith(f"{place('policy_gradient')}.config.{key}: {wrong}")
 
 
 def test_boxes_alone_contribute_to_bbox_geo_so_the_aligned_variant_may_list_it(load):

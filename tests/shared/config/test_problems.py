@@ -139,7 +139,7 @@ def test_all_problems_are_reported_at_once_whatever_their_kind(problems):
             "custom.trainer_variant": ...,
             f"{OBJECTIVE}[0].config.desc_ce_weight": float("nan"),
             f"{OBJECTIVE}[1].weight": "1",
-            f"{OBJECTIVE}[2]": {"name": "policy_gradient"},
+            f"{OBJECTIVE}[2]": {"name": "coord_diag"},
             "rollout_matching.rollout_buffer": {"enabled": True},
             "rollout_matching.decode_mode": "sample",
             "global_max_length": 100,

@@ -1,0 +1,50 @@
+"""From a training example to a prompt and a target, as rows are packed of them. The example's ids are the engine's own: nothing is encoded here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from learner.credit import CreditRule
+from learner.targets import Target, TokenRole
+from shared.trajectory import TrainingExample
+
+
+class TrajectoryTarget(NamedTuple):
+    prompt_token_ids: tuple[int, ...]
+    """All before the first token that is learned."""
+    target: Target
+    """From there to the last token that is learned; between the turns of a merged example, with what is only read."""
+
+
+def trajectory_target(example: TrainingExample, rule: CreditRule) -> TrajectoryTarget | None:
+    """None where no token of the example is learned.
+
+    Raises ValueError where the first token is to be learned, which no model predicts, and what `CreditRule.credit` raises.
+    """
+    learned = np.flatnonzero(example.mask)
+    if not len(learned):
+        return None
+    start, stop = int(learned[0]), int(learned[-1]) + 1
+    if start == 0:
+        raise ValueError(
+            f"example {example.example_id!r}, rollout {example.rollout}: its first token is to be learned, and is predicted from nothing; "
+            "make examples with mask_prompts=True"
+        )
+    credit = rule.credit(example, start=start)
+    # The check of the engine's weights compares what a target begins with: the first turn.
+    num_leading = next((place for place, position in enumerate(credit.positions) if position != place), len(credit.positions))
+    return TrajectoryTarget(
+        tuple(example.token_ids[:start]),
+        Target(
+            str(example.example_id),
+            tuple(example.token_ids[start:stop]),
+            np.full(stop - start, TokenRole.NEUTRAL, dtype=np.uint8),
+            coord_positions=(),
+            coord_targets=(),
+            box_slots=(),
+            sampled_logprobs=credit.engine_logprobs[:num_leading],
+            credit=credit,
+        ),
+    )

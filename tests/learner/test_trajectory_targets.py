@@ -1,0 +1,81 @@
+"""A training example as a prompt and a target, and what its tokens are credited with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from learner.credit import NO_CREDIT, CreditRule
+from learner.targets import Target, TokenRole
+from learner.trajectory_targets import trajectory_target
+from shared.config.pipeline import PolicyGradientConfig
+from shared.trajectory import TrainingExample
+
+PLAIN = CreditRule(divided_by_std=False, constant=None)
+TWO_TURNS = TrainingExample(
+    token_ids=[10, 11, 12, 13, 14, 15, 16, 17],
+    logprobs=[0.0, 0.0, -0.25, -0.5, 0.0, 0.0, -0.75, 0.0],
+    mask=[0, 0, 1, 1, 0, 0, 1, 0],
+    reward=1.0,
+    advantage=0.5,
+    example_id=7,
+    group_rewards=(1.0, 0.0),
+)
+
+
+def test_the_prompt_is_all_before_the_first_sampled_token_and_the_target_all_up_to_the_last():
+    prompt_token_ids, target = trajectory_target(TWO_TURNS, PLAIN)
+    assert (prompt_token_ids, target.token_ids) == ((10, 11), (12, 13, 14, 15, 16))
+    assert target.sample_id == "7"
+
+
+def test_every_sampled_token_is_credited_with_its_advantage_and_the_engines_log_probability():
+    credit = trajectory_target(TWO_TURNS, PLAIN).target.credit
+    assert (credit.positions, credit.engine_logprobs, credit.advantages) == ((0, 1, 4), (-0.25, -0.5, -0.75), (0.5, 0.5, 0.5))
+
+
+def test_nothing_else_is_supervised():
+    target = trajectory_target(TWO_TURNS, PLAIN).target
+    assert set(target.roles.tolist()) == {TokenRole.NEUTRAL}
+    assert (target.coord_positions, target.box_slots, target.reading) == ((), (), None)
+
+
+def test_the_first_turn_is_compared_with_the_engine():
+    assert trajectory_target(TWO_TURNS, PLAIN).target.sampled_logprobs == (-0.25, -0.5)
+    one_turn = replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0])
+    assert trajectory_target(one_turn, PLAIN).target.sampled_logprobs == (-0.25, -0.5)
+
+
+@pytest.mark.parametrize(("normalize", "weight"), [("segment", 1 / 3), ("constant", 1 / 20)])
+def test_a_token_counts_for_its_share_of_the_segment_or_of_the_longest_response(normalize, weight):
+    config = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": normalize, "advantage_std": False}
+    rule = CreditRule.of(PolicyGradientConfig.model_validate(config), max_new_tokens=20)
+    assert trajectory_target(TWO_TURNS, rule).target.credit.weight == weight
+
+
+def test_with_advantage_std_advantages_are_divided_by_the_groups_standard_deviation():
+    rule = replace(PLAIN, divided_by_std=True)
+    assert trajectory_target(TWO_TURNS, rule).target.credit.advantages == (1.0, 1.0, 1.0)
+
+
+def test_an_example_without_a_learned_token_has_no_target():
+    assert trajectory_target(replace(TWO_TURNS, mask=[0] * 8), PLAIN) is None
+
+
+def test_a_first_token_to_be_learned_is_refused_because_nothing_predicts_it():
+    with pytest.raises(ValueError, match=r"example 7, rollout 0: its first token is to be learned, .*; make examples with mask_prompts=True"):
+        trajectory_target(replace(TWO_TURNS, mask=[1] * 8), PLAIN)
+
+
+def test_numbers_that_nothing_can_be_learned_from_are_refused_with_their_example():
+    with pytest.raises(ValueError, match="example 7, rollout 0: token 2 has the advantage nan; its reward functions must return finite numbers"):
+        trajectory_target(replace(TWO_TURNS, advantage=float("nan")), PLAIN)
+    with pytest.raises(ValueError, match="token 6 has the log-probability -inf; the endpoint must return finite ones"):
+        trajectory_target(replace(TWO_TURNS, logprobs=[0.0] * 6 + [float("-inf"), 0.0]), PLAIN)
+
+
+def test_a_target_that_says_nothing_of_it_has_no_credit():
+    assert Target("scene", (1,), np.zeros(1, dtype=np.uint8), (), (), ()).credit is NO_CREDIT
+    assert NO_CREDIT.positions == ()
