@@ -22,7 +22,15 @@ TRIES = 3
 PAUSE_S = 0.5
 """Before the second try; doubled before each further one."""
 
-INFRASTRUCTURE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError, RolloutError, ConnectionError, TimeoutError)
+INFRASTRUCTURE = (
+    openai.APIConnectionError,
+    openai.RateLimitError,
+    openai.ConflictError,  # of `launch.serve` while it takes new weights
+    openai.InternalServerError,
+    RolloutError,
+    ConnectionError,
+    TimeoutError,
+)
 """Errors that the same call may not meet again."""
 
 
@@ -65,9 +73,12 @@ async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, t
 
 
 def is_overlong(error: openai.BadRequestError) -> bool:
-    """Whether an endpoint refused a prompt for its length. OpenAI has a code for it; vLLM and others only say so."""
+    """Whether an endpoint refused a prompt for its length. OpenAI has a code for it; vLLM and others only say so.
+
+    A call that asks for more new tokens than the context has is another matter: it is wrong for every prompt.
+    """
     text = str(error).lower()
-    told = ("context length", "context_length", "maximum model length", "max_model_len", "prompt is too long", "longer than the maximum", "too many tokens")
+    told = ("context length", "context_length", "maximum model length", "prompt is too long", "longer than the maximum", "too many tokens")
     return error.code == "context_length_exceeded" or any(words in text for words in told)
 
 

@@ -1,0 +1,50 @@
+"""What endpoints say to a prompt that is too long, and to a call that is wrong in another way. (The real ones: `test_endpoints.py`.)"""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from scripted_client import status_error
+
+from rollout_actors.environments.client import is_overlong
+
+OVERLONG = [
+    # vLLM 0.32: `renderers/params.py`, `entrypoints/serve/utils/api_utils.py`, `v1/engine/input_processor.py`.
+    (
+        "This model's maximum context length is 64 tokens. However, your prompt contains at least 65 input tokens, which exceeds this limit even without any "
+        "output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=65)"
+    ),
+    (
+        "This model's maximum context length is 64 tokens. However, your prompt contains 999 characters (more than 640 characters, which is the upper bound for 64 "
+        "input tokens). Please reduce the length of the input prompt. (parameter=input_text, value=999)"
+    ),
+    "Input length (99) exceeds model's maximum context length (64).",
+    "The decoder prompt (length 99) is longer than the maximum model length of 64. Make sure that `max_model_len` is no smaller than the number of tokens.",
+    # OpenAI's, without its code.
+    "This model's maximum context length is 8192 tokens. However, your messages resulted in 9001 tokens. Please reduce the length of the messages.",
+]
+OTHERS = [
+    "max_tokens=9999 cannot be greater than max_model_len=64. Please request fewer output tokens. (parameter=max_tokens, value=9999)",
+    "temperature must be non-negative, got -1.0.",
+    "`max_tokens` must be at least 1, got 0.",
+]
+
+
+def refusal(message: str, code: str | None = None) -> openai.BadRequestError:
+    error = status_error(400, message, code)
+    assert isinstance(error, openai.BadRequestError)
+    return error
+
+
+@pytest.mark.parametrize("message", OVERLONG)
+def test_a_prompt_that_is_too_long_is_known_by_what_is_said(message: str) -> None:
+    assert is_overlong(refusal(message))
+
+
+def test_a_prompt_that_is_too_long_is_known_by_its_code() -> None:
+    assert is_overlong(refusal("No.", "context_length_exceeded"))
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_a_call_that_is_wrong_in_another_way_is_no_prompt_that_is_too_long(message: str) -> None:
+    assert not is_overlong(refusal(message))
