@@ -15,8 +15,8 @@ OVERLONG = [
         "output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=65)"
     ),
     (
-        "This model's maximum context length is 64 tokens. However, your prompt contains 999 characters (more than 640 characters, which is the upper bound for 64 "
-        "input tokens). Please reduce the length of the input prompt. (parameter=input_text, value=999)"
+        "This model's maximum context length is 64 tokens. However, your prompt contains 99 characters (more than 64 characters, which is the upper bound for "
+        "64 input tokens). Please reduce the length of the input prompt. (parameter=input_text, value=99)"
     ),
     "Input length (99) exceeds model's maximum context length (64).",
     "The decoder prompt (length 99) is longer than the maximum model length of 64. Make sure that `max_model_len` is no smaller than the number of tokens.",
