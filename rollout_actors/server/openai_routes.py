@@ -109,8 +109,12 @@ def _headers(version: int) -> dict[str, str]:
 
 
 def _read(body: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        # Of a temperature it would end the engine.
+        raise ValueError(f"{constant} is no JSON")
+
     try:
-        call = json.loads(body)
+        call = json.loads(body, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise RefusalError(400, f"the body cannot be read as JSON: {error}; send the JSON of the OpenAI API") from error
     if not isinstance(call, dict):

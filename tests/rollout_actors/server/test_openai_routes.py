@@ -188,6 +188,7 @@ def test_they_ask_for_the_token(tmp_path: Path, serving_: ObedientServing) -> No
         (b"{", 400, "cannot be read as JSON"),
         (b"\xff", 400, "cannot be read as JSON"),
         (b"[" * 4000, 400, "cannot be read as JSON"),
+        (b'{"temperature": NaN}', 400, "cannot be read as JSON: NaN is no JSON"),
         (b"[]", 400, "is a JSON list; send an object"),
         (b" " * 5001, 413, "larger than max_request_bytes = 5000"),
         ({"prompt": "a", "n": 9}, 400, "asks for 9 answers, one call may ask for 8"),
