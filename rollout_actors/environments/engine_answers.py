@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionMessage, ChatCompletionTokenLogprob
-from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
-from openai.types.completion_choice import Logprobs
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from rollout_actors.environments.client import OVERLONG
 from rollout_actors.environments.responses import TOKEN_ID
@@ -42,52 +40,65 @@ class Sampled:
 
 def chat_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, said: Said) -> ChatCompletion:
     """`weight_version` is the one of the weights that sampled it."""
-    logprobs = None
-    if sampled.logprobs is not None:
-        content = [
-            ChatCompletionTokenLogprob.model_construct(token=f"{TOKEN_ID}{token_id}", logprob=logprob, bytes=None, top_logprobs=[])
+    content = (
+        None
+        if sampled.logprobs is None
+        else [
+            {"token": f"{TOKEN_ID}{token_id}", "logprob": logprob, "top_logprobs": ()}
             for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True)
         ]
-        logprobs = ChoiceLogprobs.model_construct(content=content, refusal=None)
-    message = ChatCompletionMessage.model_construct(role="assistant", content=said.content, refusal=None, tool_calls=list(said.tool_calls) or None)
-    reason: Any = "tool_calls" if said.tool_calls else rollout.finish_reason.value
-    choice = Choice.model_construct(index=0, finish_reason=reason, message=message, logprobs=logprobs, token_ids=list(sampled.token_ids))
-    return ChatCompletion.model_construct(
-        id=answer_id,
-        object="chat.completion",
-        created=int(time.time()),
-        model=model,
-        choices=[choice],
-        usage=_usage(rollout, sampled),
-        prompt_token_ids=list(rollout.prompt_token_ids),
-        weight_version=rollout.weight_version,
     )
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": said.content, "tool_calls": list(said.tool_calls) or None},
+        "logprobs": None if content is None else {"content": content},
+        "token_ids": list(sampled.token_ids),
+    }
+    # By validation and not by `model_construct`, which takes 0.04 ms for every token.
+    answer = ChatCompletion.model_validate(
+        {
+            "id": answer_id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [choice],
+            "usage": _usage(rollout, sampled),
+            "prompt_token_ids": list(rollout.prompt_token_ids),
+            "weight_version": rollout.weight_version,
+        }
+    )
+    reason: Any = "tool_calls" if said.tool_calls else rollout.finish_reason.value
+    # Afterwards: vLLM has more reasons than OpenAI's type.
+    answer.choices[0].finish_reason = reason
+    return answer
 
 
 def text_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, text: str) -> Completion:
     """The same of plain text."""
-    logprobs = None
-    if sampled.logprobs is not None:
-        tokens = [f"{TOKEN_ID}{token_id}" for token_id in sampled.token_ids]
-        logprobs = Logprobs.model_construct(tokens=tokens, token_logprobs=list(sampled.logprobs), top_logprobs=None, text_offset=None)
+    tokens = [f"{TOKEN_ID}{token_id}" for token_id in sampled.token_ids]
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "text": text,
+        "logprobs": None if sampled.logprobs is None else {"tokens": tokens, "token_logprobs": sampled.logprobs},
+        "token_ids": list(sampled.token_ids),
+        "prompt_token_ids": list(rollout.prompt_token_ids),
+    }
+    answer = Completion.model_validate(
+        {
+            "id": answer_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [choice],
+            "usage": _usage(rollout, sampled),
+            "weight_version": rollout.weight_version,
+        }
+    )
     reason: Any = rollout.finish_reason.value
-    choice = CompletionChoice.model_construct(
-        index=0,
-        finish_reason=reason,
-        text=text,
-        logprobs=logprobs,
-        token_ids=list(sampled.token_ids),
-        prompt_token_ids=list(rollout.prompt_token_ids),
-    )
-    return Completion.model_construct(
-        id=answer_id,
-        object="text_completion",
-        created=int(time.time()),
-        model=model,
-        choices=[choice],
-        usage=_usage(rollout, sampled),
-        weight_version=rollout.weight_version,
-    )
+    answer.choices[0].finish_reason = reason
+    return answer
 
 
 def overlong_answer(model: str) -> ChatCompletion:
@@ -95,6 +106,6 @@ def overlong_answer(model: str) -> ChatCompletion:
     return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
 
 
-def _usage(rollout: Rollout, sampled: Sampled) -> CompletionUsage:
+def _usage(rollout: Rollout, sampled: Sampled) -> dict[str, int]:
     prompt, completion = len(rollout.prompt_token_ids), len(sampled.token_ids)
-    return CompletionUsage.model_construct(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

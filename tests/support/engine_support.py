@@ -70,6 +70,11 @@ class OpenActor(EngineActor):
         intake = self._engine.intake
         intake.adapter = intake.adapter.sound if make is None else make(intake.adapter)
 
+    async def requests_and_tokens(self) -> tuple[int, int]:
+        """Requests under way, and tokens sampled for those that have ended: an aborted one's are in neither."""
+        llm = self._engine._llm
+        return len(llm.output_processor.request_states), self._engine._num_finished_tokens
+
     async def process_ids(self) -> list[int]:
         """Its own, then its engine's."""
         return [os.getpid(), *(child.pid for child in psutil.Process().children() if is_engine(" ".join(child.cmdline())))]

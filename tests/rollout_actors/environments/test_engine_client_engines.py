@@ -1,0 +1,153 @@
+"""Environments over the session's real engines on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from engine_support import EnginePool, SmallLearner
+from environment_support import Talk, generated
+from scripted_engines import client_over, decode_settings
+
+from rollout_actors.environments.engine_client import EngineClient
+from rollout_actors.environments.ray_engines import RayEngines
+from rollout_actors.environments.training_examples import merge_trajectories_for_training
+from shared.errors import Limit, RolloutError
+from shared.rollouts import RolloutRequest
+from shared.weight_sync import sync_weights
+
+pytestmark = pytest.mark.engine
+
+NAMES = ("actor-0", "actor-1", "actor-2")
+ROWS = [{"question": f"Detect every {name} object.", "position": i} for i, name in enumerate(("red", "big", "seven", "second", "other"))]
+
+
+@pytest.fixture(scope="module")
+def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLearner]:
+    """Whose weights the engines have."""
+    with closing(SmallLearner(demo_checkpoint, num_receivers=3)) as learner:
+        learner.learn(seed=2)
+        learner.version = engine_pool.pool.version
+        sync_weights(learner, engine_pool.pool)
+        yield learner
+
+
+def engines_of(pool: EnginePool, *names: str, seconds: float = 120.0) -> RayEngines:
+    chosen = names or NAMES
+    return RayEngines([pool.actors[name] for name in chosen], chosen, Limit(seconds, "timeouts.generate_s"))
+
+
+def client_of(pool: EnginePool, learner: SmallLearner, *names: str, seconds: float = 120.0, **decode: Any) -> EngineClient:
+    settings = decode_settings(learner.tokenizer, **{"max_new_tokens": 24, "banned_token_ids": learner.banned, **decode})
+    return client_over(engines_of(pool, *names, seconds=seconds), learner.tokenizer, decode=settings, max_model_len=512)
+
+
+def logprobs_of(learner: SmallLearner, token_ids: list[int]) -> torch.Tensor:
+    """[T - 1]: the learner's, of each token but the first."""
+    ids_1T = torch.tensor([token_ids])
+    with torch.no_grad():
+        logits_TV = learner.model(input_ids=ids_1T, mm_token_type_ids=torch.zeros_like(ids_1T, dtype=torch.int32), use_cache=False).logits[0]
+    logits_TV[:, list(learner.banned)] = -torch.inf
+    return logits_TV[:-1].log_softmax(-1).gather(1, ids_1T[0, 1:, None])[:, 0]
+
+
+def assert_the_learner_agrees(learner: SmallLearner, state: Any) -> None:
+    """About every sampled token, in the examples that it learns."""
+    for example in merge_trajectories_for_training([state]).examples:
+        learners = logprobs_of(learner, example.token_ids)
+        for place, (logprob, is_learned) in enumerate(zip(example.logprobs, example.mask, strict=True)):
+            if is_learned:
+                assert logprob == pytest.approx(float(learners[place - 1]), abs=1e-4)
+
+
+def test_rollouts_on_the_engines_extend_token_by_token_and_the_learner_finds_the_log_probabilities_they_were_sampled_with(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
+    states = generated(Talk(max_turns=3), ROWS, client_of(engine_pool, learner)).state
+    for state in states:
+        assert state["error"] is None
+        assert state["num_splits"] == 0
+        steps = [step["tokens"] for step in state["trajectory"]]
+        assert len(steps) == 3
+        for earlier, later in pairwise(steps):
+            so_far = earlier["prompt_ids"] + earlier["completion_ids"]
+            assert later["prompt_ids"][: len(so_far)] == so_far
+        (example,) = merge_trajectories_for_training([state]).examples
+        assert example.weight_version == engine_pool.pool.version
+        assert example.num_learned == sum(len(tokens["completion_ids"]) for tokens in steps)
+        assert_the_learner_agrees(learner, state)
+
+
+def test_a_sampled_stop_token_is_learned_with_its_own_log_probability(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    stops = (learner.stop, *(token for token in range(0, 1300, 5) if token not in learner.banned and token != learner.stop))
+    states = generated(Talk(max_turns=2), ROWS, client_of(engine_pool, learner, stop_token_ids=stops)).state
+    steps = [step for state in states for step in state["trajectory"]]
+    stopped = [step for step in steps if step["response"].choices[0].finish_reason == "stop"]
+    assert stopped
+    assert all(step["tokens"]["completion_ids"][-1] in stops for step in stopped)
+    for state in states:
+        assert_the_learner_agrees(learner, state)
+
+
+def test_what_is_sampled_depends_on_the_place_of_a_rollout_and_not_on_the_engine_that_answers(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    on_three = generated(Talk(max_turns=2), ROWS, client_of(engine_pool, learner)).completion
+    assert generated(Talk(max_turns=2), ROWS[::-1], client_of(engine_pool, learner, "actor-1")).completion[::-1] == on_three
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.02)
+
+
+def test_the_request_is_aborted_when_the_rollout_is_cancelled(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    actor = engine_pool.actors["actor-2"]
+    client = client_of(engine_pool, learner, "actor-2", max_new_tokens=450)
+
+    def under_way() -> int:
+        number: int = ray.get(actor.requests_and_tokens.remote())[0]
+        return number
+
+    async def begun_and_cancelled() -> None:
+        rollouts = asyncio.create_task(Talk().generate(ROWS, client, "m", use_tqdm=False))
+        await until(lambda: under_way() == len(ROWS))
+        rollouts.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollouts
+        await until(lambda: under_way() == 0)
+
+    _, before = ray.get(actor.requests_and_tokens.remote())
+    asyncio.run(begun_and_cancelled())
+    _, after = ray.get(actor.requests_and_tokens.remote())
+    assert after == before, "a request that had ended by itself would be counted"
+    assert generated(Talk(max_turns=1), ROWS, client_of(engine_pool, learner, "actor-2")).metadata.num_errors == 0
+
+
+def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    actor = engine_pool.actors["actor-1"]
+    engines = engines_of(engine_pool, "actor-1", seconds=0.05)
+    decode = decode_settings(learner.tokenizer, max_new_tokens=450)
+    request = RolloutRequest(1, 0, "sample-0", tuple(learner.tokenizer.encode("Detect")), (), decode, 5)
+
+    async def late() -> None:
+        with pytest.raises(RolloutError, match=r"generate on actor-1: no answer from actor-1 after timeouts.generate_s = 0.1 s; check the engine's log"):
+            await engines.generate(0, request)
+        await until(lambda: ray.get(actor.requests_and_tokens.remote())[0] == 0)
+
+    asyncio.run(late())
+
+
+def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    spoilt = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, {"type": "text", "text": "What?"}]
+    results = generated(Talk(), [{"prompt": [{"role": "user", "content": spoilt}]}, ROWS[1]], client_of(engine_pool, learner))
+    assert "image 0 of sample 0" in results.state[0]["error"]
+    assert results.state[1]["error"] is None
