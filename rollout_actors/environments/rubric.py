@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.types import State
+from shared.trajectory import group_advantages
 
 T = TypeVar("T")
 
@@ -148,9 +150,9 @@ def _take_back_credit(state: State) -> None:
 
 def give_advantages(states: Sequence[State]) -> None:
     """To the rollouts of one example, and to those of their steps that have none."""
-    mean = sum(state["reward"] for state in states) / len(states)
-    for state in states:
-        former, state["advantage"] = state["advantage"], state["reward"] - mean
+    advantages = group_advantages([state["reward"] for state in states])
+    for state, advantage in zip(states, advantages, strict=True):
+        former, state["advantage"] = state["advantage"], advantage
         for step in state["trajectory"]:
             if step["advantage"] is None or step["advantage"] is former:
                 step["advantage"] = state["advantage"]
@@ -207,6 +209,10 @@ async def _each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 def _number(value: Any, name: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"reward function {name} returned {value!r}; return a number") from error
+    if not math.isfinite(number):
+        # It would spoil its group's mean, and what is learned of all the others.
+        raise ValueError(f"reward function {name} returned {number}; return a finite number")
+    return number

@@ -159,7 +159,13 @@ def test_a_group_function_that_returns_too_few_rewards_is_refused_by_name():
         asyncio.run(Rubric([first]).score_group([state(), state()]))
 
 
-@pytest.mark.parametrize("value", [None, "good", [1.0]])
+def test_rollouts_of_equal_rewards_have_an_advantage_of_exactly_0():
+    states = [state() for _ in range(3)]
+    asyncio.run(Rubric([lambda states: [0.1] * 3]).score_group(states))
+    assert [one["advantage"] for one in states] == [0.0] * 3, "and not what rounding leaves of the mean"
+
+
+@pytest.mark.parametrize("value", [None, "good", [1.0], float("nan"), float("inf")])
 def test_what_is_no_number_is_refused_by_the_functions_name(value):
     def odd(state):
         return value
