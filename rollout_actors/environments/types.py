@@ -81,7 +81,10 @@ class State(dict[str, Any]):
         self.update(*args, **kwargs)
 
     def __getitem__(self, key: str) -> Any:
-        return dict.__getitem__(self, key) if (held := self._held(key)) is None else held[key]
+        # Most keys are the state's own: a turn reads some dozens of them.
+        if key in self.INPUT_FIELDS and (held := self._held(key)) is not None:
+            return held[key]
+        return dict.__getitem__(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self.INPUT_FIELDS and dict.__contains__(self, "input"):
@@ -90,10 +93,9 @@ class State(dict[str, Any]):
             dict.__setitem__(self, key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        if key in self.INPUT_FIELDS and (held := self._held(key)) is not None:
+            return held[key]
+        return dict.get(self, key, default)
 
     def pop(self, key: str, *default: Any) -> Any:
         if key not in self and default:

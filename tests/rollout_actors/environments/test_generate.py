@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import statistics
 import threading
 import time
 
@@ -396,11 +397,12 @@ def test_timing_is_recorded_and_the_wait_for_a_turn_is_not_counted(interleave_sc
     results = generated(env, rows(6), ScriptedClient(echo, delay_s=0.06), max_concurrent=1, interleave_scoring=interleave_scoring)
     for state in results.state:
         timing = state["timing"]
-        # With the wait, the last would have 360 ms of each.
-        assert 55 < timing["generation_ms"] < 240
-        assert 55 < timing["scoring_ms"] < 240
+        assert timing["generation_ms"] > 55 and timing["scoring_ms"] > 55
         assert timing["total_ms"] == pytest.approx(timing["generation_ms"] + timing["scoring_ms"])
         assert began_s <= timing["start_time"] <= time.time()
+    # With the wait, it would be 60, 120, ... 360 ms. (The process's first answer takes longer: openai's library makes its types.)
+    for name in ("generation_ms", "scoring_ms"):
+        assert statistics.median(state["timing"][name] for state in results.state) < 150
     starts = [state["timing"]["start_time"] for state in results.state]
     assert starts == sorted(starts) and starts[-1] - starts[0] > 0.25
 

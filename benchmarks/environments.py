@@ -1,0 +1,147 @@
+"""What orchestrating rollouts costs, and what interleaving saves.
+
+`python -m benchmarks.environments [--rollouts 1000] [--turns 3] [--repetitions 7]`. Two measurements, of clients that run in this process:
+
+1. Six rollouts of 0.1 s generation and 0.1 s scoring, two at a time: interleaved and in two phases, whose results have to be equal.
+2. Overhead per turn: many rollouts at once against a client that answers at once with what vLLM returns (64 token ids of the prompt and 16 sampled ones with
+   their log-probabilities), one asynchronous reward function. Wall time over the number of turns, and every result is checked; processor time beside it, for
+   a machine that is busy with something else. Then the same with a reward function that runs in a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from openai.types.chat import ChatCompletion
+
+from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.outputs import GenerateOutputs
+from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.types import Messages, State
+
+PROMPT_IDS = list(range(64))
+IDS = list(range(100, 116))
+SAID = "the answer is 4"
+
+
+def response() -> ChatCompletion:
+    """As vLLM's, read by openai's library."""
+    content = [{"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in IDS]
+    message = {"role": "assistant", "content": SAID}
+    choice = {"index": 0, "finish_reason": "stop", "message": message, "logprobs": {"content": content}, "token_ids": IDS}
+    return ChatCompletion.construct(id="1", object="chat.completion", created=0, model="model", choices=[choice], prompt_token_ids=PROMPT_IDS)
+
+
+class Client:
+    """`chat.completions.create` of openai's clients: one answer, after some time or at once."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s, self._response = delay_s, response()
+        self.chat = self.completions = self
+        self.num_calls = 0
+
+    async def create(self, **arguments: Any) -> ChatCompletion:
+        self.num_calls += 1
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s)
+        return self._response
+
+
+class Talk(MultiTurnEnv):
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+        return [{"role": "user", "content": "go on"}]
+
+
+async def ends_well(completion: Messages, answer: str) -> float:
+    return float(str(completion[-1]["content"]).endswith(answer))  # type: ignore[index]
+
+
+def ends_well_plainly(completion: Messages, answer: str) -> float:
+    return float(str(completion[-1]["content"]).endswith(answer))  # type: ignore[index]
+
+
+async def slowly(completion: Messages, answer: str) -> float:
+    await asyncio.sleep(0.1)
+    return await ends_well(completion, answer)
+
+
+def interleaving() -> tuple[float, float]:
+    """Seconds, interleaved and in two phases."""
+    rows = [{"question": str(i), "answer": "4" if i % 2 else "5"} for i in range(6)]
+
+    def timed(interleaved: bool) -> tuple[float, list[Any]]:
+        environment = SingleTurnEnv(rubric=Rubric([slowly]))
+        began_s = time.perf_counter()
+        results = environment.generate_sync(rows, Client(0.1), "model", max_concurrent=2, interleave_scoring=interleaved, use_tqdm=False)
+        return time.perf_counter() - began_s, [results[name] for name in ("prompt", "completion", "example_id", "reward", "metrics")]
+
+    timed(True)
+    (fast_s, one), (slow_s, other) = timed(True), timed(False)
+    assert one == other, (one, other)
+    assert one[3] == [0.0, 1.0] * 3, one
+    return fast_s, slow_s
+
+
+def overhead(num_rollouts: int, num_turns: int, reward: Callable[..., Any]) -> tuple[float, float]:
+    """Milliseconds per turn: wall time and processor time."""
+    environment = Talk(max_turns=num_turns, rubric=Rubric([reward]))
+    rows = [{"question": f"2 + {i}", "answer": "4", "info": {"i": i}} for i in range(num_rollouts)]
+    client = Client()
+
+    async def timed() -> tuple[float, float, GenerateOutputs]:
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        results = await environment.generate(rows, client, "model", RETURNS_TOKENS, use_tqdm=False)
+        return time.perf_counter() - began_s, time.process_time() - cpu_s, results
+
+    gc.collect()
+    spent_s, cpu_s, results = asyncio.run(timed())
+    check(results, num_rollouts, num_turns, client.num_calls)
+    num = num_rollouts * num_turns
+    return 1000 * spent_s / num, 1000 * cpu_s / num
+
+
+def check(results: GenerateOutputs, num_rollouts: int, num_turns: int, num_calls: int) -> None:
+    assert num_calls == num_rollouts * num_turns
+    assert results.reward == [1.0] * num_rollouts
+    assert results.metadata.num_errors == 0
+    for i, state in enumerate(results.state):
+        assert state["info"] == {"i": i}
+        assert state["example_id"] == i
+        assert len(state["completion"]) == 2 * num_turns - 1
+        for number, step in enumerate(state["trajectory"]):
+            tokens = step["tokens"]
+            assert len(step["prompt"]) == 1 + 2 * number
+            assert step["reward"] == 1.0
+            assert (tokens["prompt_ids"], tokens["completion_ids"]) == (PROMPT_IDS, IDS)
+            assert tokens["completion_logprobs"] == [-0.5] * len(IDS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=7)
+    args = parser.parse_args()
+    fast_s, slow_s = interleaving()
+    print(
+        f"6 rollouts, 0.1 s generation and 0.1 s scoring, 2 at a time: {fast_s:.3f} s interleaved, {slow_s:.3f} s in two phases: {1 - fast_s / slow_s:.0%} less"
+    )
+    for name, reward in (("asynchronous", ends_well), ("synchronous", ends_well_plainly)):
+        overhead(args.rollouts, args.turns, reward)
+        wall, cpu = zip(*(overhead(args.rollouts, args.turns, reward) for _ in range(args.repetitions)), strict=True)
+        print(
+            f"{args.rollouts} rollouts of {args.turns} turns, {name} reward function: {statistics.median(wall):.3f} ms of overhead per turn"
+            f" (median of {args.repetitions}; {min(wall):.3f} to {max(wall):.3f}), {statistics.median(cpu):.3f} ms of processor time"
+        )
+
+
+if __name__ == "__main__":
+    main()
