@@ -37,11 +37,11 @@ class EnvGroup(Environment):
         self.eval_dataset = _joined({name: env.dataset if env.eval_dataset is None else env.eval_dataset for name, env in self.envs.items()})
 
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
-        return await self._env(input["task"]).init_state(input, **kwargs)
+        return await self._env(input.get("task")).init_state(input, **kwargs)
 
     async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
         """Of the environment that the input's task names. ValueError where it names none."""
-        return await self._env(input["task"]).rollout(input, client, model, sampling_args)
+        return await self._env(input.get("task")).rollout(input, client, model, sampling_args)
 
     async def _render_completion(self, state: State) -> None:
         await self._env(state["task"])._render_completion(state)
@@ -53,8 +53,8 @@ class EnvGroup(Environment):
             if isinstance(closed, BaseException):
                 raise closed
 
-    def _env(self, task: str) -> Environment:
-        if task not in self.envs:
+    def _env(self, task: str | None) -> Environment:
+        if task is None or task not in self.envs:
             _refuse_task(task, self.envs)
         return self.envs[task]
 

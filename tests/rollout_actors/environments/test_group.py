@@ -196,6 +196,8 @@ def test_a_task_that_names_no_environment_is_refused_with_those_that_there_are()
         generated(group, [{"question": "q", "task": "echo"}, {"question": "q", "task": "sing"}], repeat())
     with pytest.raises(ValueError, match="row 0: task None"):
         generated(group, [{"question": "q"}], repeat())
+    with pytest.raises(ValueError, match="task None"):
+        rolled_out(group, {"prompt": [user("q")], "example_id": 0}, repeat())
     with pytest.raises(ValueError, match="task 'sing'"):
         rolled_out(group, {"prompt": [user("q")], "example_id": 0, "task": "sing"}, repeat())
 
