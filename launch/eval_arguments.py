@@ -58,7 +58,7 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
     """Exits with 2 where argparse refuses, with 0 after `--help`. ConfigError for what contradicts itself."""
     given = _parser().parse_args(arguments)
     if given.environment is None and given.resume is None:
-        raise ConfigError("environment: which one is to be evaluated? `vf-eval NAME`, a module with load_environment or an installed entry point")
+        raise ConfigError("ENVIRONMENT: which one is to be evaluated? `vf-eval NAME`, a module with load_environment or an installed entry point")
     if given.dataset_name is not None and not given.push:
         raise ConfigError("-D: names the dataset that -H pushes; give -H too, or leave it out")
     sampling = dict(given.sampling_args or {})
@@ -97,6 +97,7 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "vf-eval",
+        usage="vf-eval ENVIRONMENT [-m MODEL] [-b URL] [-n EXAMPLES] [-r ROLLOUTS] [options]\n       vf-eval --resume FOLDER [options]",
         description="Roll out an environment's held-out examples with a model behind an OpenAI endpoint, score them, and say what came of it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -140,7 +140,7 @@ class ResultsFile:
         self.path = folder / NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)
             _lock(self._file, self.path)
             self.was_torn = _mend(self.path)
             """Whether a line was removed."""
@@ -156,9 +156,10 @@ class ResultsFile:
 
     def append(self, one: FinishedRollout) -> None:
         """When this returns, the rollout stays done, whatever becomes of the process. StorageError where it cannot be written."""
+        line = memoryview(one.model_dump_json().encode() + b"\n")
         try:
-            self._file.write(one.model_dump_json() + "\n")
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
             raise _cannot(self.path, error) from error
         self.rollouts[one.place] = one
@@ -197,7 +198,7 @@ def _mend(path: Path) -> bool:
     return False
 
 
-def _lock(file: IO[str], path: Path) -> None:
+def _lock(file: IO[bytes], path: Path) -> None:
     """Until it is closed, or the process ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
