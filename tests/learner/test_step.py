@@ -3,11 +3,13 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from config_support import configuration
 
 from learner.collate import collate
+from learner.credit import Credit
 from learner.loading import load_model
 from learner.logits import LOGIT_CHUNK
 from learner.objectives.coord_math import Normalizer
@@ -16,7 +18,7 @@ from learner.rules import target_rules, text_weights
 from learner.segments import PromptEncoder, Segment
 from learner.step import backward_row
 from learner.targets import TextWeights, TokenRole, ground_truth_target, rollout_target
-from shared.config.pipeline import Channel
+from shared.config.pipeline import Channel, PipelineSection
 from shared.dataset import load_dataset
 from shared.rollouts import FinishReason, Rollout
 
@@ -101,6 +103,40 @@ def test_loss_and_gradients_do_not_depend_on_packing_with_images(parts, channel)
         assert packed_terms == pytest.approx(terms, abs=2e-5)
         assert packed_gradients.keys() == gradients.keys()
         assert any("visual" in name for name in gradients)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(packed_gradients[name], gradient, atol=5e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_policy_gradient_does_not_depend_on_packing_with_images(parts):
+    """On tokens here and there of a target, as the turns of a trajectory are."""
+    _, loaded, segments = parts
+    config = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "segment", "advantage_std": False}
+    entry = {"name": "policy_gradient", **ON, "channels": ["B"], "config": config}
+    objectives = build_objectives(PipelineSection.model_validate({"objective": [entry], "diagnostics": []}), Channel.B, loaded.coord_ids_C)
+    draw, sampled = np.random.default_rng(0), []
+    for segment in segments[Channel.A]:
+        positions = np.flatnonzero(draw.random(len(segment.target.token_ids)) < 0.4).tolist()
+        logprobs, advantages = draw.uniform(-8.5, -6.5, len(positions)), draw.choice([-1.0, 2.0], len(positions))
+        credit = Credit(tuple(positions), tuple(logprobs), tuple(advantages), 1.0 / len(positions))
+        neutral = np.zeros_like(segment.target.roles)
+        sampled.append(replace(segment, target=replace(segment.target, roles=neutral, coord_positions=(), coord_targets=(), box_slots=(), credit=credit)))
+
+    def learn(rows):
+        loaded.model.zero_grad(set_to_none=True)
+        results = []
+        for row in rows:
+            packed = collate(row, text_weights=TextWeights(0.0, 0.0, 0.0), rope_index=loaded.model.model.get_rope_index)
+            results.append(backward_row(loaded.model, packed, objectives, Normalizer(0.9, loaded.banned_token_ids)))
+        clipped = sum(result.diagnostics["policy/clipped_share"].total for result in results)
+        gradients = {name: p.grad.clone() for name, p in loaded.model.named_parameters() if p.grad is not None}
+        return sum(result.loss for result in results), clipped, gradients
+
+    loss, clipped, gradients = learn([[segment] for segment in sampled])
+    assert 0 < clipped < sum(len(segment.target.credit.positions) for segment in sampled)
+    for rows in ([sampled], [sampled[:2], sampled[2:5], sampled[5:]], [list(reversed(sampled))]):
+        packed_loss, packed_clipped, packed_gradients = learn(rows)
+        assert packed_loss == pytest.approx(loss, abs=2e-5)
+        assert packed_clipped == clipped
         for name, gradient in gradients.items():
             torch.testing.assert_close(packed_gradients[name], gradient, atol=5e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
