@@ -238,6 +238,28 @@ def test_cleanup_goes_on_where_the_rollout_is_cancelled_once_more_meanwhile():
     assert env.released == ["begun", "ended"]
 
 
+def test_a_rollout_that_is_cancelled_during_its_cleanup_is_cancelled_when_that_is_done():
+    cleaning, released = threading.Event(), []
+
+    class Slow(Talk):
+        @cleanup
+        async def release(self, state):
+            cleaning.set()
+            await asyncio.sleep(0.02)
+            released.append(state["example_id"])
+
+    async def cancelled():
+        task = asyncio.create_task(Slow(max_turns=1).rollout(ROW, ScriptedClient(["1"]), "model"))
+        while not cleaning.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert released == [0]
+
+
 def test_a_cancelled_batch_cleans_up_every_rollout_that_has_begun_exactly_once():
     env, client = Held(max_turns=3), ScriptedClient(lambda call: "1", delay_s=30)
 
