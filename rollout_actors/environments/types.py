@@ -57,7 +57,7 @@ class TrajectoryStep(TypedDict):
 
 
 class RolloutTiming(TypedDict):
-    """Milliseconds; waiting for a turn at the model or at the rubric is in none of them."""
+    """Milliseconds; waiting for a turn at the model or at the rubric is in none of them (for a thread, where a reward function is a plain one, it is)."""
 
     generation_ms: float
     scoring_ms: float
