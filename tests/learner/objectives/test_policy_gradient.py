@@ -216,6 +216,11 @@ def test_the_ratio_is_truncated_and_clipped_against_the_advantages_sign(ratio, a
     assert is_clipped(learner.detach(), sampled, PolicyGradientConfig.model_validate(CONFIG)).tolist() == [not is_learned]
 
 
+def test_a_token_without_advantage_is_not_counted_as_clipped():
+    sampled = NOTHING_SAMPLED._replace(engine_logprobs=torch.zeros(3), advantage=torch.zeros(3))
+    assert not is_clipped(torch.tensor([-5.0, 0.0, 5.0]), sampled, PolicyGradientConfig.model_validate(CONFIG)).any()
+
+
 @given(st.lists(st.tuples(st.floats(-90, 90), st.floats(-5, 5)), min_size=1, max_size=8))
 def test_the_clipped_surrogate_is_the_worse_of_the_ratio_and_the_clipped_one(pairs):
     log_ratio, advantage = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
