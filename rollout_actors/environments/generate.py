@@ -17,7 +17,7 @@ from tqdm import tqdm
 from rollout_actors.environments.begun import BEGUN
 from rollout_actors.environments.inputs import Examples
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
-from rollout_actors.environments.rubric import credit, give_advantages
+from rollout_actors.environments.rubric import Rubric, credit, give_advantages
 from rollout_actors.environments.types import State
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class _Rollouts:
         places = range(len(self._inputs))
         groups = self._groups()
         # What is scored at once: a rollout by itself, or where rollouts are compared, an example's.
-        units = groups if self._environment.rubric.compares_rollouts else [[place] for place in places]
+        units = sorted(unit for group in groups for unit in ([group] if self._rubric(group).compares_rollouts else [[place] for place in group]))
         if not self._call.scores:
             await _all(self._generate(place, is_last=True) for place in places)
             return
@@ -122,6 +122,10 @@ class _Rollouts:
             return repr((self._inputs[place]["task"], self._inputs[place]["example_id"]))
 
         return [list(group) for _, group in groupby(sorted(range(len(self._inputs)), key=lambda place: (example(place), place)), key=example)]
+
+    def _rubric(self, unit: Sequence[int]) -> Rubric:
+        """Of rollouts of one example."""
+        return self._environment.rubric.for_task(self._inputs[unit[0]]["task"])
 
     async def _generate_and_score(self, unit: Sequence[int]) -> None:
         if len(unit) == 1:
@@ -149,15 +153,15 @@ class _Rollouts:
             self._tell(place)
 
     async def _score(self, unit: Sequence[int]) -> None:
-        states = [self._state(place) for place in unit]
+        states, rubric = [self._state(place) for place in unit], self._rubric(unit)
         async with self._scoring():
             began_s = time.perf_counter()
             sound = [state for state in states if state["error"] is None]
             try:
-                if self._environment.rubric.compares_rollouts and sound:
-                    await self._environment.rubric.score_group(sound)
+                if rubric.compares_rollouts and sound:
+                    await rubric.score_group(sound)
                 elif sound:
-                    await self._environment.rubric.score_rollout(sound[0])
+                    await rubric.score_rollout(sound[0])
             except Exception as error:  # of one unit, as above
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
                 for state in sound:
@@ -165,7 +169,7 @@ class _Rollouts:
             scoring_ms = 1000 * (time.perf_counter() - began_s)
         for place, state in zip(unit, states, strict=True):
             if state["error"] is not None:
-                state["metrics"] = dict.fromkeys(self._environment.rubric.names_for(state), 0.0)
+                state["metrics"] = dict.fromkeys(rubric.reward_names, 0.0)
                 credit(state, 0.0)
             timing = state["timing"]
             timing["scoring_ms"], timing["total_ms"] = scoring_ms, timing["generation_ms"] + scoring_ms

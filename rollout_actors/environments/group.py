@@ -73,8 +73,8 @@ class _RoutedRubric(Rubric):
     def reward_names(self) -> list[str]:
         return list(dict.fromkeys(name for env in self._envs.values() for name in env.rubric.reward_names))
 
-    def names_for(self, state: State) -> list[str]:
-        return self._envs[state["task"]].rubric.reward_names if state["task"] in self._envs else []
+    def for_task(self, task: str) -> Rubric:
+        return self._envs[task].rubric if task in self._envs else self
 
     @property
     def compares_rollouts(self) -> bool:

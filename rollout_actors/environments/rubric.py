@@ -56,9 +56,9 @@ class Rubric:
         """Of the metrics that `score_rollout` and `score_group` write."""
         return [reward.name for reward in self._rewards]
 
-    def names_for(self, state: State) -> list[str]:  # noqa: ARG002
-        """Of the metrics of this rollout."""
-        return self.reward_names
+    def for_task(self, task: str) -> Rubric:  # noqa: ARG002
+        """The one that scores rollouts of this task."""
+        return self
 
     @property
     def compares_rollouts(self) -> bool:

@@ -124,6 +124,17 @@ def test_a_failing_rollout_has_the_metrics_of_its_own_environment_and_the_others
     assert results.metadata.avg_metrics == {"said_the_answer": pytest.approx(2 / 3), "length": 1.5}
 
 
+def test_a_reward_function_that_fails_fails_its_own_rollout_alone_where_another_environment_compares_rollouts():
+    def picky(completion: Messages) -> float:
+        return 1.0 / len(completion[-1]["content"])
+
+    group = EnvGroup([echo_env(rubric=Rubric([longest])), echo_env(dataset=rows(1), rubric=Rubric([picky]))], ["compared", "picky"])
+    client = ScriptedClient(lambda call: "x" * (call.number % 2))
+    results = generated(group, [{"question": "q", "task": "picky", "id": 1}] * 4, client)
+    assert [state["error"] for state in results.state] == ["ZeroDivisionError: float division by zero", None] * 2
+    assert results.reward == [0.0, 1.0, 0.0, 1.0]
+
+
 def test_sampling_arguments_of_the_environments_hold_and_those_of_the_group_win():
     client = repeat()
     group = EnvGroup([echo_env(sampling_args={"temperature": 0.5, "top_p": 0.9})], ["echo"], sampling_args={"temperature": 1.0})
