@@ -129,16 +129,16 @@ def new_folder(output: Path, evaluation: Evaluation) -> Path:
             return folder
 
 
-def missing_places(done: Mapping[tuple[int, int], FinishedRollout], example_ids: Sequence[Any], rollouts: int, *, by_example: bool) -> list[tuple[int, int]]:
+def missing_places(done: Mapping[tuple[int, int], FinishedRollout], names: Sequence[str], rollouts: int, *, by_example: bool) -> list[tuple[int, int]]:
     """(example, rollout) of what has to be rolled out: nothing there, or it failed.
 
-    `by_example`: rewards compare an example's rollouts, so that they are made together or not at all.
+    `names` are the examples'; rows of one name are one example's. `by_example`: rewards compare an example's rollouts, so that they are made together.
     """
-    missing = [(e, r) for e in range(len(example_ids)) for r in range(rollouts) if (e, r) not in done or done[e, r].error is not None]
+    missing = [(e, r) for e in range(len(names)) for r in range(rollouts) if (e, r) not in done or done[e, r].error is not None]
     if not by_example:
         return missing
-    incomplete = {repr(example_ids[example]) for example, _ in missing}
-    return [(e, r) for e, example_id in enumerate(example_ids) if repr(example_id) in incomplete for r in range(rollouts)]
+    incomplete = {names[example] for example, _ in missing}
+    return [(e, r) for e, name in enumerate(names) if name in incomplete for r in range(rollouts)]
 
 
 def _sampling(options: EvalOptions) -> dict[str, Any]:

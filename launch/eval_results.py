@@ -51,7 +51,7 @@ def results_of(rollouts: Sequence[FinishedRollout], evaluation: Evaluation, envi
     states = [one.state() for one in rollouts]
     groups: dict[str, list[State]] = {}
     for state in states:
-        groups.setdefault(repr(state["example_id"]), []).append(state)
+        groups.setdefault(repr((state["task"], state["example_id"])), []).append(state)
     for group in groups.values():
         give_advantages(group)
     names = dict.fromkeys(name for one in rollouts for name in one.metrics)
@@ -65,7 +65,7 @@ def results_of(rollouts: Sequence[FinishedRollout], evaluation: Evaluation, envi
         num_errors=sum(one.error is not None for one in rollouts),
         num_truncated=sum(one.is_truncated for one in rollouts),
         avg_reward=mean([one.reward for one in rollouts if one.reward is not None]),
-        avg_metrics={name: mean([one.metrics.get(name, 0.0) for one in rollouts]) for name in names},
+        avg_metrics={name: mean([one.metrics[name] for one in rollouts if name in one.metrics]) for name in names},
         time_ms=1000 * wall_s,
         date=date,
         state_columns=list(evaluation.state_columns),

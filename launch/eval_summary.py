@@ -28,9 +28,9 @@ class Score:
 
     @classmethod
     def of(cls, values: Sequence[Sequence[float]]) -> Score:
-        """Of each example, the values of its rollouts."""
+        """Of each example, the values of its rollouts; an example of another environment of a group may have none."""
         flat = [value for own in values for value in own]
-        means = [mean(own) for own in values]
+        means = [mean(own) for own in values if own]
         error = None
         if len(means) > 1:
             centre = mean(means)
@@ -51,7 +51,7 @@ def summary_tables(rollouts: Sequence[FinishedRollout], *, solved_at: float, wal
     examples = list(groups.values())
     scores = {"reward": Score.of([[one.reward or 0.0 for one in own] for own in examples])}
     for name in dict.fromkeys(name for one in rollouts for name in one.metrics):
-        scores[name if name != "reward" else "reward (metric)"] = Score.of([[one.metrics.get(name, 0.0) for one in own] for own in examples])
+        scores[name if name != "reward" else "reward (metric)"] = Score.of([[one.metrics[name] for one in own if name in one.metrics] for own in examples])
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for head in ("mean", "std. error", "least", "most"):

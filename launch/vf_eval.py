@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from launch.command import EXPLAINED, end_on_signals, explained
 from launch.eval_arguments import EvalOptions, read_options
-from launch.eval_endpoint import Endpoint, checked_model, endpoint_of
+from launch.eval_endpoint import checked_model, endpoint_of
 from launch.eval_record import Evaluation, missing_places, new_folder, read_evaluation
 from launch.eval_results import RolloutNotes, present, results_of, show_rollout
 from launch.eval_summary import summary_tables
@@ -41,13 +41,12 @@ Place = tuple[int, int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, emoji=False)
     with explained(console):
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         _log(options.verbose)
         evaluation = Evaluation.of(options) if options.resume is None else read_evaluation(options.resume).resumed(options, options.resume)
-        endpoint = endpoint_of(evaluation.base_url, evaluation.key_variable, os.environ)
-        run = _Run(options, evaluation, endpoint, _loaded(evaluation), console)
+        run = _Run(options, evaluation, _loaded(evaluation), console)
         with _kept(run), _cancelled_by_signals(), logging_redirect_tqdm():
             asyncio.run(run.evaluate())
         if status := run.report():
@@ -58,7 +57,7 @@ def _log(verbose: bool) -> None:
     """Warnings; verbose: what goes on, with the tracebacks of rollouts that fail, but not a line per request."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("rollout_actors").setLevel(logging.DEBUG if verbose else logging.WARNING)
-    for name in ("httpx", "openai"):
+    for name in ("httpx", "httpx2", "openai"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -94,8 +93,8 @@ def _loaded(evaluation: Evaluation) -> Environment:
 class _Run:
     """One call of the command."""
 
-    def __init__(self, options: EvalOptions, evaluation: Evaluation, endpoint: Endpoint, environment: Environment, console: Console) -> None:
-        self._options, self._evaluation, self._endpoint, self._environment, self._console = options, evaluation, endpoint, environment, console
+    def __init__(self, options: EvalOptions, evaluation: Evaluation, environment: Environment, console: Console) -> None:
+        self._options, self._evaluation, self._environment, self._console = options, evaluation, environment, console
         self._began_s, self._date = time.perf_counter(), datetime.now().astimezone().isoformat(timespec="seconds")
         self._num_examples = 0
         self.folder: Path | None = options.resume
@@ -106,37 +105,47 @@ class _Run:
 
     async def evaluate(self) -> None:
         """Make what is missing. Raises ConfigError, RecordError, StorageError and UnreachableError; what is done by then is kept."""
-        async with self._environment, self._endpoint.client() as client:
-            examples, example_ids, digests = self._examples()
-            model = await checked_model(client, self._endpoint, self._evaluation.model, self._environment.message_type)
-            self._evaluation = replace(self._evaluation, model=model)
+        async with self._environment, AsyncExitStack() as stack:
+            examples, names, digests = self._examples()
+            client = None
             if self.folder is None:
+                client = await self._client(stack)
                 self.folder = new_folder(self._options.output, self._evaluation)
             with ResultsFile(self.folder) as file:
                 self.finished = file.rollouts
                 self._check(file, digests)
                 self._evaluation.write(self.folder)
                 by_example = self._environment.rubric.compares_rollouts
-                places = missing_places(file.rollouts, example_ids, self._evaluation.rollouts_per_example, by_example=by_example)
+                places = missing_places(file.rollouts, names, self._evaluation.rollouts_per_example, by_example=by_example)
                 if self._options.resume is not None:
-                    total = len(example_ids) * self._evaluation.rollouts_per_example
+                    total = len(names) * self._evaluation.rollouts_per_example
                     self.say(f"{total - len(places)} of {total} rollouts are there")
                 if places:
+                    # Where nothing is missing, the endpoint may be gone.
+                    client = client or await self._client(stack)
                     notes = RolloutNotes(file, places, digests, self._evaluation.state_columns, self.say)
                     await self._generate(client, examples.select([example for example, _ in places]), notes)
 
-    def _examples(self) -> tuple[Examples, list[Any], list[str]]:
-        """Those to evaluate on, their ids, and their rows' digests."""
+    async def _client(self, stack: AsyncExitStack) -> Any:
+        """Of the endpoint, which has answered; the evaluation's model is known then."""
+        endpoint = endpoint_of(self._evaluation.base_url, self._evaluation.key_variable, os.environ)
+        client = await stack.enter_async_context(endpoint.client())
+        model = await checked_model(client, endpoint, self._evaluation.model, self._environment.message_type)
+        self._evaluation = replace(self._evaluation, model=model)
+        return client
+
+    def _examples(self) -> tuple[Examples, list[str], list[str]]:
+        """Those to evaluate on, the names that `generate` groups them by, and their rows' digests."""
         name = self._evaluation.environment
         try:
             examples = self._environment.get_eval_dataset(self._evaluation.num_examples)
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
-        rows = [(row["example_id"], digest(row)) for row in examples]
+        rows = [(repr((row["task"], row["example_id"])), digest(row)) for row in examples]
         if not rows:
             raise ConfigError(f"{name}: its dataset to evaluate on is empty; give it rows (with -a, where its load_environment has an argument for them)")
         self._num_examples = len(rows)
-        return examples, [example_id for example_id, _ in rows], [digest_ for _, digest_ in rows]
+        return examples, [row_name for row_name, _ in rows], [row_digest for _, row_digest in rows]
 
     def _check(self, file: ResultsFile, digests: Sequence[str]) -> None:
         """ConfigError where what is there is of other data."""
@@ -173,7 +182,7 @@ class _Run:
         # More may be there: of an evaluation that was larger.
         asked = [(example, rollout) for example in range(self._num_examples) for rollout in range(evaluation.rollouts_per_example)]
         rollouts = [self.finished[place] for place in asked]
-        out = Console(soft_wrap=True)
+        out = Console(soft_wrap=True, emoji=False)
         if self._options.verbose:
             show_rollout(rollouts[0], out)
         out.print(Text(f"{evaluation.environment}, {evaluation.model}", style="bold"))

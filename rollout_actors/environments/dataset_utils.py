@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-import httpx
-
 from rollout_actors.environments.messages import sanitize_messages
 from rollout_actors.environments.outputs import GenerateOutputs
 from rollout_actors.environments.types import State
@@ -88,10 +86,12 @@ def plain(value: Any) -> Any:
 
 def push_dataset(dataset: Any, name: str) -> None:
     """To the Hugging Face hub, under this name, with the token that its own tools have stored. StorageError where the hub does not take it."""
+    import httpx2  # which the hub's client speaks HTTP with
+
     try:
         dataset.push_to_hub(name)
-    except (OSError, httpx.HTTPError, ValueError) as error:  # of the way there, of the hub's answer, of a name that it does not allow
-        remedy = "`hf auth login` stores a token; HF_HUB_OFFLINE=1 keeps everything here; a name is OWNER/NAME, or NAME for the token's own"
+    except (OSError, httpx2.HTTPError, ValueError) as error:  # of the way there, of the hub's answer, of a name that it does not allow
+        remedy = "`hf auth login` stores a token; HF_HUB_OFFLINE must not be set; a name is OWNER/NAME, or NAME for the token's own"
         raise StorageError(f"dataset {name}", f"{type(error).__name__}: {error}", action="push", remedy=remedy) from error
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -138,15 +139,17 @@ class ResultsFile:
         """The folder is made, and a last line that was cut off is removed. Raises RecordError where another line is broken, StorageError where the file cannot
         be written or another process writes it."""
         self.path = folder / NAME
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
-            _lock(self._file, self.path)
-            self.was_torn = _mend(self.path)
-            """Whether a line was removed."""
-            self.rollouts = {one.place: one for one in read_rollouts(self.path)}
-        except OSError as error:
-            raise _cannot(self.path, error) from error
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = stack.enter_context(self.path.open("ab", buffering=0))
+                _lock(self._file, self.path)
+                self.was_torn = _mend(self.path)
+                """Whether a line was removed."""
+                self.rollouts = {one.place: one for one in read_rollouts(self.path)}
+            except OSError as error:
+                raise _cannot(self.path, error) from error
+            stack.pop_all()  # it stays open
 
     def __enter__(self) -> ResultsFile:
         return self

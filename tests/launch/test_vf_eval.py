@@ -180,6 +180,7 @@ def test_hub_pushes_use_the_same_dataset_as_files(place, endpoint, url, monkeypa
     assert list(pushed) == ["me/echo"]
     assert list(pushed["me/echo"]) == [json.loads(line) for line in (place.evaluation / "results.jsonl").read_text().splitlines()]
     assert "me/echo" in done.stdout
+    endpoint.key = "another"  # the endpoint is not asked where nothing is missing
     assert place.run("--resume", place.evaluation, "-H").returncode == 0
     assert list(pushed) == ["me/echo", "echo_env-results"]
     assert len(endpoint.bodies) == 2
@@ -264,6 +265,13 @@ def test_the_console_script_is_the_module():
 
 
 # What it says where it cannot go on
+
+
+def test_an_example_environment_is_evaluated_by_its_name(place, endpoint, url):
+    endpoint.reply = lambda text: f"<answer>{eval(text.removeprefix('What is ').removesuffix('?'))}</answer>"
+    done = place.run("arithmetic", "-b", url, "-n", "3", "-r", "1", "-a", '{"largest": 9}')
+    assert done.returncode == 0, done.stderr
+    assert cell(done.stdout, "correct").split()[0] == "1.0000"
 
 
 def test_an_unreachable_endpoint_is_named_with_its_error_before_any_rollout(place):

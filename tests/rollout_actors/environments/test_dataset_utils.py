@@ -1,7 +1,7 @@
 """From results to a dataset (spec: orchestration, dataset construction and sanitization, and its testing plan)."""
 
 import datasets
-import httpx
+import httpx2
 import pytest
 from scripted_client import Answer, ScriptedClient
 
@@ -164,7 +164,7 @@ def test_a_push_goes_to_the_hubs_own_method_with_the_datasets_name(monkeypatch):
     assert pushed == [("me/letters", list(made)), ("letters-results", list(made))]
 
 
-@pytest.mark.parametrize("error", [OSError("offline"), httpx.ConnectError("no way"), ValueError("a name with two slashes")])
+@pytest.mark.parametrize("error", [OSError("offline"), httpx2.ConnectError("no way"), ValueError("a name with two slashes")])
 def test_a_push_that_fails_says_why(error):
     class Refusing:
         def push_to_hub(self, name):

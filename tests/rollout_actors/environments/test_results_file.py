@@ -112,6 +112,10 @@ def test_a_broken_line_elsewhere_is_refused_with_file_line_and_remedy(tmp_path, 
     assert (caught.value.file, caught.value.line, caught.value.field) == (str(file.path), 2, field)
     assert str(caught.value).endswith("delete this line, and its rollout is made again")
     assert file.path.read_bytes() == before
+    # Mended by hand, it is read at once, while the error is still about.
+    file.path.write_text("".join([lines[0], lines[2]]))
+    with ResultsFile(tmp_path) as mended:
+        assert sorted(mended.rollouts) == [(0, 0), (2, 0)]
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
