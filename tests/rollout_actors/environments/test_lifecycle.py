@@ -1,11 +1,13 @@
 """`@stop`, `@cleanup` and `@teardown` (spec: trajectories, 5)."""
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -343,6 +345,17 @@ def test_teardown_is_called_also_where_what_is_inside_fails():
     with pytest.raises(RuntimeError, match="inside"):
         asyncio.run(fails())
     assert env.called == ["first", "plain"]
+
+
+def test_an_environment_that_was_closed_is_held_by_nobody():
+    env = Torn()
+    held = weakref.ref(env)
+    gc.collect()
+    assert held() is env
+    asyncio.run(env.aclose())
+    del env
+    gc.collect()
+    assert held() is None
 
 
 PROGRAM = """
