@@ -142,7 +142,8 @@ class _Rollouts:
             try:
                 call = self._call
                 state = await self._environment.rollout(self._inputs[place], call.client, call.model, call.sampling_args)
-            except Exception as error:  # of one rollout: it is data, and the others go on
+            except (Exception, asyncio.CancelledError) as error:  # of one rollout: it is data, and the others go on
+                _raise_if_cancelled(error)
                 _LOGGER.debug("rollout %d failed", place, exc_info=error)
                 state = begun[-1] if begun else self._environment._new_state(dict(self._inputs[place]))
                 await _note_failure(self._environment, state, error)
@@ -162,7 +163,8 @@ class _Rollouts:
                     await rubric.score_group(sound)
                 elif sound:
                     await rubric.score_rollout(sound[0])
-            except Exception as error:  # of one unit, as above
+            except (Exception, asyncio.CancelledError) as error:  # of one unit, as above
+                _raise_if_cancelled(error)
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
                 for state in sound:
                     state["error"] = f"{type(error).__name__}: {error}"
@@ -186,7 +188,14 @@ class _Rollouts:
             self._call.on_rollout(place, self._state(place))
 
 
-async def _note_failure(environment: Environment, state: State, error: Exception) -> None:
+def _raise_if_cancelled(error: BaseException) -> None:
+    """What this task was cancelled by; not what an environment met that waited for a cancelled task of its own."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
+async def _note_failure(environment: Environment, state: State, error: BaseException) -> None:
     state["error"] = f"{type(error).__name__}: {error}"
     state["is_completed"], state["stop_condition"] = True, "error"
     if state["completion"] is None:

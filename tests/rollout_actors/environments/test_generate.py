@@ -477,3 +477,48 @@ def test_it_works_off_the_main_thread():
     thread.start()
     thread.join(20)
     assert results[0].reward == [1.0] * 3
+
+
+def test_a_group_function_that_fails_is_its_groups_failure_and_the_others_go_on():
+    def picky(states):
+        if states[0]["example_id"] == 0:
+            raise RuntimeError("no idea")
+        return [1.0, 0.0]
+
+    def right(state):
+        return 0.5
+
+    env = SingleTurnEnv(dataset=rows(2), rubric=rubric_of(right, picky))
+    results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False))
+    assert results.reward == [0.0, 0.0, 1.5, 0.5] and results.metadata.num_errors == 2
+    assert [state["error"] for state in results.state] == ["RuntimeError: no idea"] * 2 + [None] * 2
+    assert results.metrics == {"right": [0.0, 0.0, 0.5, 0.5], "picky": [0.0, 0.0, 1.0, 0.0]}
+    assert [state["trajectory"][0]["reward"] for state in results.state] == results.reward
+    assert [state["advantage"] for state in results.state] == [0.0, 0.0, 0.5, -0.5]
+
+
+async def cancelled_task():
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+
+
+def test_a_rollout_that_waits_for_a_cancelled_task_of_its_own_is_data_too():
+    class Waits(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            if state["example_id"] == 1:
+                await cancelled_task()
+            return await super().env_response(messages, state, **kwargs)
+
+    results = generated(Waits(max_turns=2, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
+    assert results.reward == [1.0, 0.0, 1.0] and results.example_id == [0, 1, 2] and "CancelledError" in results.state[1]["error"]
+
+
+def test_a_reward_function_that_waits_for_a_cancelled_task_of_its_own_is_one_rollouts_failure():
+    async def waits(completion):
+        if completion[-1]["content"] == "q1":
+            await cancelled_task()
+        return 1.0
+
+    results = generated(SingleTurnEnv(rubric=rubric_of(waits)), rows(3), ScriptedClient(echo))
+    assert results.reward == [1.0, 0.0, 1.0]
