@@ -114,7 +114,7 @@ _REMEDY = "start a new evaluation without --resume"
 
 def new_folder(output: Path, evaluation: Evaluation) -> Path:
     """Of nobody else: `ENVIRONMENT--MODEL/DATE-TIME`."""
-    name = re.sub(r"[^\w.-]+", "-", f"{Path(evaluation.environment).stem}--{evaluation.model}")
+    name = re.sub(r"[^\w.-]+", "-", f"{Path(evaluation.environment).name.removesuffix('.py')}--{evaluation.model}")
     base = output / name / datetime.now().strftime("%Y%m%d-%H%M%S")
     number = 1
     while True:

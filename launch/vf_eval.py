@@ -34,7 +34,7 @@ from rollout_actors.environments.inputs import Examples
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.outputs import RESULTS
 from rollout_actors.environments.results_file import NAME, FinishedRollout, ResultsFile, digest
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RecordError
 
 Place = tuple[int, int]
 """The number of an example, and of a rollout among its."""
@@ -86,6 +86,8 @@ def _kept(run: _Run) -> Iterator[None]:
 def _loaded(evaluation: Evaluation) -> Environment:
     try:
         return load_environment(evaluation.environment, **evaluation.env_args)
+    except (ConfigError, RecordError):
+        raise
     except (ValueError, ImportError) as error:
         raise ConfigError(f"ENVIRONMENT: {error}") from error
 

@@ -264,6 +264,13 @@ def test_the_console_script_is_the_module():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["vf-eval"] == "launch.vf_eval:main"
 
 
+def test_nothing_heavy_is_imported_to_evaluate():
+    code = "import sys, launch.vf_eval; print(sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "openai" in done.stdout
+    assert not [name for name in ("torch", "ray", "vllm", "transformers", "datasets", "hydra") if f"'{name}'" in done.stdout]
+
+
 # What it says where it cannot go on
 
 
