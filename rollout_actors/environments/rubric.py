@@ -82,7 +82,7 @@ class Rubric:
 
     def _credit(self, state: State, values: Sequence[float]) -> None:
         state["metrics"] = dict(zip(self.reward_names, values, strict=True))
-        credit(state, sum(reward.weight * value for reward, value in zip(self._rewards, values, strict=True)))
+        credit(state, sum((reward.weight * value for reward, value in zip(self._rewards, values, strict=True)), 0.0))
 
 
 class RubricGroup(Rubric):
@@ -125,7 +125,6 @@ class RubricGroup(Rubric):
                 totals[place] += state["reward"]
                 for name, value in state["metrics"].items():
                     metrics[place][name] = metrics[place].get(name, 0.0) + value
-                _take_back_credit(state)
         for place, state in enumerate(states):
             state["metrics"] = metrics[place]
             credit(state, totals[place])
@@ -137,15 +136,6 @@ def credit(state: State, reward: float) -> None:
     for step in state["trajectory"]:
         if step["reward"] is None or step["reward"] is former:
             step["reward"] = reward
-
-
-def _take_back_credit(state: State) -> None:
-    """From the steps that have the rollout's reward and advantage, and none of their own: the same objects, not only the same numbers."""
-    for step in state["trajectory"]:
-        if step["reward"] is state["reward"]:
-            step["reward"] = None
-        if step["advantage"] is state["advantage"]:
-            step["advantage"] = None
 
 
 def give_advantages(states: Sequence[State]) -> None:

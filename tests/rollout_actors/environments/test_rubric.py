@@ -292,3 +292,15 @@ def test_a_group_of_rubrics_compares_rollouts_where_one_of_them_does():
 def test_a_group_of_rubrics_has_at_least_one():
     with pytest.raises(ValueError, match="at least one"):
         RubricGroup([])
+
+
+def test_a_steps_own_reward_outlives_every_rubric_of_a_group():
+    one = state(steps=2)
+    one["trajectory"][0]["reward"] = 0
+    scored(RubricGroup([Rubric(), Rubric([lambda state: 1.0]), Rubric()]), one)
+    assert [step["reward"] for step in one["trajectory"]] == [0, 1.0]
+
+
+def test_the_reward_of_no_functions_is_0():
+    one = scored(Rubric(), state())
+    assert one["reward"] == 0.0 and isinstance(one["reward"], float) and one["metrics"] == {}
