@@ -54,6 +54,7 @@ def test_a_selection_keeps_the_ids_of_its_rows():
     examples = Examples([{"question": str(i)} for i in range(4)], PromptFormat())
     assert [row["example_id"] for row in examples.select([2, 2, 0])] == [2, 2, 0]
     assert [row["example_id"] for row in examples[1:3]] == [1, 2]
+    assert [row["example_id"] for row in examples.select([3, 1]).select([1, 0, 1])] == [1, 3, 1]
 
 
 def test_a_row_with_neither_prompt_nor_question_is_refused_with_its_number():
@@ -92,9 +93,10 @@ def test_no_rows_are_no_inputs():
 
 
 def test_what_an_input_holds_is_not_the_rows_own():
-    row = {"prompt": [user("a")], "info": {"k": [1]}, "answer": ["x"]}
+    row = {"prompt": [user("a"), {"role": "user", "content": [{"type": "text", "text": "b"}]}], "info": {"k": [1]}, "answer": ["x"]}
     before = copy.deepcopy(row)
     made = inputs([row])[0]
+    made["prompt"][1]["content"][0]["text"] = "changed"
     made["prompt"][0]["content"] = "changed"
     made["prompt"].append(user("more"))
     made["info"]["k"].append(2)
