@@ -40,7 +40,7 @@ def test_the_engine_of_that_number_answers(ray_cluster: None) -> None:
     [
         ("fail", LONG, "generate on actor-1: told to fail"),
         ("unreachable", LONG, "generate on actor-1: gone"),
-        ("die", LONG, "generate on actor-1: its process has ended .*; check its log and the machine's memory"),
+        ("die", LONG, r"(?s)generate on actor-1: its process has ended .*; check its log and the machine's memory"),
         ("sleep", LIMIT, r"no answer from actor-1 after timeouts.generate_s = 0.5 s; check the engine's log, and whether max_new_tokens"),
     ],
 )
