@@ -114,7 +114,9 @@ _REMEDY = "start a new evaluation without --resume"
 
 def new_folder(output: Path, evaluation: Evaluation) -> Path:
     """Of nobody else: `ENVIRONMENT--MODEL/DATE-TIME`."""
-    name = re.sub(r"[^\w.-]+", "-", f"{Path(evaluation.environment).name.removesuffix('.py')}--{evaluation.model}")
+    environment, model = Path(evaluation.environment).name.removesuffix(".py"), str(evaluation.model)
+    # Servers of ours and of vLLM call a model by its path, if nothing else is said.
+    name = re.sub(r"[^\w.-]+", "-", f"{environment}--{Path(model).name if Path(model).is_absolute() else model}")
     base = output / name / datetime.now().strftime("%Y%m%d-%H%M%S")
     number = 1
     while True:

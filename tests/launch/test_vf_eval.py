@@ -239,6 +239,15 @@ def test_the_only_model_that_is_served_needs_no_name_and_no_key(place, endpoint,
     assert endpoint.bodies[0]["model"] == "demo"
 
 
+@pytest.mark.parametrize(("model", "name"), [("/models/demo", "demo"), ("owner/demo:v2", "owner-demo-v2")])
+def test_the_evaluations_folder_is_named_after_environment_and_model(place, endpoint, url, model, name):
+    endpoint.models = (model,)
+    assert place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1").returncode == 0
+    assert place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1").returncode == 0
+    assert {folder.parent.name for folder in place.evaluations} == {f"echo_env--{name}"}
+    assert len(place.evaluations) == 2
+
+
 def test_a_key_is_sent_where_its_variable_is_named(place, endpoint, url, monkeypatch):
     endpoint.key = "secret"
     monkeypatch.setenv("OPENAI_API_KEY", "secret")  # of another account: a local endpoint gets it only where it is named
