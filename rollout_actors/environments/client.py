@@ -61,7 +61,7 @@ async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, t
             with_tools = {"tools": tools} if tools else {}
             return await client.chat.completions.create(model=model, messages=prompt, **with_tools, **arguments)
         except openai.BadRequestError as error:
-            if not is_overlong(error):
+            if not is_overlong(error, arguments):
                 raise
             return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
         except INFRASTRUCTURE as error:
@@ -72,14 +72,18 @@ async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, t
     raise AssertionError("the last try returns or raises")
 
 
-def is_overlong(error: openai.BadRequestError) -> bool:
+def is_overlong(error: openai.BadRequestError, sampling_args: SamplingArgs) -> bool:
     """Whether an endpoint refused a prompt for its length. OpenAI has a code for it; vLLM and others only say so.
 
     A call that asks for more new tokens than the context has is another matter: it is wrong for every prompt.
     """
     text = str(error).lower()
     told = ("context length", "context_length", "maximum model length", "prompt is too long", "longer than the maximum", "too many tokens")
-    return error.code == "context_length_exceeded" or any(words in text for words in told)
+    if error.code == "context_length_exceeded" or any(words in text for words in told):
+        return True
+    # Of a prompt that leaves no room for a single token vLLM says no more than this; so it does of a call that asks for none.
+    asks_for_none = 0 in (sampling_args.get("max_tokens"), sampling_args.get("max_completion_tokens"))
+    return "max_tokens must be at least 1, got 0" in text and not asks_for_none
 
 
 def merged(*given: SamplingArgs | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from scripted_client import status_error
 
 from rollout_actors.environments.client import is_overlong
 
+NO_ROOM = "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"
 OVERLONG = [
     # vLLM 0.32: `renderers/params.py`, `entrypoints/serve/utils/api_utils.py`, `v1/engine/input_processor.py`.
     (
@@ -20,13 +21,13 @@ OVERLONG = [
     ),
     "Input length (99) exceeds model's maximum context length (64).",
     "The decoder prompt (length 99) is longer than the maximum model length of 64. Make sure that `max_model_len` is no smaller than the number of tokens.",
+    NO_ROOM,
     # OpenAI's, without its code.
     "This model's maximum context length is 8192 tokens. However, your messages resulted in 9001 tokens. Please reduce the length of the messages.",
 ]
 OTHERS = [
     "max_tokens=9999 cannot be greater than max_model_len=64. Please request fewer output tokens. (parameter=max_tokens, value=9999)",
     "temperature must be non-negative, got -1.0.",
-    "`max_tokens` must be at least 1, got 0.",
 ]
 
 
@@ -38,13 +39,18 @@ def refusal(message: str, code: str | None = None) -> openai.BadRequestError:
 
 @pytest.mark.parametrize("message", OVERLONG)
 def test_a_prompt_that_is_too_long_is_known_by_what_is_said(message: str) -> None:
-    assert is_overlong(refusal(message))
+    assert is_overlong(refusal(message), {"max_tokens": 4})
 
 
 def test_a_prompt_that_is_too_long_is_known_by_its_code() -> None:
-    assert is_overlong(refusal("No.", "context_length_exceeded"))
+    assert is_overlong(refusal("No.", "context_length_exceeded"), {})
 
 
 @pytest.mark.parametrize("message", OTHERS)
 def test_a_call_that_is_wrong_in_another_way_is_no_prompt_that_is_too_long(message: str) -> None:
-    assert not is_overlong(refusal(message))
+    assert not is_overlong(refusal(message), {})
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_call_that_asks_for_no_tokens_is_no_prompt_that_is_too_long(name: str) -> None:
+    assert not is_overlong(refusal(NO_ROOM), {name: 0})
