@@ -1,0 +1,362 @@
+"""Environments through `openai.AsyncOpenAI` against real endpoints: `python -m launch.serve`, and a stock `vllm serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import pytest
+import torch
+from engine_support import SmallLearner, small_settings
+from fake_server import eventually
+from serve_process import OneServer, ServeProcess, serve_process
+from stock_process import TOKEN, stock_process
+
+from rollout_actors.backends.server_command import serve_arguments
+from rollout_actors.backends.vllm_server import ServerClient
+from rollout_actors.environments.client import is_overlong
+from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.responses import RETURNS_TOKENS, parse_response_tokens
+from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.types import Messages, State, TrajectoryStepTokens
+from shared.errors import WeightSyncError
+from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
+from shared.weight_sync import sync_weights
+
+pytestmark = pytest.mark.engine
+
+T = TypeVar("T")
+
+TEMPERATURE = 0.7
+QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Detect every object in the image."}]
+SAMPLED: dict[str, Any] = {"temperature": TEMPERATURE, "seed": 11, "max_tokens": 24}
+WITH_TOKENS: dict[str, Any] = SAMPLED | RETURNS_TOKENS
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "turn",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"way": {"type": "string", "enum": ["left", "right"]}}, "required": ["way"]},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    url: str
+    model: str
+    token: str = "none"
+
+    def ask(self, work: Callable[[openai.AsyncOpenAI], Awaitable[T]], **options: Any) -> T:
+        """On a loop of its own."""
+
+        async def asked() -> T:
+            http = openai.DefaultAsyncHttpxClient(trust_env=False)
+            async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.token, http_client=http, **{"max_retries": 0} | options) as client:
+                return await work(client)
+
+        return asyncio.run(asked())
+
+    def chat(self, messages: Any = QUESTION, **arguments: Any) -> Any:
+        return self.ask(lambda client: client.chat.completions.create(model=self.model, messages=messages, **arguments))
+
+    def tokens(self, response: Any, message_type: str = "chat") -> TrajectoryStepTokens:
+        tokens = asyncio.run(parse_response_tokens(response, message_type))
+        assert tokens is not None
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def server(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    arguments = [*serve_arguments(small_settings(demo_checkpoint), port=0), "served_model_name=demo,policy", "tool_call_parser=hermes"]
+    with serve_process(arguments, tmp_path_factory.mktemp("serve")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[OneServer]:
+    pool = OneServer(ServerClient("server-0", server.address(), index=0, expected=small_settings(demo_checkpoint)))
+    assert pool.start() == 1
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def ours(server: ServeProcess, pool: OneServer) -> Endpoint:
+    return Endpoint(server.url, "demo")
+
+
+@pytest.fixture(scope="module")
+def stock(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    with stock_process(small_settings(demo_checkpoint), tmp_path_factory.mktemp("stock")) as one:
+        assert eventually(lambda: answers(one.url), within_s=120), one.output.read_text()
+        yield Endpoint(one.url, str(demo_checkpoint), TOKEN)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(params=["ours", pytest.param("stock", marks=pytest.mark.engines_extra)])
+def endpoint(request: pytest.FixtureRequest) -> Endpoint:
+    """Either kind, which serves the checkpoint or what a test before has sent."""
+    one: Endpoint = request.getfixturevalue(request.param)
+    return one
+
+
+def as_a_run_asks(learner: SmallLearner, tokens: TrajectoryStepTokens, **changes: Any) -> RolloutRequest:
+    decode = DecodeSettings(
+        mode=DecodeMode.SAMPLE,
+        temperature=TEMPERATURE,
+        top_p=1.0,
+        top_k=-1,
+        repetition_penalty=1.0,
+        max_new_tokens=SAMPLED["max_tokens"],
+        num_beams=1,
+        stop_token_ids=(learner.stop,),
+        banned_token_ids=(),
+        return_logprobs=True,
+    )
+    return RolloutRequest(1, 0, "sample-0", tuple(tokens["prompt_ids"]), (), replace(decode, **changes), SAMPLED["seed"])
+
+
+def all_tokens(rollout: Rollout) -> tuple[list[int], list[float]]:
+    """With the stop token, where one was sampled."""
+    assert rollout.logprobs is not None
+    if rollout.stop_token_id is None:
+        return list(rollout.response_token_ids), list(rollout.logprobs)
+    assert rollout.stop_token_logprob is not None
+    return [*rollout.response_token_ids, rollout.stop_token_id], [*rollout.logprobs, rollout.stop_token_logprob]
+
+
+def is_what_the_engine_sampled(tokens: TrajectoryStepTokens, pool: OneServer, learner: SmallLearner) -> bool:
+    (rollout,) = pool.generate([as_a_run_asks(learner, tokens)])
+    ids, logprobs = all_tokens(rollout)
+    assert tokens["completion_logprobs"] == pytest.approx(logprobs, abs=1e-6)
+    return tokens["completion_ids"] == ids
+
+
+# What an endpoint says
+
+
+def test_tokens_and_log_probabilities_are_extracted_from_a_chat(endpoint: Endpoint, learner: SmallLearner) -> None:
+    response = endpoint.chat(**WITH_TOKENS)
+    tokens = endpoint.tokens(response)
+    text = learner.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    assert tokens["prompt_ids"] == learner.tokenizer(text, add_special_tokens=False).input_ids
+    assert len(tokens["completion_ids"]) == response.usage.completion_tokens
+    assert learner.tokenizer.decode(tokens["completion_ids"], skip_special_tokens=True) == response.choices[0].message.content
+    assert (set(tokens["prompt_mask"]), set(tokens["completion_mask"])) == ({0}, {1})
+
+
+def test_tokens_and_log_probabilities_are_extracted_from_a_completion(endpoint: Endpoint, learner: SmallLearner) -> None:
+    prompt = "Detect every object"
+    response = endpoint.ask(lambda client: client.completions.create(model=endpoint.model, prompt=prompt, **WITH_TOKENS))
+    tokens = endpoint.tokens(response, "completion")
+    assert tokens["prompt_ids"] == learner.tokenizer(prompt).input_ids
+    assert learner.tokenizer.decode(tokens["completion_ids"], skip_special_tokens=True) == response.choices[0].text
+    assert max(tokens["completion_logprobs"]) < 0.0
+
+
+def test_log_probabilities_are_of_the_temperature_that_was_sampled_under(endpoint: Endpoint, learner: SmallLearner) -> None:
+    tokens = endpoint.tokens(endpoint.chat(**WITH_TOKENS))
+    ids_1T = torch.tensor([tokens["prompt_ids"] + tokens["completion_ids"]])
+    with torch.no_grad():
+        logits_TV = learner.model(input_ids=ids_1T, use_cache=False).logits[0, len(tokens["prompt_ids"]) - 1 : -1]
+    chosen_T1 = torch.tensor(tokens["completion_ids"])[:, None]
+    for temperature, is_it in ((TEMPERATURE, True), (1.0, False)):
+        expected = (logits_TV / temperature).log_softmax(-1).gather(1, chosen_T1)[:, 0].tolist()
+        assert (tokens["completion_logprobs"] == pytest.approx(expected, abs=1e-4)) is is_it
+
+
+def test_a_missing_piece_gives_no_tokens(endpoint: Endpoint) -> None:
+    for left_out in ({"logprobs": None}, {"extra_body": None}, {"extra_body": {"return_token_ids": False, "return_tokens_as_token_ids": True}}):
+        arguments = {key: value for key, value in (WITH_TOKENS | left_out).items() if value is not None}
+        assert asyncio.run(parse_response_tokens(endpoint.chat(**arguments), "chat")) is None
+
+
+def test_a_stream_says_the_same_as_an_answer(endpoint: Endpoint) -> None:
+    async def streamed(client: openai.AsyncOpenAI) -> list[Any]:
+        stream = await client.chat.completions.create(model=endpoint.model, messages=QUESTION, stream=True, **WITH_TOKENS)
+        return [chunk async for chunk in stream]
+
+    chunks = endpoint.ask(streamed)
+    whole = endpoint.chat(**WITH_TOKENS).choices[0]
+    assert len(chunks) > 2
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or ()] == whole.token_ids
+
+
+def test_a_prompt_that_is_too_long_is_known_as_such(endpoint: Endpoint) -> None:
+    long = [{"role": "user", "content": "Detect every object in the image. " * 200}]
+    barely = [{"role": "user", "content": "a " * 500}]
+    for messages in (long, barely):
+        with pytest.raises(openai.BadRequestError) as caught:
+            endpoint.chat(messages, max_tokens=4)
+        assert is_overlong(caught.value, {"max_tokens": 4}), caught.value
+    for prompt in ("Detect every object in the image. " * 200, [5] * 512, [5] * 600):
+        with pytest.raises(openai.BadRequestError) as caught:
+            endpoint.ask(lambda client, prompt=prompt: client.completions.create(model=endpoint.model, prompt=prompt, max_tokens=4))
+        assert is_overlong(caught.value, {"max_tokens": 4}), caught.value
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 9999}, {"max_tokens": 0}, {"temperature": -1.0}, {"logprobs": True, "top_logprobs": 999}, {"tools": [TOOL], "tool_choice": "some"}]
+)
+def test_a_call_that_is_wrong_is_refused_and_is_no_prompt_that_is_too_long(endpoint: Endpoint, wrong: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        endpoint.chat(**wrong)
+    assert not is_overlong(caught.value, wrong), caught.value
+
+
+def test_a_model_of_another_name_is_not_there(endpoint: Endpoint) -> None:
+    with pytest.raises(openai.NotFoundError, match="another"):
+        replace(endpoint, model="another").chat()
+
+
+# Environments
+
+
+def exclaims(completion: Messages) -> float:
+    return float(len(completion[-1]["content"]))
+
+
+class AskTwice(MultiTurnEnv):
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+        return [{"role": "user", "content": "And what else?"}]
+
+
+def generated(environment: MultiTurnEnv, endpoint: Endpoint, **kwargs: Any) -> Any:
+    rows = [{"prompt": QUESTION, "answer": ""}, {"prompt": [{"role": "user", "content": "every object"}], "answer": ""}]
+    return endpoint.ask(lambda client: environment.generate(rows, client, endpoint.model, use_tqdm=False, **kwargs))
+
+
+def test_a_rollout_of_one_turn_has_the_engines_tokens_and_a_reward(ours: Endpoint, pool: OneServer, learner: SmallLearner) -> None:
+    results = generated(SingleTurnEnv(rubric=Rubric([exclaims]), sampling_args=WITH_TOKENS), ours)
+    for state in results.state:
+        (step,) = state["trajectory"]
+        assert is_what_the_engine_sampled(step["tokens"], pool, learner)
+        assert step["response"].weight_version == pool.version
+        assert (state["error"], state["reward"]) == (None, len(state["completion"][-1]["content"]))
+    assert results.reward == [state["reward"] for state in results.state]
+    assert min(results.reward) > 0.0
+
+
+def test_every_turn_of_a_rollout_has_the_tokens_of_its_own_call(endpoint: Endpoint, learner: SmallLearner) -> None:
+    results = generated(AskTwice(max_turns=2, rubric=Rubric([exclaims]), sampling_args=WITH_TOKENS), endpoint)
+    for state in results.state:
+        first, second = (step["tokens"] for step in state["trajectory"])
+        text = learner.tokenizer.apply_chat_template(state["trajectory"][1]["prompt"], tokenize=False, add_generation_prompt=True)
+        assert second["prompt_ids"] == learner.tokenizer(text, add_special_tokens=False).input_ids
+        assert second["prompt_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
+        # A chat goes over text: what the model sampled is tokenised again, here into other tokens.
+        sampled = first["prompt_ids"] + first["completion_ids"]
+        assert second["prompt_ids"][: len(sampled)] != sampled
+        assert (state["error"], state["reward"] > 0.0) == (None, True)
+
+
+def test_a_rollout_whose_prompt_has_no_room_ends_as_truncated(endpoint: Endpoint) -> None:
+    class AsksMuch(AskTwice):
+        async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+            return [{"role": "user", "content": "Detect every object in the image. " * 200}]
+
+    results = generated(AsksMuch(max_turns=3, rubric=Rubric([exclaims]), sampling_args=WITH_TOKENS), endpoint)
+    for state in results.state:
+        assert (state["error"], state["is_truncated"], state["stop_condition"]) == (None, True, "prompt_too_long")
+        assert len(state["trajectory"]) == 1
+
+
+# What is launch.serve's own
+
+
+def test_the_model_goes_by_every_name_that_it_was_given(ours: Endpoint) -> None:
+    async def names(client: openai.AsyncOpenAI) -> list[str]:
+        return [model.id async for model in client.models.list()]
+
+    assert ours.ask(names) == ["demo", "policy"]
+    assert [replace(ours, model=name).chat(max_tokens=1).model for name in ("demo", "policy")] == ["demo", "demo"]
+
+
+def test_the_tokens_are_those_of_the_other_routes(ours: Endpoint, pool: OneServer, learner: SmallLearner) -> None:
+    assert is_what_the_engine_sampled(ours.tokens(ours.chat(**WITH_TOKENS)), pool, learner)
+
+
+def test_tools_are_called_by_the_parser_that_was_chosen(ours: Endpoint) -> None:
+    (called,) = ours.chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "turn"}}, max_tokens=200, seed=3).choices[0].message.tool_calls
+    assert called.function.name == "turn"
+    assert called.function.arguments.replace(" ", "").replace("\n", "") in ('{"way":"left"}', '{"way":"right"}')
+    assert ours.chat(tools=[TOOL], **SAMPLED).choices[0].message.role == "assistant"
+
+
+def test_health_counts_what_the_openai_routes_sample(server: ServeProcess, ours: Endpoint) -> None:
+    def num_tokens() -> int:
+        return int(httpx.get(f"{server.url}/health/", trust_env=False).json()["num_tokens"])
+
+    before = num_tokens()
+    one = ours.chat(n=2, **SAMPLED).usage.completion_tokens
+    assert num_tokens() == before + one
+
+    async def streamed(client: openai.AsyncOpenAI) -> list[Any]:
+        stream = await client.chat.completions.create(model="demo", messages=QUESTION, stream=True, **WITH_TOKENS)
+        return [chunk async for chunk in stream]
+
+    streamed_tokens = sum(len(getattr(chunk.choices[0], "token_ids", None) or ()) for chunk in ours.ask(streamed))
+    assert eventually(lambda: num_tokens() == before + one + streamed_tokens)
+
+
+def test_an_answer_is_of_the_weights_that_were_sent(ours: Endpoint, pool: OneServer, learner: SmallLearner) -> None:
+    before = ours.chat(**WITH_TOKENS)
+    learner.learn(31)
+    sync_weights(learner, pool)
+    after = ours.chat(**WITH_TOKENS)
+    assert (before.weight_version, after.weight_version) == (learner.version - 1, learner.version)
+    assert ours.tokens(after)["completion_ids"] != ours.tokens(before)["completion_ids"]
+    assert is_what_the_engine_sampled(ours.tokens(after), pool, learner)
+
+
+def test_what_a_sync_finds_queued_is_never_answered_under_weights_that_are_not_verified(ours: Endpoint, pool: OneServer, learner: SmallLearner) -> None:
+    """More calls than the engine decodes at a time (8): what it has begun with ends under the old weights, the others are sent away."""
+    version, long = learner.version, {"max_tokens": 400, "ignore_eos": True}
+    bodies = {key: value for key, value in long.items() if key != "max_tokens"}
+
+    def asked(seed: int) -> Any:
+        try:
+            return ours.chat(max_tokens=400, temperature=1.0, seed=seed, extra_body=bodies).weight_version
+        except openai.ConflictError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(14) as threads:
+        asking = [threads.submit(asked, seed) for seed in range(14)]
+        assert eventually(lambda: httpx.get(f"{ours.url}/health/", trust_env=False).json()["num_running"] == 14)
+        time.sleep(0.1)
+        learner.learn(41)
+        sync_weights(learner, pool)
+        said = [one.result() for one in asking]
+    answered, refused = [one for one in said if isinstance(one, int)], [one for one in said if isinstance(one, str)]
+    assert set(answered) == {version}
+    assert (len(answered), len(refused)) == (8, 6)
+    assert all("other weights" in one or "serves no rollouts" in one for one in refused)
+    assert ours.chat(max_tokens=1).weight_version == version + 1
+
+
+def test_nothing_is_answered_after_a_sync_that_was_not_completed(ours: Endpoint, pool: OneServer, learner: SmallLearner) -> None:
+    learner.sender.close()
+    offer = learner.offer_weights()
+    with pytest.raises(WeightSyncError):
+        pool.receive_weights(replace(offer, rendezvous={"terms": replace(offer.rendezvous["terms"], timeout_s=2.0)})).result(timeout=30)
+    with pytest.raises(openai.ConflictError, match=r"its sync to version \d+ is under way, or was not completed; complete a sync"):
+        ours.chat()
+    learner.sender.close()
+    sync_weights(learner, pool)
+    assert ours.chat(max_tokens=1).weight_version == learner.version
