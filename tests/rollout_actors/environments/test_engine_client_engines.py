@@ -143,7 +143,9 @@ def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(en
             await engines.generate(0, request)
         await until(lambda: ray.get(actor.requests_and_tokens.remote())[0] == 0)
 
+    _, before = ray.get(actor.requests_and_tokens.remote())
     asyncio.run(late())
+    assert ray.get(actor.requests_and_tokens.remote()) == (0, before)
 
 
 def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(engine_pool: EnginePool, learner: SmallLearner) -> None:
