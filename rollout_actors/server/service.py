@@ -29,7 +29,7 @@ MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a call was let in under that names neither run nor version."""
+    """What a call was let in under."""
 
     version: int
     """Of the weights."""
@@ -122,7 +122,7 @@ class RolloutService:
 
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Raises RefusalError, and what the engine raises. Cancelling it aborts its requests."""
-        self._check_open(call.run, call.version)
+        admission = self.admit(call.run, call.version)
         wrong = list(request_problems(call.requests, self._settings))
         if len(call.requests) > self.limits.max_requests:
             wrong.append(f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests}; split it, or start the server with max_requests=N")
@@ -131,23 +131,25 @@ class RolloutService:
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
         with self.running(len(requests)):
             try:
-                return await self._engine.generate(requests)
+                rollouts = await self._engine.generate(requests)
             except RolloutError:
                 # A sync may have begun while the images were read.
                 self._check_open(call.run, call.version)
                 raise
+        admission.check()
+        return rollouts
 
-    def admit(self) -> Admission:
-        """Let in a call that names no run. Raises RefusalError while no rollouts are served."""
-        self._check_open(None, None)
-        before, version = self._num_arrivals, self.version
+    def admit(self, run: str | None = None, version: int | None = None) -> Admission:
+        """Let in a call that names these. Raises RefusalError while no rollouts are served, or others than of this run and version."""
+        self._check_open(run, version)
+        before, held = self._num_arrivals, self.version
 
         def check() -> None:
             assert self.world_size
             if self._num_arrivals != before:
-                raise RefusalError(409, f"{self._name} was given other weights than version {version} before it had answered; ask again")
+                raise RefusalError(409, f"{self._name} was given other weights than version {held} before it had answered; ask again")
 
-        return Admission(version, check)
+        return Admission(held, check)
 
     @contextmanager
     def running(self, number: int) -> Iterator[None]:

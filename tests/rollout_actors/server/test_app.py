@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,17 @@ class TestSync:
             assert (answer.status_code, "its sync to version 1 is under way, or was not completed" in said(answer)) == (409, True)
         caller.phase(SyncPhase.CANARY)
         assert caller.infer(make_request(0)).status_code == 200
+
+    def test_what_has_no_answer_when_other_weights_arrive_is_refused(self, caller: Caller) -> None:
+        """vLLM would begin with what it has queued as soon as it is resumed, for the canary."""
+        caller.engine.latency_s = 3.0
+        with ThreadPoolExecutor(1) as thread:
+            asking = thread.submit(caller.infer, make_request(0))
+            assert eventually(lambda: caller.engine.num_running == 1)
+            caller.engine.latency_s = 0.0
+            caller.sync()
+            answer = asking.result()
+        assert (answer.status_code, "was given other weights than version 0 before it had answered" in said(answer)) == (409, True)
 
     def test_after_a_failed_phase_only_a_new_sync_opens_the_door(self, caller: Caller) -> None:
         caller.phase(SyncPhase.PAUSE)
