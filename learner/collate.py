@@ -23,7 +23,9 @@ Columns = TypeVar("Columns", "ModelInputs", TextSupervision, CoordSupervision, B
 class RopeIndex(Protocol):
     """`get_rope_index` of transformers' Qwen-VL models: M-RoPE positions of one unpacked sequence."""
 
-    def __call__(self, input_ids: torch.Tensor, *, mm_token_type_ids: torch.Tensor, image_grid_thw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def __call__(
+        self, input_ids: torch.Tensor, *, mm_token_type_ids: torch.Tensor, image_grid_thw: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class ModelInputs(NamedTuple):
@@ -32,11 +34,16 @@ class ModelInputs(NamedTuple):
     input_ids: torch.Tensor
     """int64 [1, T]"""
     position_ids: torch.Tensor
-    """int64 [4, 1, T]: text positions that restart per segment, from which transformers reads the segment borders, then the three M-RoPE rows."""
+    """int64: positions that restart per segment, from which transformers reads the segment borders: [1, T] of a text model; of a model with a vision tower
+    [4, 1, T], the other three being its M-RoPE rows."""
     pixel_values: torch.Tensor
-    """float32 [R, D]"""
+    """float32 [R, D]; D is 0 in a row without images."""
     image_grid_thw: torch.Tensor
     """int64 [I, 3]"""
+
+    def image_arguments(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Of the model's forward; a text model has none, and no vision tower takes none of no images."""
+        return {"pixel_values": self.pixel_values.to(dtype), "image_grid_thw": self.image_grid_thw} if len(self.image_grid_thw) else {}
 
 
 class SampledTokens(NamedTuple):
@@ -77,8 +84,8 @@ class PackedRow:
         )
 
 
-def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_index: RopeIndex) -> PackedRow:
-    """One row of `segments`, in order.
+def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_index: RopeIndex | None) -> PackedRow:
+    """One row of `segments`, in order. `rope_index` is None of a text model.
 
     Weights are means within a segment, so a row's loss is a sum over its segments, and the losses of a step's rows add; what they are divided by
     is for the step's end (DESIGN 5, decisions 6 and 7).
@@ -163,19 +170,25 @@ def _equal_weights(count: int) -> np.ndarray:
     return np.full(count, 1.0 / count if count else 0.0, dtype=np.float32)
 
 
-def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex) -> ModelInputs:
-    input_ids, position_ids = [], []
+def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> ModelInputs:
+    input_ids, position_ids, with_images = [], [], [segment.prompt for segment in segments if len(segment.prompt.image_grid_I3)]
     for segment in segments:
         prompt, num_target = segment.prompt, len(segment.target.token_ids)
         ids_1L = torch.tensor([[*prompt.token_ids, *segment.target.token_ids]])
-        modality_1L = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(num_target)])[None]
-        mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=modality_1L, image_grid_thw=prompt.image_grid_I3)
         input_ids.append(ids_1L)
-        position_ids.append(torch.cat([torch.arange(ids_1L.shape[1])[None, None], mrope_31L]))
+        positions_1L = torch.arange(ids_1L.shape[1])[None]
+        if rope_index is None:
+            position_ids.append(positions_1L)
+            continue
+        modality_1L = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(num_target)])[None]
+        grid = prompt.image_grid_I3 if len(prompt.image_grid_I3) else None
+        mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=modality_1L, image_grid_thw=grid)
+        position_ids.append(torch.cat([positions_1L[None], mrope_31L]))
     return ModelInputs(
         torch.cat(input_ids, dim=1),
-        torch.cat(position_ids, dim=2),
-        torch.cat([segment.prompt.pixel_values_RD for segment in segments]),
+        torch.cat(position_ids, dim=-1),
+        # The width of a row without images is nobody's.
+        torch.cat([prompt.pixel_values_RD for prompt in with_images] or [torch.empty(0, 0)]),
         torch.cat([segment.prompt.image_grid_I3 for segment in segments]),
     )
 

@@ -6,6 +6,7 @@ Shape legend: P prompt tokens (image placeholders expanded), I images, R image p
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,12 @@ class EncodedPrompt:
     pixel_values_RD: torch.Tensor
     image_grid_I3: torch.Tensor
     """Patches in time, height and width per image (`image_grid_thw`)."""
+
+    @classmethod
+    def of_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
+        """A prompt without images: both of its forms are the same."""
+        ids = tuple(token_ids)
+        return cls(ids, ids, torch.zeros(len(ids), dtype=torch.int64), torch.empty(0, 0), torch.empty(0, 3, dtype=torch.int64))
 
 
 @dataclass(frozen=True, slots=True)

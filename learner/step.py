@@ -81,8 +81,7 @@ def _run_row(model: Any, row: PackedRow, objectives: ChannelObjectives, sampled_
         position_ids=inputs.position_ids,
         # None, not ones: with a mask transformers lets the segments see each other (FACTS 4).
         attention_mask=None,
-        pixel_values=inputs.pixel_values.to(model.dtype),
-        image_grid_thw=inputs.image_grid_thw,
+        **inputs.image_arguments(model.dtype),
         use_cache=False,
     )
     read = LogitsPass(model.lm_head, objectives.coord_ids_C, objectives.needs, sampled_under, logit_chunk)
