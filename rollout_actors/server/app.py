@@ -138,7 +138,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "no such route; POST /infer/, GET /health/, /get_world_size/, /info/, /version/", 405: "POST /infer/ and the phases of a sync, GET the rest"}
+    said = {
+        404: "no such route; POST /infer/, GET /health/, /get_world_size/, /info/, /version/, and the OpenAI API's under /v1/",
+        405: "POST /infer/ and the phases of a sync, GET the rest",
+    }
     message = said[error.status_code] if error.status_code in said else HTTPStatus(error.status_code).phrase
     return _json(error.status_code, messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.REFUSED, message=message)))
 
