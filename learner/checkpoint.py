@@ -51,6 +51,6 @@ def save_checkpoint(
 def _write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:
     """Over transformers' own, which names the number type of the model in memory: shards are float32, whatever is saved of them."""
     config = copy.deepcopy(config)
-    for part in (config, config.text_config, config.vision_config):
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         part.dtype = dtype
     config.save_pretrained(folder)

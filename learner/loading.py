@@ -9,19 +9,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available
 
 from learner.adapters import apply_adapter
 from learner.checkpoint_folder import checkpoint_problems
+from learner.collate import RopeIndex
 from learner.parts import freeze_parts
 from shared.config import RunConfig
+from shared.config.custom import TrainerVariant
 from shared.config.derive import is_sharded
 from shared.errors import ConfigError
 from shared.tokens.hf_codec import HFTokenCodec
-from shared.tokens.vocabulary import NUM_BINS
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+"""With a vision tower."""
+TEXT_MODEL_TYPES = ("qwen2", "qwen3")
+"""Trained on trajectories alone: there are no images to ask them about."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,6 +34,8 @@ class LoadedTokens:
     """A checkpoint without its weights: enough to ask a model and to read its answers."""
 
     processor: Any
+    """What is saved with the weights; of a text model its tokenizer."""
+    tokenizer: Any
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
     """Vision placeholders: sampled, they would stand for features that are not there (FACTS 4)."""
@@ -38,36 +44,44 @@ class LoadedTokens:
 @dataclass(frozen=True, slots=True)
 class LoadedModel(LoadedTokens):
     model: Any
-    """transformers' image-text-to-text model, in training mode (these checkpoints have no dropout)."""
+    """transformers' image-text-to-text model, or of a text model its causal one, in training mode (these checkpoints have no dropout)."""
     device: torch.device
     coord_ids_C: torch.Tensor
-    """int64 [1000]: the token id of each bin."""
+    """int64 [1000]: the token id of each bin; [0] where there are no coord tokens."""
+
+    @property
+    def rope_index(self) -> RopeIndex | None:
+        """As `learner.collate` asks for it."""
+        return None if self.model.config.model_type in TEXT_MODEL_TYPES else self.model.model.get_rope_index
 
 
-def model_type_problem(folder: Path, model_config: Any, *, key: str = "model.path") -> str | None:
-    """Why the checkpoint in `folder`, which `key` names, is of no kind that is trained; None where it is."""
+def model_type_problem(folder: Path, model_config: Any, *, key: str = "model.path", types: tuple[str, ...] = MODEL_TYPES) -> str | None:
+    """Why the checkpoint in `folder`, which `key` names, is of none of these types; None where it is."""
     kind = model_config.model_type
-    return None if kind in MODEL_TYPES else f"{key}: {folder} is a {kind} model; this version trains {', '.join(MODEL_TYPES)}"
+    return None if kind in types else f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
 
 
 def load_tokens(config: RunConfig) -> LoadedTokens:
-    """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a known kind or its tokenizer lacks coord tokens."""
-    path = Path(config.model.path)
+    """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a kind that the run trains, or its tokenizer lacks the coord
+    tokens that the run is about."""
+    path, is_grounding = Path(config.model.path), config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG
     if problems := checkpoint_problems(path):
         raise ConfigError(problems)
     try:
         model_config = AutoConfig.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
-    if problem := model_type_problem(path, model_config):
+    if problem := model_type_problem(path, model_config, types=MODEL_TYPES if is_grounding else MODEL_TYPES + TEXT_MODEL_TYPES):
         raise ConfigError(problem)
+    is_text = model_config.model_type in TEXT_MODEL_TYPES
     try:
-        processor = AutoProcessor.from_pretrained(path)
-        codec = HFTokenCodec(processor.tokenizer)
+        processor = AutoTokenizer.from_pretrained(path) if is_text else AutoProcessor.from_pretrained(path)
+        tokenizer = processor if is_text else processor.tokenizer
+        codec = HFTokenCodec(tokenizer, has_coord_tokens=is_grounding)
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
-    placeholders = (model_config.image_token_id, model_config.video_token_id, model_config.vision_start_token_id, model_config.vision_end_token_id)
-    return LoadedTokens(processor, codec, tuple(sorted(placeholders)))
+    keys = () if is_text else ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(getattr(model_config, key) for key in keys)))
 
 
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
@@ -82,7 +96,8 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     # The results of a reduction depend on the number of threads: it is part of the configuration of a repeatable run, never left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     try:
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype=_dtype(config), attn_implementation=config.model.attn_implementation).to(device)
+        kind = AutoModelForCausalLM if tokens.tokenizer is tokens.processor else AutoModelForImageTextToText
+        model = kind.from_pretrained(path, dtype=_dtype(config), attn_implementation=config.model.attn_implementation).to(device)
     except (ValueError, OSError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
     if config.model.adapter is not None:
@@ -92,14 +107,15 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     if config.model.gradient_checkpointing:
         # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the first one's does not where parts are frozen.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) or model.config.text_config.attention_dropout:
+    if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) or model.config.get_text_config().attention_dropout:
         raise ConfigError(f"model.path: {path} has dropout, with which the learner does not compute what the engines do; set it to 0 in config.json")
     return LoadedModel(
         model=model,
         processor=tokens.processor,
+        tokenizer=tokens.tokenizer,
         codec=tokens.codec,
         device=device,
-        coord_ids_C=torch.tensor([tokens.codec.coord_id(bin_) for bin_ in range(NUM_BINS)], device=device),
+        coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         banned_token_ids=tokens.banned_token_ids,
     )
 
@@ -110,4 +126,4 @@ def _dtype(config: RunConfig) -> torch.dtype:
 
 
 def _cannot_load(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote, of a model with coord tokens")
+    return ConfigError(f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote, of a model with the tokens of the run")

@@ -50,7 +50,7 @@ class RowLearner:
         self._backward(self._collate([segment], channel), channel, weight=0.0)
 
     def _collate(self, segments: Row, channel: Channel) -> PackedRow:
-        return collate(segments, text_weights=self.text_weights[channel], rope_index=self._loaded.model.model.get_rope_index)
+        return collate(segments, text_weights=self.text_weights[channel], rope_index=self._loaded.rope_index)
 
     def _backward(self, row: PackedRow, channel: Channel, *, weight: float = 1.0) -> RowResult:
         model, device = self._loaded.model, self._loaded.device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.tokens.pieces import piece_table
-from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS
+from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN
 
 
 def add_coord_tokens(tokenizer: Any) -> int:
@@ -31,21 +31,23 @@ class HFTokenCodec:
     does not encode each coord token as one token.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, has_coord_tokens: bool = True) -> None:
+        """Without `has_coord_tokens` there need be none, and none of the tokens is one: of a model that writes text alone."""
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self._pieces = token_pieces(tokenizer)
 
-        absent = [token for token in (END_OF_TURN, *COORD_TOKENS) if token not in vocabulary]
+        coord_tokens = COORD_TOKENS if has_coord_tokens else ()
+        absent = [token for token in (END_OF_TURN, *coord_tokens) if token not in vocabulary]
         if absent:
             raise ValueError(
-                f"the tokenizer has no {absent[0]} ({len(absent)} of the {NUM_BINS} coord tokens and {END_OF_TURN} are missing); "
+                f"the tokenizer has no {absent[0]} ({len(absent)} of the {len(coord_tokens)} coord tokens and {END_OF_TURN} are missing); "
                 "run shared.tokens.hf_codec.add_coord_tokens on it, resize the model's embeddings, and save both"
             )
-        self._coord_ids = tuple(vocabulary[token] for token in COORD_TOKENS)
+        self._coord_ids = tuple(vocabulary[token] for token in coord_tokens)
         self._coord_bins = {token_id: bin for bin, token_id in enumerate(self._coord_ids)}
-        if self.encode("".join(COORD_TOKENS)) != list(self._coord_ids):
+        if self.encode("".join(coord_tokens)) != list(self._coord_ids):
             raise ValueError("the tokenizer splits coord tokens when it encodes them; run shared.tokens.hf_codec.add_coord_tokens, which adds them whole")
 
         self.eos_token_id = vocabulary[END_OF_TURN]
@@ -62,6 +64,11 @@ class HFTokenCodec:
 
     def coord_bin(self, token_id: int) -> int | None:
         return self._coord_bins.get(token_id)
+
+    @property
+    def coord_ids(self) -> tuple[int, ...]:
+        """Of every bin in order; empty without coord tokens."""
+        return self._coord_ids
 
     def coord_id(self, bin: int) -> int:
         return self._coord_ids[bin]

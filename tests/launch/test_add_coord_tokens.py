@@ -162,7 +162,7 @@ def test_another_kind_of_model_and_a_model_without_weights_are_refused(stock, tm
     shutil.copytree(stock("qwen3_vl"), other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match=r"is a llama model; this version trains qwen2_5_vl, qwen3_vl"):
+    with pytest.raises(ConfigError, match=r"is a llama model; this run trains qwen2_5_vl, qwen3_vl"):
         make_coord_model(options(other, tmp_path / "out"))
     (other / "config.json").write_text(json.dumps(config))
     (other / "model.safetensors").unlink()
