@@ -70,7 +70,7 @@ test: lint
 	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not processes"
 	@$(PYTHON) -m pytest -q -m "(engine or ray or processes) and not engines_extra"
 
-# Two at a time: most of it is engines that start, one thread each.
+# Two files at a time: most of it is engines that start, one thread each.
 test-engines: setup
 	@$(PYTHON) -m pytest -q -n 2 --dist loadfile -m engines_extra
 
