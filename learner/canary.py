@@ -95,11 +95,11 @@ class Canary:
                 use_cache=False,
             ).logits[0]
             logprobs = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(1, ids_1T[0, 1:, None])[:, 0]
-        return _numbers(logprobs.tolist())
+        return _finite(logprobs.tolist())
 
 
-def _numbers(logprobs: list[float]) -> tuple[float, ...]:
-    """The same, as soon as they are known to be finite: what else the engines compare with them would be compared in vain."""
+def _finite(logprobs: list[float]) -> tuple[float, ...]:
+    """The same. Raises LearnerError where one is not finite: no engine could agree with it."""
     for i, logprob in enumerate(logprobs):
         if not math.isfinite(logprob):
             raise LearnerError(

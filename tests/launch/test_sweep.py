@@ -22,9 +22,11 @@ def orphans_come_to_this_process():
 @pytest.mark.engine
 @pytest.mark.engines_extra
 def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
-    small = ["training.max_steps=1", "stage2_ab.schedule.warmup_steps=1", "data.max_val_samples=4", "rollout_matching.vllm.actors.num_actors=1"]
+    small = ["training.max_steps=1", "stage2_ab.schedule.warmup_steps=1", "data.max_val_samples=4"]
     # The middle trial's value is refused.
-    sweep = Command(tmp_path, warm_checkpoint, demo_data, *small, "training.seed=1,2", "training.learning_rate=1e-3,-1.0", options=["-m"])
+    sweep = Command(
+        tmp_path, warm_checkpoint, demo_data, *small, "training.seed=1,2", "training.learning_rate=1e-3,-1.0", experiment="stage2_hf", options=["-m"]
+    )
     try:
         assert sweep.process.wait(timeout=400) == 1, sweep.output
         sweep.assert_nothing_left()
@@ -50,8 +52,8 @@ def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_
 @pytest.mark.engine
 @pytest.mark.engines_extra
 def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
-    endless = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=500", "data.val=null", "rollout_matching.vllm.actors.num_actors=1"]
-    sweep = Command(tmp_path, warm_checkpoint, demo_data, *endless, "training.seed=1,2", options=["-m"])
+    endless = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=500", "data.val=null"]
+    sweep = Command(tmp_path, warm_checkpoint, demo_data, *endless, "training.seed=1,2", experiment="stage2_hf", options=["-m"])
     try:
         sweep.wait_for("step    1/500")
         os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
