@@ -1,0 +1,120 @@
+"""Makes the language model of the demo of environments: the Qwen3 architecture of transformers with some ten thousand random parameters.
+
+`python -m launch.make_demo_lm --out outputs/demo/lm` writes an ordinary checkpoint (configuration, weights, tokenizer, chat template) that
+`AutoModelForCausalLM`, `AutoTokenizer` and vLLM load without this project. The same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
+
+from launch.make_once import make_once
+from rollout_actors.environments.examples import copy_digits
+
+HIDDEN = 64
+HEAD = 16
+NUM_LAYERS = 2
+INITIALIZER_RANGE = 0.1
+"""Near 1 / sqrt(HIDDEN): with transformers' 0.02, made for wide models, the first hundred steps go into growing the weights."""
+MAX_LENGTH = 512
+
+PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
+SPECIAL_TOKENS = (PAD, START, END, UNKNOWN)
+
+# A word with the space before it, or any one character. A digit is the same token in a question and as an answer, so a model that copies
+# has one embedding to find; and texts of tokens put behind each other are the text.
+PIECES = r" ?[A-Za-z]+|[^A-Za-z]"
+
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def tokenizer_texts() -> Iterator[str]:
+    """Everything the model reads and writes."""
+    yield from ("system\n", "user\n", "assistant\n")
+    yield copy_digits.row("0123456789")["question"]
+    yield copy_digits.SECOND_TURN
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Words of `tokenizer_texts`, a token each, in their order behind the special ones. Whatever else is one unknown token a piece."""
+    words = [piece for text in tokenizer_texts() for piece in re.findall(PIECES, text)]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys((*SPECIAL_TOKENS, *words)))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    # Without one, tokens would be joined by spaces.
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        extra_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=HIDDEN // HEAD,
+        num_key_value_heads=HIDDEN // HEAD // 2,
+        head_dim=HEAD,
+        max_position_embeddings=MAX_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
+        dtype="float32",
+    )
+
+
+def make_demo_lm(out: Path, *, seed: int) -> bool:
+    """Writes the checkpoint into the folder `out`, unless it is there. True where it was made now; ConfigError: see `make_once`."""
+
+    def make(folder: Path) -> None:
+        tokenizer = make_tokenizer()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = Qwen3ForCausalLM(make_config(tokenizer))
+        model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return make_once(out, {"seed": seed}, make)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m launch.make_demo_lm", description="Make the demo's language model: a small random Qwen3.")
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo/lm"), help="folder to make (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=17)
+    options = parser.parse_args(arguments)
+    logging.disable_progress_bar()
+    made = make_demo_lm(options.out, seed=options.seed)
+    print(f"demo language model: Qwen3 architecture, random weights, in {options.out}" + ("" if made else " (there already)"))
+
+
+if __name__ == "__main__":
+    main()

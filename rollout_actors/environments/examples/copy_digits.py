@@ -1,0 +1,69 @@
+"""A dialogue of two turns that a very small model learns from nothing: `Say the first digit of 471.`, and then `Now say the last.`
+
+What the second turn asks can only be answered from the first one's message.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.parsers import text_of
+from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.types import Messages, State
+
+SECOND_TURN = "Now say the last."
+EXACT, BEGUN = 1.0, 0.5
+"""What an answer is worth that is the digit, and one that only begins with it."""
+
+
+def load_environment(num_examples: int = 800, num_eval_examples: int = 200, num_digits: int = 3, seed: int = 0) -> MultiTurnEnv:
+    """Numbers of `num_digits` digits, which is at least 2, no number twice: none that is held out is among those to train on."""
+    if num_digits < 2:
+        raise ValueError(f"num_digits is {num_digits}; with fewer than 2 the first is the last")
+    total = num_examples + num_eval_examples
+    if total > 10**num_digits:
+        raise ValueError(f"num_examples and num_eval_examples are {total} together; there are {10**num_digits} numbers of {num_digits} digits")
+    rows = [row(f"{number:0{num_digits}}") for number in Random(f"copy_digits {seed}").sample(range(10**num_digits), total)]
+    return CopyDigits(
+        env_id="copy_digits",
+        dataset=rows[:num_examples],
+        eval_dataset=rows[num_examples:],
+        rubric=Rubric([first, last], [0.5, 0.5]),
+        max_turns=2,
+    )
+
+
+def row(digits: str) -> dict[str, Any]:
+    """Of a dataset: what is asked first, and the answers of both turns."""
+    return {"question": f"Say the first digit of {digits}.", "answer": digits[0] + digits[-1]}
+
+
+class CopyDigits(MultiTurnEnv):
+    """The same second question, whatever the first answer was."""
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+        return [{"role": "user", "content": SECOND_TURN}]
+
+
+def first(state: State) -> float:
+    """Of the first turn."""
+    return worth(state, 0)
+
+
+def last(state: State) -> float:
+    """Of the second turn."""
+    return worth(state, 1)
+
+
+def worth(state: State, turn: int) -> float:
+    """`EXACT` where the turn's answer is the digit and nothing else, `BEGUN` where more follows, or it was cut off behind it; otherwise 0."""
+    if len(state["trajectory"]) <= turn:
+        return 0.0
+    step, digit = state["trajectory"][turn], state["answer"][turn]
+    message: Any = step["completion"][-1]
+    said = text_of(message)
+    if said == digit and step["response"].choices[0].finish_reason == "stop":
+        return EXACT
+    return BEGUN if said.startswith(digit) else 0.0
