@@ -16,7 +16,7 @@ from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
 from rollout_actors.environments.parsers import text_of
 from rollout_actors.environments.results_file import FinishedRollout, ResultsFile
-from rollout_actors.environments.rubric import give_advantages
+from rollout_actors.environments.rubric import compare_rollouts
 from rollout_actors.environments.types import Messages, State
 
 
@@ -53,7 +53,7 @@ def results_of(rollouts: Sequence[FinishedRollout], evaluation: Evaluation, envi
     for state in states:
         groups.setdefault(repr((state["task"], state["example_id"])), []).append(state)
     for group in groups.values():
-        give_advantages(group)
+        compare_rollouts(group)
     names = dict.fromkeys(name for one in rollouts for name in one.metrics)
     metadata = GenerateMetadata(
         env_id=environment.name,

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from rollout_actors.environments.begun import BEGUN
 from rollout_actors.environments.inputs import Examples
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
-from rollout_actors.environments.rubric import Rubric, credit, give_advantages
+from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit
 from rollout_actors.environments.types import State
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class _Rollouts:
             await _all(self._generate(place) for place in places)
             await _all(self._score(unit) for unit in units)
         for group in groups:
-            give_advantages([self._state(place) for place in group])
+            compare_rollouts([self._state(place) for place in group])
 
     def _groups(self) -> list[list[int]]:
         """The places of each example."""

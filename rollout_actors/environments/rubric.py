@@ -25,8 +25,6 @@ RewardFunction = Callable[..., Any]
 
 PLURALS = {f"{name}s": name for name in ("state", "prompt", "completion", "answer", "task", "info", "example_id")}
 """What a reward function of a group may name, and what each of its items is."""
-ABSENT: dict[str, Any] = {"answer": "", "info": {}}
-"""What a function that names them gets of a row that has none."""
 
 
 class Rubric:
@@ -142,10 +140,23 @@ def give_advantages(states: Sequence[State]) -> None:
     """To the rollouts of one example, and to those of their steps that have none."""
     advantages = group_advantages([state["reward"] for state in states])
     for state, advantage in zip(states, advantages, strict=True):
-        former, state["advantage"] = state["advantage"], advantage
-        for step in state["trajectory"]:
-            if step["advantage"] is None or step["advantage"] is former:
-                step["advantage"] = state["advantage"]
+        _give_advantage(state, advantage)
+
+
+def compare_rollouts(states: Sequence[State]) -> None:
+    """`give_advantages` among the rollouts of one example that have not failed. The reward 0 of one that has is no judgement of what the model did: it is not in
+    the mean of the others, and its own advantage is None."""
+    give_advantages([state for state in states if state["error"] is None])
+    for state in states:
+        if state["error"] is not None:
+            _give_advantage(state, None)
+
+
+def _give_advantage(state: State, advantage: float | None) -> None:
+    former, state["advantage"] = state["advantage"], advantage
+    for step in state["trajectory"]:
+        if step["advantage"] is None or step["advantage"] is former:
+            step["advantage"] = advantage
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +180,16 @@ class _Reward:
         return cls(function, name, float(weight), named, takes_all, any(argument in PLURALS for argument in named))
 
     async def of_rollout(self, state: State, objects: Mapping[str, Any]) -> float:
-        return _number(await self._called({**ABSENT, **state, "state": state, **objects}), self.name)
+        return _number(await self._called({**_fields(state), "state": state, **objects}), self.name)
 
     async def of_group(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[float]:
         if not self.is_of_group:
             return await _each([self.of_rollout(state, objects) for state in states])
-        columns = {plural: [{**ABSENT, **state}.get(name) for state in states] for plural, name in PLURALS.items()}
+        rows = [_fields(state) for state in states]
+        columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
         values = await self._called({**columns, "states": states, **objects})
+        if not hasattr(values, "__len__"):
+            raise ValueError(f"reward function {self.name} returned {values!r} for a group of {len(states)} rollouts; return a list with one reward for each")
         if len(values) != len(states):
             raise ValueError(f"reward function {self.name} returned {len(values)} rewards for a group of {len(states)} rollouts; return one for each")
         return [_number(value, self.name) for value in values]
@@ -186,6 +200,11 @@ class _Reward:
             return await self.function(**arguments)
         value = await asyncio.to_thread(self.function, **arguments)
         return await value if inspect.isawaitable(value) else value
+
+
+def _fields(state: State) -> dict[str, Any]:
+    """What the rollout has of its own, and of a row without answer or info, empty ones."""
+    return {"answer": "", "info": {}, **state}
 
 
 async def _each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -18,7 +18,7 @@ class MergedExamples(NamedTuple):
 
 
 def process_trajectories_for_training(states: Sequence[State], mask_prompts: bool = True) -> list[TrainingExample]:
-    """An example for each call of the model, in order; a step without tokens has none.
+    """An example for each call of the model, in order; a step without tokens has none, and neither has a rollout that failed (`state["error"]`).
 
     Args:
         mask_prompts: False: prompts are learned too, which have no log-probabilities.
@@ -46,7 +46,7 @@ def merge_trajectories_for_training(states: Sequence[State], mask_prompts: bool 
     """An example for as many calls of a rollout as extend each other, so that what they share is read once.
 
     A call goes on with the example whose tokens its prompt begins with, the longest if there are several; else it begins one. What was sampled is learned in
-    the example of its own call alone: where a later prompt repeats it in another one, it is masked.
+    the example of its own call alone: where a later prompt repeats it in another one, it is masked. A rollout that failed has no example, and no split.
     """
     examples: list[TrainingExample] = []
     num_splits = 0
@@ -122,17 +122,23 @@ class _Merged:
 
 
 def _rollouts(states: Sequence[State]) -> list[_Rollout]:
-    """Users make states and steps too, so that no field but the tokens is taken for granted."""
-    ids = [state.get("example_id", 0) for state in states]
+    """Those that have not failed: of the others, nobody knows what the model's part in it was. Users make states and steps too, so that no field but the tokens is
+    taken for granted."""
+    sound = [(place, state) for place, state in enumerate(states) if state.get("error") is None]
     rewards: dict[str, list[float | None]] = {}
-    for example_id, state in zip(ids, states, strict=True):
-        rewards.setdefault(repr(example_id), []).append(state.get("reward"))
+    for _, state in sound:
+        rewards.setdefault(_group(state), []).append(state.get("reward"))
     groups = {key: () if None in group else tuple(group) for key, group in rewards.items()}
     rollouts = []
-    for place, (example_id, state) in enumerate(zip(ids, states, strict=True)):
+    for place, state in sound:
         steps = [(number, step, tokens) for number, step in enumerate(state.get("trajectory") or ()) if (tokens := step["tokens"]) is not None]
-        rollouts.append(_Rollout(state, steps, {"example_id": example_id, "rollout": place, "group_rewards": groups[repr(example_id)]}))
+        rollouts.append(_Rollout(state, steps, {"example_id": state.get("example_id", 0), "rollout": place, "group_rewards": groups[_group(state)]}))
     return rollouts
+
+
+def _group(state: State) -> str:
+    """The same for the rollouts of one row. With the task: two environments may number their rows alike."""
+    return repr((state.get("task"), state.get("example_id", 0)))
 
 
 def _first_of(*values: float | None) -> Any:

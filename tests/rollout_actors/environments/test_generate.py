@@ -12,7 +12,9 @@ from scripted_client import Answer, ScriptedClient, connection_error, overlong_e
 
 from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.rubric import RubricGroup
 from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.training_examples import merge_trajectories_for_training, process_trajectories_for_training
 from rollout_actors.environments.types import State
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
@@ -381,18 +383,63 @@ def test_advantages_are_over_the_examples_mean_also_without_group_functions():
     assert [state["trajectory"][0]["advantage"] for state in results.state] == [0.5, -0.5, 0.0]
 
 
-def test_a_rollout_that_failed_counts_with_0_among_its_group_and_steps_agree_with_their_rollout():
-    def equal(states):
-        return [1.0] * len(states)
+def of_one_row(env, script, number, **kwargs):
+    """What `number` rollouts of one row come to; the second one's call in its second turn fails."""
 
-    def script(call):
-        return status_error(400, "bad") if call.number == 1 else "a"
+    def or_fails(call):
+        return status_error(400, "bad") if call.number == number + 1 else script(call)
 
-    env = SingleTurnEnv(dataset=rows(1), rubric=rubric_of(equal))
-    results = asyncio.run(env.evaluate(ScriptedClient(script), "model", rollouts_per_example=4, use_tqdm=False))
-    assert results.reward == [1.0, 0.0, 1.0, 1.0]
-    assert [state["advantage"] for state in results.state] == [0.25, -0.75, 0.25, 0.25]
+    return asyncio.run(env.evaluate(ScriptedClient(or_fails), "model", rollouts_per_example=number, use_tqdm=False, **kwargs))
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_rollout_that_failed_has_reward_0_and_no_advantage_and_is_not_in_its_groups_mean(compares, interleave_scoring):
+    def places(states):
+        return [float(state["completion"][0]["content"]) for state in states]
+
+    def place(state):
+        return float(state["completion"][0]["content"])
+
+    env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(places if compares else place))
+    results = of_one_row(env, lambda call: str(call.number), 4, sampling_args=RETURNS_TOKENS, interleave_scoring=interleave_scoring)
+    assert [state["error"] is None for state in results.state] == [True, False, True, True]
+    assert results.reward == [0.0, 0.0, 2.0, 3.0], "the first one's 0 is a judgement, the second one's is none"
+    mean = 5.0 / 3.0
+    assert [state["advantage"] for state in results.state] == [0.0 - mean, None, 2.0 - mean, 3.0 - mean]
+    assert [len(state["trajectory"]) for state in results.state] == [2, 1, 2, 2]
     assert all(step["advantage"] == state["advantage"] for state in results.state for step in state["trajectory"])
+
+
+@pytest.mark.parametrize("examples_of", [process_trajectories_for_training, lambda states: merge_trajectories_for_training(states).examples])
+def test_rollouts_that_failed_do_not_teach(examples_of):
+    def place(state):
+        return float(state["completion"][0]["content"])
+
+    env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(place))
+    states = of_one_row(env, lambda call: str(call.number), 3, sampling_args=RETURNS_TOKENS).state
+    assert states[1]["trajectory"][0]["tokens"] is not None
+    examples = examples_of(states)
+    assert {one.rollout for one in examples} == {0, 2}
+    assert {one.group_rewards for one in examples} == {(0.0, 2.0)}
+    assert {(one.rollout, one.advantage) for one in examples} == {(0, -1.0), (2, 1.0)}
+
+
+def test_the_only_sound_rollout_of_a_group_has_nothing_to_be_compared_with():
+    env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(lambda state: 1.0))
+    sound, failed = of_one_row(env, lambda call: "a", 2).state
+    assert (sound["reward"], sound["advantage"], failed["reward"], failed["advantage"]) == (1.0, 0.0, 0.0, None)
+
+
+def test_what_a_rubric_gave_before_another_one_failed_is_taken_back():
+    def fails(states):
+        raise RuntimeError("no idea")
+
+    group = RubricGroup([rubric_of(lambda states: [float(place) for place in range(len(states))]), rubric_of(fails)])
+    env = SingleTurnEnv(dataset=rows(1), rubric=group)
+    results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False))
+    assert results.reward == [0.0, 0.0] and results.metadata.num_errors == 2
+    assert [(state["advantage"], state["trajectory"][0]["advantage"], state["trajectory"][0]["reward"]) for state in results.state] == [(None, None, 0.0)] * 2
 
 
 # Ids and timing
@@ -494,7 +541,7 @@ def test_a_group_function_that_fails_is_its_groups_failure_and_the_others_go_on(
     assert [state["error"] for state in results.state] == ["RuntimeError: no idea"] * 2 + [None] * 2
     assert results.metrics == {"right": [0.0, 0.0, 0.5, 0.5], "picky": [0.0, 0.0, 1.0, 0.0]}
     assert [state["trajectory"][0]["reward"] for state in results.state] == results.reward
-    assert [state["advantage"] for state in results.state] == [0.0, 0.0, 0.5, -0.5]
+    assert [state["advantage"] for state in results.state] == [None, None, 0.5, -0.5]
 
 
 async def cancelled_task():

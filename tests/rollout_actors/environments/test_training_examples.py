@@ -26,8 +26,9 @@ def step(prompt_ids: list[int], completion_ids: list[int], **changes: Any) -> di
     return {"prompt": [], "completion": [], "response": None, "tokens": tokens, "reward": None, "advantage": None, "extras": {}} | changes
 
 
-def rollout(*steps: dict[str, Any], example_id: Any = 0, reward: float | None = 1.0, advantage: float | None = 0.5) -> State:
-    return State(input={"prompt": [], "example_id": example_id, "task": "t"}, trajectory=list(steps), reward=reward, advantage=advantage)
+def rollout(*steps: dict[str, Any], example_id: Any = 0, reward: float | None = 1.0, advantage: float | None = 0.5, task: str = "t", **fields: Any) -> State:
+    given = {"prompt": [], "example_id": example_id, "task": task}
+    return State(input=given, trajectory=list(steps), reward=reward, advantage=advantage, error=None) | fields
 
 
 # One example for each step
@@ -75,9 +76,29 @@ def test_examples_name_their_row_their_rollout_and_the_rewards_of_their_group():
 
 
 def test_a_rollout_without_tokens_is_of_its_group_all_the_same():
-    failed = rollout(reward=0.0)
-    (only,) = process_trajectories_for_training([rollout(step([1], [2])), failed])
+    (only,) = process_trajectories_for_training([rollout(step([1], [2])), rollout(reward=0.0)])
     assert only.group_rewards == (1.0, 0.0)
+
+
+def test_a_rollout_that_failed_makes_no_example_and_its_reward_is_not_among_its_groups():
+    failed = rollout(step([1], [2]), step([5], [6]), reward=0.0, advantage=None, error="RolloutError: generate on actor-0: its process has ended")
+    states = [failed, rollout(step([1], [3]), reward=1.0), failed, rollout(step([1], [4]), reward=0.5)]
+    merged = merge_trajectories_for_training(states)
+    for examples in (process_trajectories_for_training(states), merged.examples):
+        assert [(one.token_ids, one.rollout, one.group_rewards) for one in examples] == [([1, 3], 1, (1.0, 0.5)), ([1, 4], 3, (1.0, 0.5))]
+    assert merged.num_splits == 0
+    assert process_trajectories_for_training([failed]) == merge_trajectories_for_training([failed]).examples == []
+
+
+def test_a_rollout_that_failed_before_it_was_scored_leaves_its_group_scored():
+    (only,) = process_trajectories_for_training([rollout(step([1], [2])), rollout(reward=None, error="ValueError: no")])
+    assert only.group_rewards == (1.0,)
+
+
+def test_rows_of_two_tasks_are_two_groups_though_they_share_an_id():
+    states = [rollout(step([1], [2]), reward=reward, task=task) for task, reward in (("one", 1.0), ("other", 0.0), ("one", 0.5))]
+    for examples in (process_trajectories_for_training(states), merge_trajectories_for_training(states).examples):
+        assert [one.group_rewards for one in examples] == [(1.0, 0.5), (0.0,), (1.0, 0.5)]
 
 
 def test_a_group_of_which_one_was_not_scored_has_no_rewards():
