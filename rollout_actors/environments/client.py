@@ -11,14 +11,13 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from rollout_actors.environments.types import Message, Messages, SamplingArgs, State
-from shared.errors import RolloutError
 
 _LOGGER = logging.getLogger(__name__)
 
 OVERLONG = "overlong-prompt"
 """The id of what stands for an answer to a prompt that has no room in the model's context."""
 TRIES = 3
-"""Of one call, where nothing but the way to the endpoint is at fault."""
+"""Of one call, where nothing but the way to the endpoint, or its load, is at fault."""
 PAUSE_S = 0.5
 """Before the second try; doubled before each further one."""
 
@@ -27,11 +26,14 @@ INFRASTRUCTURE = (
     openai.RateLimitError,
     openai.ConflictError,  # of `launch.serve` while it takes new weights
     openai.InternalServerError,
-    RolloutError,
     ConnectionError,
     TimeoutError,
 )
-"""Errors that the same call may not meet again."""
+"""Errors that the same call may not meet again: connections, timeouts, rate limits, failures of a server.
+
+A RolloutError is none of them: an engine of the run's own that has ended, that a failed sync has shut, or that answers another prompt does so again, and its
+limit of time is long. A server that was launched elsewhere has been tried again by then (`shared.rollouts.TRIES`); `EngineClient` asks the next one.
+"""
 
 
 @runtime_checkable
@@ -46,6 +48,11 @@ class KnowsRollouts(Protocol):
 def client_of(client: Any, state: State) -> Any:
     """The one that the calls of this rollout go to."""
     return client.conversation(state) if isinstance(client, KnowsRollouts) else client
+
+
+def overlong_answer(model: str) -> ChatCompletion:
+    """In place of an answer to a prompt that leaves no room for one token behind it."""
+    return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
 
 
 async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, tools: list[Message] | None, sampling_args: SamplingArgs) -> Any:
@@ -63,7 +70,7 @@ async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, t
         except openai.BadRequestError as error:
             if not is_overlong(error, arguments):
                 raise
-            return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
+            return overlong_answer(model)
         except INFRASTRUCTURE as error:
             if number == TRIES:
                 raise

@@ -9,7 +9,8 @@ from typing import Any
 
 from rollout_actors.environments.call_arguments import CallArguments
 from rollout_actors.environments.chat_tokens import ChatTokens, Spoken
-from rollout_actors.environments.engine_answers import Sampled, chat_answer, overlong_answer, text_answer
+from rollout_actors.environments.client import overlong_answer
+from rollout_actors.environments.engine_answers import Sampled, chat_answer, text_answer
 from rollout_actors.environments.message_images import MessageImages
 from rollout_actors.environments.messages import as_mapping
 from rollout_actors.environments.tool_calls import Said, ToolCallReader
@@ -85,6 +86,8 @@ class Conversation:
 
     async def answer_chat(self, model: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, arguments: Mapping[str, Any]) -> Any:
         """See `AsyncOpenAI.chat.completions.create`. The id is `overlong-prompt` where the prompt leaves no room for a token.
+
+        `model` is what the answer says that it is of, and chooses nothing: the engines of a run have one model.
 
         Raises ValueError for arguments that contradict the run, RolloutError where the engine fails.
         """

@@ -9,7 +9,6 @@ from typing import Any
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from rollout_actors.environments.client import OVERLONG
 from rollout_actors.environments.responses import TOKEN_ID
 from rollout_actors.environments.tool_calls import Said
 from shared.rollouts import Rollout
@@ -99,11 +98,6 @@ def text_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, 
     reason: Any = rollout.finish_reason.value
     answer.choices[0].finish_reason = reason
     return answer
-
-
-def overlong_answer(model: str) -> ChatCompletion:
-    """Of a prompt that has no room for one token behind it."""
-    return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
 
 
 def _usage(rollout: Rollout, sampled: Sampled) -> dict[str, int]:

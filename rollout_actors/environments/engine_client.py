@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from itertools import count
 from typing import Any, Protocol
@@ -13,7 +14,10 @@ from rollout_actors.environments.chat_tokens import ChatTokens
 from rollout_actors.environments.conversation import Conversation, Reading, RolloutPlace
 from rollout_actors.environments.tool_calls import reader_of
 from rollout_actors.environments.types import State
+from shared.errors import UnreachableError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Engines(Protocol):
@@ -22,12 +26,18 @@ class Engines(Protocol):
     def __len__(self) -> int: ...
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        """By the engine of this number; where it is cancelled, the engine stops with the request. Raises RolloutError, also after a time limit."""
+        """By the engine of this number; where it is cancelled, the engine stops with the request. Ends within a time limit of its own.
+
+        Raises RolloutError, and UnreachableError where the request may be asked of another engine.
+        """
         ...
 
 
 class EngineClient:
-    """Knows the rollouts of one step: all calls of one go to the same engine, where its earlier turns are still in the prefix cache."""
+    """Knows the rollouts of one step: all calls of one go to the same engine, where its earlier turns are still in the prefix cache.
+
+    A step is one call of `generate`: another call with the same client samples with the same seeds. It belongs to no event loop, and may be used on several.
+    """
 
     def __init__(
         self,
@@ -48,7 +58,8 @@ class EngineClient:
             tokenizer: the checkpoint's, with its chat template.
             decode: of every call. Sampling arguments of environments and callers may ask for fewer tokens, and for nothing else.
             max_model_len: most tokens of a prompt and its answer together, as the engines have it.
-            max_under_way: most requests that one engine has at a time. The others wait here, each until one of them has ended.
+            max_under_way: most requests that one engine has at a time, of one event loop. The others wait here, each until one of those has ended, which the
+                engines' time limit sees to.
             tool_parser: vLLM's name of the one that reads the model's tool calls; None: the checkpoint's own where it has one, or else calls stay text.
             chat_template: in place of the tokenizer's own.
             template_args: what the template asks for besides messages and tools.
@@ -68,8 +79,8 @@ class EngineClient:
     def conversation(self, state: State) -> Conversation:
         """A client for the calls of this rollout, which notes `num_splits` in its state.
 
-        Its place in the step is `state["input"]["position"]`; where there is none, rollouts are numbered as they begin, and only then do their seeds depend on
-        the order in which they do.
+        Its place in the step is `state["input"]["position"]`, which `generate` gives to every rollout. Rollouts that are begun without it (`rollout`, of a row
+        that has none) are numbered as they begin, and only then do their seeds depend on the order in which they do.
         """
         numbered = next(self._begun)
         given = state.get("input", {}).get("position")
@@ -78,7 +89,17 @@ class EngineClient:
         return Conversation(place, self._reading, self._generate, state)
 
     async def _generate(self, request: RolloutRequest) -> Rollout:
-        engine = request.position % len(self._engines)
+        """By the rollout's own engine, and where that cannot be reached, by the next ones, with the same seed. Raises the last one's UnreachableError."""
+        number = len(self._engines)
+        *first, last = [(request.position + tried) % number for tried in range(number)]
+        for engine in first:
+            try:
+                return await self._by(engine, request)
+            except UnreachableError as error:
+                _LOGGER.warning("%s; the next engine is asked for sample %s", error, request.sample_id)
+        return await self._by(last, request)
+
+    async def _by(self, engine: int, request: RolloutRequest) -> Rollout:
         async with self._semaphores()[engine]:
             return await self._engines.generate(engine, request)
 

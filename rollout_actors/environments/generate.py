@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from rollout_actors.environments.begun import BEGUN
-from rollout_actors.environments.inputs import Examples
+from rollout_actors.environments.client import KnowsRollouts
+from rollout_actors.environments.inputs import Examples, placed, require_own_positions
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
 from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit
 from rollout_actors.environments.types import State
@@ -89,7 +90,9 @@ class _Rollouts:
 
     def __init__(self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any) -> None:
         self._environment, self._call, self._bar = environment, call, bar
-        self._inputs = list(examples)
+        self._inputs = placed(examples)
+        if isinstance(call.client, KnowsRollouts):
+            require_own_positions(self._inputs)
         self._generation, self._scoring = _bounded(call.concurrency.generation), _bounded(call.concurrency.scoring)
         self._done: list[State | None] = [None] * len(self._inputs)
 

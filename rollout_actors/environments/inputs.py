@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol, overload
 
 from rollout_actors.environments.messages import cleanup_messages, concat_messages
@@ -80,6 +81,24 @@ class Examples(Sequence[RolloutInput]):
     def select(self, order: Sequence[int]) -> Examples:
         """Those at these places."""
         return Examples(self._rows, self._form, [self._order[place] for place in order])
+
+
+def placed(examples: Iterable[RolloutInput]) -> list[RolloutInput]:
+    """The inputs of one call, each with a `position`: the row's, or else its place among them. So seeds do not depend on the order in which rollouts begin."""
+    return [{"position": place, **one} for place, one in enumerate(examples)]
+
+
+def require_own_positions(inputs: Sequence[RolloutInput]) -> None:
+    """Of a client whose seeds follow from them. ValueError for what is no place, and for one that two rollouts have, which would sample the same."""
+    remedy = "give every row a place of its own in the step, or leave the column out"
+    taken: dict[int, int] = {}
+    for number, one in enumerate(inputs):
+        position: Any = one["position"]
+        if isinstance(position, bool) or not isinstance(position, Integral) or position < 0:
+            raise ValueError(f"position: of input {number} must be a whole number from 0, got {position!r}; {remedy}")
+        first = taken.setdefault(int(position), number)
+        if first != number:
+            raise ValueError(f"position: inputs {first} and {number} both have {position}, and their seeds would be the same; {remedy}")
 
 
 def rows_of(inputs: Any) -> Rows:

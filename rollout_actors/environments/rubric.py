@@ -144,8 +144,8 @@ def give_advantages(states: Sequence[State]) -> None:
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
-    """`give_advantages` among the rollouts of one example that have not failed. The reward 0 of one that has is no judgement of what the model did: it is not in
-    the mean of the others, and its own advantage is None."""
+    """`give_advantages` among the rollouts of one example that have not failed. The reward 0 of one that has is no judgement of what the model did: it is not
+    in the mean of the others, and its own advantage is None."""
     give_advantages([state for state in states if state["error"] is None])
     for state in states:
         if state["error"] is not None:

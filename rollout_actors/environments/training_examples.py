@@ -122,8 +122,10 @@ class _Merged:
 
 
 def _rollouts(states: Sequence[State]) -> list[_Rollout]:
-    """Those that have not failed: of the others, nobody knows what the model's part in it was. Users make states and steps too, so that no field but the tokens is
-    taken for granted."""
+    """Those that have not failed: of the others, nobody knows what the model's part in it was.
+
+    Users make states and steps too, so that no field but the tokens is taken for granted.
+    """
     sound = [(place, state) for place, state in enumerate(states) if state.get("error") is None]
     rewards: dict[str, list[float | None]] = {}
     for _, state in sound:

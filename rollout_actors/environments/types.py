@@ -25,7 +25,7 @@ class RolloutInput(_RequiredInput, total=False):
     answer: str
     info: dict[str, Any]
     position: int
-    """The rollout's place in its step of training, from which the seeds of its calls follow."""
+    """The rollout's place in its step of training, from which the seeds of its calls follow. Without it, `generate` takes its place among the inputs."""
 
 
 class TrajectoryStepTokens(TypedDict):

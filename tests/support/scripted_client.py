@@ -244,6 +244,7 @@ def status_error(status: int, message: str, code: str | None = None) -> openai.A
         400: openai.BadRequestError,
         401: openai.AuthenticationError,
         404: openai.NotFoundError,
+        409: openai.ConflictError,
         429: openai.RateLimitError,
     }
     kind = kinds.get(status, openai.InternalServerError if status >= 500 else openai.APIStatusError)

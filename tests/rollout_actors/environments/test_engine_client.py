@@ -1,4 +1,4 @@
-"""The client over a run's own engines: routing, seeds, bounds, and what its answers carry."""
+"""The client over a run's own engines: what its answers carry, what it may be asked, and how much room there is."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from environment_support import Talk, generated, rows, user
+from environment_support import Talk, generated, user
 from scripted_engines import Says, ScriptedEngines, client_over, decode_settings, demo_tokenizer, rollout_of, state_at
 
-from rollout_actors.environments.client import OVERLONG, KnowsRollouts
+from rollout_actors.environments.client import OVERLONG
 from rollout_actors.environments.responses import RETURNS_TOKENS, parse_response_messages, parse_response_tokens
 from shared.errors import RolloutError
 from shared.rollouts import DecodeMode, FinishReason, Rollout, RolloutRequest
-from shared.seeds import request_seed
 
 
 @pytest.fixture(scope="module")
@@ -37,68 +36,8 @@ def one_answer(tokenizer: Any, script: Any, **changes: Any) -> Any:
     return ask(client_over(ScriptedEngines(script), tokenizer, **changes).conversation(state_at()), [user("hello")])
 
 
-def test_the_client_knows_rollouts(tokenizer: Any) -> None:
-    assert isinstance(client_over(ScriptedEngines([]), tokenizer), KnowsRollouts)
-
-
-def test_all_calls_of_a_rollout_go_to_the_engine_of_its_position(tokenizer: Any) -> None:
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"), number=3)
-    inputs = [{"question": f"q{i}", "position": 10 + i} for i in range(7)]
-    results = generated(Talk(max_turns=3), inputs, client_over(engines, tokenizer))
-    assert results.metadata.num_errors == 0
-    assert len(engines.requests) == 21
-    assert {(request.position, engine) for engine, request in engines.requests} == {(10 + i, (10 + i) % 3) for i in range(7)}
-
-
-def test_each_call_has_the_seed_of_its_step_position_and_turn(tokenizer: Any) -> None:
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"), number=2)
-    generated(Talk(max_turns=3), [{"question": "q", "position": 5}], client_over(engines, tokenizer))
-    assert [request.seed for _, request in engines.requests] == [request_seed(7, 3, 5, turn) for turn in range(3)]
-    assert {(request.step, request.position, request.sample_id) for _, request in engines.requests} == {(3, 5, "0")}
-
-
-def test_rollouts_that_do_not_know_their_place_are_numbered_as_they_begin(tokenizer: Any) -> None:
-    client = client_over(engines := ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer)
-    for conversation in [client.conversation(state_at(None)) for _ in range(3)]:
-        ask(conversation, [user("hello")])
-    assert [request.position for _, request in engines.requests] == [0, 1, 2]
-
-
-def test_a_call_that_failed_is_asked_again_with_the_same_seed_and_prompt(tokenizer: Any) -> None:
-    failure = RolloutError("its process has ended", actor="actor-0", phase="generate")
-    engines = ScriptedEngines([says(tokenizer, "a"), failure, says(tokenizer, "b")])
-    results = generated(Talk(max_turns=2), rows(1), client_over(engines, tokenizer))
-    assert results.metadata.num_errors == 0
-    (_, _), (_, failed), (_, again) = engines.requests
-    assert failed == again
-    assert again.seed == request_seed(7, 3, 0, 1)
-
-
-def test_no_engine_has_more_requests_at_a_time_than_it_may(tokenizer: Any) -> None:
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=0.005), number=2)
-    client = client_over(engines, tokenizer, max_under_way=3)
-    # Twice: each `generate` of a test runs an event loop of its own.
-    for _ in range(2):
-        results = generated(Talk(max_turns=2), rows(20), client)
-        assert results.metadata.num_errors == 0
-    assert engines.most_under_way == [3, 3]
-
-
-def test_the_engine_is_told_when_a_rollout_is_cancelled(tokenizer: Any) -> None:
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=60.0))
-    client = client_over(engines, tokenizer, max_under_way=1)
-
-    async def cancelled_then_asked() -> None:
-        tasks = [asyncio.create_task(Talk().rollout({"prompt": [user("q")], "example_id": i, "task": "t"}, client, "m")) for i in range(2)]
-        await asyncio.sleep(0.05)
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(one) for one in ended] == [asyncio.CancelledError] * 2
-
-    asyncio.run(cancelled_then_asked())
-    assert len(engines.requests) == engines.num_cancelled == 1  # the other one still waited for its turn
-    assert engines.num_under_way == [0]
+def test_the_models_name_chooses_nothing_and_is_in_the_answer(tokenizer: Any) -> None:
+    assert one_answer(tokenizer, [says(tokenizer, "a")]).model == "m"
 
 
 def test_an_answer_has_every_sampled_token_and_its_log_probability_with_the_stop_token(tokenizer: Any) -> None:

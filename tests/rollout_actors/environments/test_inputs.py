@@ -5,7 +5,7 @@ import copy
 import pytest
 from environment_support import assistant, user
 
-from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
+from rollout_actors.environments.inputs import Examples, PromptFormat, placed, rows_of
 
 
 def inputs(rows, **form):
@@ -102,3 +102,9 @@ def test_what_an_input_holds_is_not_the_rows_own():
     made["info"]["k"].append(2)
     made["answer"].append("y")
     assert row == before
+
+
+def test_inputs_without_a_position_get_their_place_and_nothing_of_the_callers_is_written_to():
+    given = [{"prompt": [], "example_id": "x", "task": "t"}, {"prompt": [], "example_id": "y", "task": "t", "position": 7}]
+    before = copy.deepcopy(given)
+    assert [one["position"] for one in placed(given)] == [0, 7] and given == before

@@ -14,7 +14,7 @@ from rollout_actors.environments.lifecycle import stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.responses import RETURNS_TOKENS
 from rollout_actors.environments.single_turn import SingleTurnEnv
-from shared.errors import RolloutError
+from shared.errors import RolloutError, UnreachableError
 
 ROW = {"prompt": [user("hi")], "answer": "c", "task": "talk", "example_id": 3}
 TOLD = [user("hi"), assistant("a"), user("yes"), assistant("b"), user("yes"), assistant("c")]
@@ -293,8 +293,11 @@ def test_under_max_seq_len_nothing_is_cut():
         connection_error(),
         timeout_error(),
         status_error(429, "slow"),
+        status_error(409, "other weights"),
+        status_error(500, "oh"),
         status_error(503, "busy"),
-        RolloutError("an actor died", actor="actor-0", phase="generate"),
+        ConnectionResetError("gone"),
+        TimeoutError("late"),
     ],
     ids=repr,
 )
@@ -315,6 +318,24 @@ def test_failures_of_anything_else_are_not_tried_again(failure):
     with pytest.raises(type(failure)):
         rolled_out(Talk(max_turns=1), ROW, client)
     assert client.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RolloutError("its process has ended; check its log and the machine's memory", actor="actor-0", phase="generate"),
+        RolloutError("no answer from actor-0 after timeouts.generate_s = 600 s; check the engine's log", actor="actor-0", phase="generate"),
+        RolloutError("the engine serves no rollouts: its sync to version 4 was not completed", actor="actor-0", phase="generate"),
+        RolloutError("answered another prompt than the one of sample 3", actor="actor-0", phase="check"),
+        UnreachableError("server-0 failed 2 times, last with: refused", actor="server-0", phase="generate"),
+    ],
+    ids=str,
+)
+def test_what_an_engine_of_the_runs_own_fails_with_is_not_tried_again(failure):
+    client = ScriptedClient([failure, "a"])
+    with pytest.raises(RolloutError) as caught:
+        rolled_out(Talk(max_turns=1), ROW, client)
+    assert caught.value is failure and client.num_calls == 1
 
 
 def test_an_infrastructure_that_goes_on_failing_is_raised_after_the_last_try():
