@@ -84,13 +84,17 @@ def is_overlong(error: openai.BadRequestError, sampling_args: SamplingArgs) -> b
 
     A call that asks for more new tokens than the context has is another matter: it is wrong for every prompt.
     """
-    text = str(error).lower()
-    told = ("context length", "context_length", "maximum model length", "prompt is too long", "longer than the maximum", "too many tokens")
-    if error.code == "context_length_exceeded" or any(words in text for words in told):
+    if error.code == "context_length_exceeded" or says_overlong(str(error)):
         return True
     # Of a prompt that leaves no room for a single token vLLM says no more than this; so it does of a call that asks for none.
     asks_for_none = 0 in (sampling_args.get("max_tokens"), sampling_args.get("max_completion_tokens"))
-    return "max_tokens must be at least 1, got 0" in text and not asks_for_none
+    return "max_tokens must be at least 1, got 0" in str(error).lower() and not asks_for_none
+
+
+def says_overlong(refusal: str) -> bool:
+    """Whether it is of a prompt's length, in the words of vLLM or of others."""
+    told = ("context length", "context_length", "maximum model length", "prompt is too long", "longer than the maximum", "too many tokens")
+    return any(words in refusal.lower() for words in told)
 
 
 def merged(*given: SamplingArgs | None) -> dict[str, Any]:

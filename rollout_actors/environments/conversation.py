@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_actors.environments.call_arguments import CallArguments
 from rollout_actors.environments.chat_tokens import ChatTokens, Spoken
-from rollout_actors.environments.client import overlong_answer
+from rollout_actors.environments.client import overlong_answer, says_overlong
 from rollout_actors.environments.engine_answers import Sampled, chat_answer, text_answer
 from rollout_actors.environments.message_images import MessageImages
 from rollout_actors.environments.messages import as_mapping
@@ -125,12 +125,17 @@ class Conversation:
 
     async def _ask(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
         """None: there is no room for an answer."""
-        # The images that the engine has not seen yet are counted with one token each.
+        # The images that the engine has not seen yet are counted with one token each: it may refuse what seems to have room.
         room = self._reading.max_model_len - len(prompt.token_ids) - (self._expansion if prompt.images else 0)
         if room < 1:
             return None
         decode = replace(self._reading.decode, max_new_tokens=min(max_tokens, room))
-        rollout = await self._generate(self._place.request(self._turn, prompt, decode))
+        try:
+            rollout = await self._generate(self._place.request(self._turn, prompt, decode))
+        except RolloutError as error:
+            if prompt.images and says_overlong(error.message):
+                return None
+            raise
         if not prompt.images and rollout.prompt_token_ids != prompt.token_ids:
             raise RolloutError(f"answered another prompt than the one of sample {self._place.sample_id}", actor=rollout.actor, phase="check")
         self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)

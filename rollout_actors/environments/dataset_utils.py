@@ -33,7 +33,7 @@ def rows_of_outputs(results: GenerateOutputs, *, include_ids: bool = True, state
         columns["example_id"] = results.example_id
     columns["prompt"] = [sanitize_messages(prompt) for prompt in results.prompt]
     columns["completion"] = [sanitize_messages(_said(completion, prompt)) for prompt, completion in zip(results.prompt, results.completion, strict=True)]
-    if any(results.answer):
+    if any(answer != "" for answer in results.answer):
         columns["answer"] = results.answer
     columns["task"] = results.task
     if any(results.info):
@@ -61,6 +61,17 @@ def field_of(state: Mapping[str, Any], path: str) -> Any:
             raise KeyError(f"state column {path!r}: {above} has no {key!r}, only {there}")
         value = value[key]
     return value
+
+
+def present(path: str, states: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a state has this field."""
+    for state in states:
+        try:
+            field_of(state, path)
+        except KeyError:
+            continue
+        return True
+    return False
 
 
 def plain(value: Any) -> Any:

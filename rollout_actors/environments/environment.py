@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +13,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollout_actors.environments.begun import note_begun
+from rollout_actors.environments.begun import note_begun, whole
 from rollout_actors.environments.client import ask, merged
-from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, push_dataset
+from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, present, push_dataset
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
 from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
 from rollout_actors.environments.lifecycle import Event, Handler, awaited, close_at_exit, forget, handlers
 from rollout_actors.environments.messages import concat_messages
-from rollout_actors.environments.outputs import GenerateOutputs
+from rollout_actors.environments.outputs import GenerateOutputs, made_folder
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Environment(ABC):
@@ -107,21 +110,7 @@ class Environment(ABC):
     def _new_state(self, own: dict[str, Any]) -> State:
         if own.get("example_id") is None:
             own["example_id"] = own.get("id", 0)
-        return State(
-            input=own,
-            id=own["example_id"],
-            is_completed=False,
-            is_truncated=False,
-            stop_condition=None,
-            oai_tools=[],
-            trajectory=[],
-            completion=None,
-            reward=None,
-            advantage=None,
-            metrics=None,
-            error=None,
-            timing={"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
-        )
+        return whole(State(input=own, id=own["example_id"]))
 
     async def setup_state(self, state: State) -> State:
         """What this environment adds, before the first call of the model."""
@@ -218,10 +207,12 @@ class Environment(ABC):
             max_concurrent_generation: the same of generating alone; None: `max_concurrent`.
             max_concurrent_scoring: the same of scoring alone; None: `max_concurrent`.
             interleave_scoring: a rollout (or where the rubric compares them, an example's group) is scored as soon as it is there; False: when all are.
-            state_columns: fields of the state that are saved too, `timing.total_ms` for one inside another.
-            save_path: a folder for the results.
+            state_columns: fields of the state that are saved too, `timing.total_ms` for one inside another. What no rollout has is left out, with a warning.
+            save_path: a folder for the results, which is made before the first rollout. StorageError where it cannot be written.
             on_rollout: called with the place and the state of each rollout that is done, in the order in which they are.
         """
+        if save_path is not None:
+            made_folder(save_path)  # better known now than when all is done
         examples = inputs if isinstance(inputs, Examples) else Examples(rows_of(inputs), self.prompt_format)
         call = GenerateCall(
             client,
@@ -236,7 +227,10 @@ class Environment(ABC):
         results = await generate(self, examples, call)
         results.metadata.state_columns = list(state_columns or [])
         if save_path is not None:
-            results.save(save_path, self.make_dataset(results, state_columns=state_columns))
+            columns = [path for path in state_columns or () if present(path, results.state)]
+            if absent := [path for path in state_columns or () if path not in columns]:
+                _LOGGER.warning("no rollout has %s, which %s goes without", ", ".join(absent), save_path)
+            results.save(save_path, self.make_dataset(results, state_columns=columns))
         return results
 
     async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
@@ -253,6 +247,8 @@ class Environment(ABC):
         **generate_kwargs: Any,
     ) -> GenerateOutputs:
         """`generate` on the held-out rows, each `rollouts_per_example` times: row i is of example i // rollouts_per_example."""
+        if rollouts_per_example < 1:
+            raise ValueError(f"rollouts_per_example: must be 1 or more, got {rollouts_per_example}")
         examples = self.get_eval_dataset(num_examples)
         repeated = examples.select([i for i in range(len(examples)) for _ in range(rollouts_per_example)])
         results = await self.generate(repeated, client, model, sampling_args, **generate_kwargs)

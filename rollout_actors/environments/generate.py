@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rollout_actors.environments.begun import BEGUN
+from rollout_actors.environments.begun import BEGUN, require_state, whole
 from rollout_actors.environments.client import KnowsRollouts
 from rollout_actors.environments.inputs import Examples, placed, require_own_positions
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
@@ -143,12 +143,13 @@ class _Rollouts:
             begun: list[State] = []
             BEGUN.set(begun)
             try:
-                call = self._call
-                state = await self._environment.rollout(self._inputs[place], call.client, call.model, call.sampling_args)
+                call, environment = self._call, self._environment
+                made = await environment.rollout(self._inputs[place], call.client, call.model, call.sampling_args)
+                state = whole(require_state(made, f"rollout of {environment.name}"))
             except (Exception, asyncio.CancelledError) as error:  # of one rollout: it is data, and the others go on
                 _raise_if_cancelled(error)
                 _LOGGER.debug("rollout %d failed", place, exc_info=error)
-                state = begun[-1] if begun else self._environment._new_state(dict(self._inputs[place]))
+                state = whole(begun[-1]) if begun else self._environment._new_state(dict(self._inputs[place]))
                 await _note_failure(self._environment, state, error)
             timing = state["timing"]
             timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s)

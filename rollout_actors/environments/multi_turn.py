@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from rollout_actors.environments.begun import note_begun
+from rollout_actors.environments.begun import inside_a_rollout, require_state
 from rollout_actors.environments.client import OVERLONG, client_of
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import stop, to_the_end
@@ -72,14 +72,15 @@ class MultiTurnEnv(Environment):
 
     async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
         """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however that ends."""
-        state = await self.init_state(input)
-        try:
-            state = await self.setup_state(state)
-            note_begun(state)  # which may be another object now
-            await self._take_turns(state, client_of(client, state), model, sampling_args)
-        finally:
-            if self._cleanups:
-                await to_the_end(self._cleanup(state))
+        state = require_state(await self.init_state(input), f"init_state of {self.name}")
+        with inside_a_rollout() as note_begun:
+            try:
+                state = require_state(await self.setup_state(state), f"setup_state of {self.name}")
+                note_begun(state)  # which may be another object now
+                await self._take_turns(state, client_of(client, state), model, sampling_args)
+            finally:
+                if self._cleanups:
+                    await to_the_end(self._cleanup(state))
         return state
 
     async def _take_turns(self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None) -> None:

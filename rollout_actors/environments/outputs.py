@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from rollout_actors.environments.types import State
@@ -65,7 +66,8 @@ class GenerateOutputs(dict[str, Any]):
         made = cls()
         for column in COLUMNS:
             made[column] = list(states) if column == "state" else [state.get(column) for state in states]
-        made["answer"] = [answer or "" for answer in made["answer"]]
+        # 0 is an answer.
+        made["answer"] = ["" if answer is None else answer for answer in made["answer"]]
         made["info"] = [info or {} for info in made["info"]]
         names = dict.fromkeys(name for state in states for name in state["metrics"] or {})
         made["metrics"] = {name: [(state["metrics"] or {}).get(name, 0.0) for state in states] for name in names}
@@ -74,18 +76,31 @@ class GenerateOutputs(dict[str, Any]):
 
     def save(self, folder: Path, dataset: Any) -> None:
         """`results.jsonl`, the dataset's rows, and `metadata.json`, in a folder that is made for it. StorageError where it cannot be written."""
-        folder = Path(folder)
-        self.metadata.path_to_save = folder
+        self.metadata.path_to_save = folder = made_folder(folder)
         # JSON knows no NaN, which is the mean of nothing.
         metadata = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in asdict(self.metadata).items()}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             with (folder / RESULTS).open("w", encoding="utf-8") as file:
                 for row in dataset:
                     file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
             (folder / METADATA).write_text(json.dumps(metadata, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         except OSError as error:
-            raise StorageError(str(folder), error.strerror or str(error), remedy="free space or permit writing there, or choose another folder") from error
+            raise _cannot(folder, error) from error
+
+
+def made_folder(folder: Path | str) -> Path:
+    """It is there, and a file can be made in it; or else StorageError."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise _cannot(folder, error) from error
+
+
+def _cannot(folder: Path, error: OSError) -> StorageError:
+    return StorageError(str(folder), error.strerror or str(error), remedy="free space or permit writing there, or choose another folder")
 
 
 def mean(values: Sequence[float]) -> float:

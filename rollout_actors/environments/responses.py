@@ -18,7 +18,13 @@ RETURNS_TOKENS: dict[str, Any] = {"logprobs": True, "extra_body": {"return_token
 
 
 async def parse_response_messages(response: Any, message_type: str) -> Messages:
-    """What the model said: one assistant message, or the text of a completion."""
+    """What the model said: one assistant message, or the text of a completion.
+
+    Raises ValueError where the endpoint answered without either, as gateways do when what is behind them fails.
+    """
+    if not response.choices:
+        said = _extra(response, "error") or "nothing else"
+        raise ValueError(f"the endpoint's answer has no choices, and says {said}; look whether the model is served, and into the endpoint's log")
     choice = response.choices[0]
     if message_type == "completion":
         assert isinstance(response, Completion), type(response)
@@ -65,10 +71,9 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     }
 
 
-def _extra(model: Any, name: str) -> Sequence[int] | None:
-    """A field that vLLM adds to OpenAI's, where the endpoint is one."""
-    value: Sequence[int] | None = getattr(model, name, None)
-    return value
+def _extra(model: Any, name: str) -> Any:
+    """A field that vLLM, or another endpoint, adds to OpenAI's; None: this one does not."""
+    return getattr(model, name, None)
 
 
 def _named_ids(named: Sequence[str]) -> list[int] | None:

@@ -117,6 +117,9 @@ class State(dict[str, Any]):
         yield from dict.__iter__(self)
         yield from (key for key in self.INPUT_FIELDS if self._held(key) is not None and not dict.__contains__(self, key))
 
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(list(self))
+
     def __len__(self) -> int:
         return sum(1 for _ in self)
 

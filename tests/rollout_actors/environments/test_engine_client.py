@@ -12,6 +12,7 @@ import pytest
 from environment_support import Talk, generated, user
 from scripted_engines import Says, ScriptedEngines, client_over, decode_settings, demo_tokenizer, rollout_of, state_at
 
+from launch.make_demo_model import CHAT_TEMPLATE
 from rollout_actors.environments.client import OVERLONG
 from rollout_actors.environments.responses import RETURNS_TOKENS, parse_response_messages, parse_response_tokens
 from shared.errors import RolloutError
@@ -135,8 +136,6 @@ class Expanding(ScriptedEngines):
 
 
 def test_images_of_messages_reach_the_engine_and_its_expanded_prompts_extend_each_other() -> None:
-    from launch.make_demo_model import CHAT_TEMPLATE
-
     tokenizer = demo_tokenizer(CHAT_TEMPLATE)
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     engines = Expanding(lambda _: says(tokenizer, "no"), pad=pad)
@@ -151,6 +150,31 @@ def test_images_of_messages_reach_the_engine_and_its_expanded_prompts_extend_eac
     assert state["num_splits"] == 0
 
 
+def refusing(error: RolloutError) -> Expanding:
+    """Engines that refuse the second call."""
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
+    calls = iter([says(tokenizer, "no"), error])
+    return Expanding(lambda _: next(calls), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+
+
+def test_a_prompt_that_only_its_images_make_too_long_ends_a_rollout_as_truncated_with_its_steps_kept() -> None:
+    told = "sample 0 was refused: The decoder prompt (length 530) is longer than the maximum model length of 512."
+    engines = refusing(RolloutError(told, actor="actor-0", phase="generate"))
+    row = {"prompt": [{"role": "user", "content": [picture(b"one"), {"type": "text", "text": "What?"}]}]}
+    (state,) = generated(Talk(max_turns=3), [row], client_over(engines, demo_tokenizer(CHAT_TEMPLATE))).state
+    assert (state["error"], state["is_truncated"], state["stop_condition"], len(state["trajectory"])) == (None, True, "prompt_too_long", 1)
+
+
+@pytest.mark.parametrize(
+    ("has_image", "told"), [(True, "image 0 of sample 0 cannot be decoded"), (False, "sample 0 was refused: it is longer than the maximum model length")]
+)
+def test_other_refusals_are_the_rollouts_error(has_image: bool, told: str) -> None:
+    engines = refusing(RolloutError(told, actor="actor-0", phase="generate"))
+    content = [*([picture(b"one")] if has_image else []), {"type": "text", "text": "What?"}]
+    (state,) = generated(Talk(max_turns=3), [{"prompt": [{"role": "user", "content": content}]}], client_over(engines, demo_tokenizer(CHAT_TEMPLATE))).state
+    assert state["error"] == f"RolloutError: generate on actor-0: {told}"
+
+
 @pytest.mark.parametrize(
     ("part", "told"),
     [
@@ -160,8 +184,6 @@ def test_images_of_messages_reach_the_engine_and_its_expanded_prompts_extend_eac
     ],
 )
 def test_other_parts_of_messages_are_refused_by_name(part: dict[str, Any], told: str) -> None:
-    from launch.make_demo_model import CHAT_TEMPLATE
-
     conversation = client_over(ScriptedEngines([]), demo_tokenizer(CHAT_TEMPLATE)).conversation(state_at())
     with pytest.raises(ValueError, match=told):
         ask(conversation, [{"role": "user", "content": [part]}])

@@ -1,4 +1,4 @@
-"""The client over a run's own engines: which engine a call goes to, with which seed, how many at a time, and what becomes of it when it fails or is cancelled."""
+"""The client over a run's own engines: which one a call goes to, with which seed, how many at a time, and what becomes of it when it fails or is cancelled."""
 
 from __future__ import annotations
 

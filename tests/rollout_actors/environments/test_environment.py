@@ -12,6 +12,7 @@ from scripted_client import ScriptedClient
 from rollout_actors.environments.parsers import Parser, ThinkParser
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.single_turn import SingleTurnEnv
+from shared.errors import StorageError
 
 
 def echo(call):
@@ -105,6 +106,12 @@ def test_ids_of_the_data_are_repeated_with_their_rows(column):
     assert [state["id"] for state in results.state] == results.example_id == ["x", "x", "y", "y"]
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_rollouts_per_example_are_at_least_one(number):
+    with pytest.raises(ValueError, match=f"rollouts_per_example: must be 1 or more, got {number}"):
+        evaluated(SingleTurnEnv(dataset=rows(2)), rollouts_per_example=number)
+
+
 def test_num_examples_counts_examples_and_not_rollouts():
     results = evaluated(SingleTurnEnv(dataset=rows(5)), num_examples=2, rollouts_per_example=3)
     assert len(results.state) == 6
@@ -128,6 +135,12 @@ def test_results_are_readable_by_key_and_by_attribute():
 def test_columns_are_filled_where_rows_have_no_answer_and_no_info():
     results = evaluated(SingleTurnEnv(dataset=[{"question": "a"}]))
     assert results.answer == [""] and results.info == [{}]
+
+
+def test_an_answer_of_0_is_an_answer():
+    env = SingleTurnEnv(dataset=[{"question": "1 - 1", "answer": 0}])
+    results = evaluated(env)
+    assert results.answer == [0] and env.make_dataset(results)["answer"][:] == [0]
 
 
 def test_metadata_says_how_the_results_were_made():
@@ -226,6 +239,21 @@ def test_repeated_rollouts_of_one_row_share_nothing():
 
 
 # Saving
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_first_rollout(tmp_path):
+    (tmp_path / "file").write_text("")
+    client = ScriptedClient(echo)
+    with pytest.raises(StorageError, match=r"cannot write .*file"):
+        evaluated(SingleTurnEnv(dataset=rows(2)), client, save_path=tmp_path / "file" / "results")
+    assert client.num_calls == 0
+
+
+def test_a_state_column_that_no_rollout_has_is_told_and_the_results_are_saved_without_it(tmp_path, caplog):
+    evaluated(SingleTurnEnv(dataset=rows(2)), save_path=tmp_path, state_columns=["timing.total_ms", "timing.totl_ms"])
+    assert "no rollout has timing.totl_ms, which" in caplog.text
+    saved = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(saved) == 2 and all("timing.total_ms" in row and "timing.totl_ms" not in row for row in saved)
 
 
 def test_results_are_saved_by_row_with_their_metadata(tmp_path):

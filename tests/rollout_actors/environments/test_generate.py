@@ -7,15 +7,10 @@ import threading
 import time
 
 import pytest
-from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user
-from scripted_client import Answer, ScriptedClient, connection_error, overlong_error, status_error
+from environment_support import Talk, generated, rows, rubric_of, said_the_answer, user
+from scripted_client import Answer, ScriptedClient, status_error
 
-from rollout_actors.environments.lifecycle import cleanup
-from rollout_actors.environments.responses import RETURNS_TOKENS
-from rollout_actors.environments.rubric import RubricGroup
 from rollout_actors.environments.single_turn import SingleTurnEnv
-from rollout_actors.environments.training_examples import merge_trajectories_for_training, process_trajectories_for_training
-from rollout_actors.environments.types import State
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
 
@@ -164,165 +159,6 @@ def test_a_rollout_keeps_its_place_among_the_generations_over_all_its_turns():
     assert max(most) == 2
 
 
-# Failures are data
-
-
-def bad_q1(call):
-    return status_error(400, "bad request") if call.text == "q1" else echo(call)
-
-
-@pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_one_failing_rollout_is_data_with_reward_0_and_counted(interleave_scoring):
-    env = SingleTurnEnv(rubric=rubric_of(said_the_answer, length))
-    results = generated(env, rows(3), ScriptedClient(bad_q1), interleave_scoring=interleave_scoring)
-    assert results.reward == [3.0, 0.0, 3.0]
-    assert results.metrics == {"said_the_answer": [1.0, 0.0, 1.0], "length": [2.0, 0.0, 2.0]}
-    assert [state["error"] for state in results.state] == [None, "BadRequestError: Error code: 400 - bad request", None]
-    assert results.metadata.num_errors == 1 and results.metadata.avg_reward == 2.0
-    failed = results.state[1]
-    assert failed["is_completed"] and failed["stop_condition"] == "error" and results.completion[1] == []
-
-
-def test_a_rollout_that_fails_later_keeps_the_steps_that_it_had():
-    def script(call):
-        return status_error(400, "bad") if call.turn == 1 and call.prompt[0]["content"] == "q1" else "a"
-
-    results = generated(Talk(max_turns=2), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS)
-    failed = results.state[1]
-    assert len(failed["trajectory"]) == 1 and failed["trajectory"][0]["tokens"] is not None and failed["trajectory"][0]["reward"] == 0.0
-    assert failed["completion"] == [assistant("a"), user("yes")] and failed["example_id"] == 1
-
-
-def test_a_rollout_that_fails_leaves_the_state_that_its_setup_made():
-    class Fresh(Talk):
-        async def setup_state(self, state):
-            return State({**state, "trajectory": [], "fresh": True})
-
-    def script(call):
-        return status_error(400, "bad") if call.turn == 1 else "a"
-
-    (failed,) = generated(Fresh(), rows(1), ScriptedClient(script)).state
-    assert failed["fresh"] and len(failed["trajectory"]) == 1 and "bad" in failed["error"]
-
-
-class FailsIn(Talk):
-    """At one place, for the row `q1`."""
-
-    def __init__(self, place: str, **kwargs):
-        super().__init__(max_turns=2, **kwargs)
-        self.place = place
-
-    def _at(self, place, state):
-        if self.place == place and state["prompt"][0]["content"] == "q1":
-            raise RuntimeError(f"broken {place}")
-
-    async def init_state(self, input, **kwargs):
-        self._at("init_state", input)
-        return await super().init_state(input, **kwargs)
-
-    async def setup_state(self, state):
-        self._at("setup_state", state)
-        return state
-
-    async def env_response(self, messages, state, **kwargs):
-        self._at("env_response", state)
-        return await super().env_response(messages, state, **kwargs)
-
-    async def is_completed(self, state, **kwargs):
-        self._at("is_completed", state)
-        return await super().is_completed(state, **kwargs)
-
-    async def _render_completion(self, state):
-        self._at("_render_completion", state)
-        await super()._render_completion(state)
-
-    @cleanup
-    async def put_away(self, state):
-        self._at("put_away", state)
-
-
-@pytest.mark.parametrize("place", ["init_state", "setup_state", "env_response", "is_completed", "_render_completion", "put_away"])
-def test_wherever_an_environment_fails_the_other_rollouts_go_on(place):
-    results = generated(FailsIn(place, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
-    assert results.reward == [1.0, 0.0, 1.0] and results.example_id == [0, 1, 2]
-    assert results.state[1]["error"] == f"RuntimeError: broken {place}"
-
-
-def test_info_that_is_no_json_is_one_rollouts_failure():
-    given = [{"question": "q0", "info": '{"k": 1}'}, {"question": "q1", "info": "{k"}]
-    results = generated(SingleTurnEnv(), given, ScriptedClient(echo))
-    assert results.state[0]["error"] is None and "JSONDecodeError" in results.state[1]["error"] and results.example_id == [0, 1]
-
-
-def test_a_length_mismatch_of_tokens_is_one_rollouts_failure():
-    def script(call):
-        return Answer("a", completion_ids=[1, 2], logprobs=[-0.1]) if call.text == "q1" else "a"
-
-    results = generated(SingleTurnEnv(), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS)
-    assert results.state[0]["error"] is None and "2 token ids with 1 log-probabilities" in results.state[1]["error"]
-
-
-@pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_a_reward_function_that_fails_is_one_rollouts_failure(interleave_scoring):
-    def picky(completion):
-        if completion[-1]["content"] == "q1":
-            raise RuntimeError("no idea")
-        return 1.0
-
-    results = generated(SingleTurnEnv(rubric=rubric_of(picky)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
-    assert results.reward == [1.0, 0.0, 1.0] and results.state[1]["error"] == "RuntimeError: no idea"
-    assert results.metadata.num_errors == 1 and results.state[1]["trajectory"][0]["reward"] == 0.0
-
-
-def test_an_endpoint_that_cannot_be_reached_leaves_every_rollout_as_data():
-    client = ScriptedClient(lambda call: connection_error())
-    results = generated(SingleTurnEnv(rubric=rubric_of(said_the_answer)), rows(3), client)
-    assert results.metadata.num_errors == 3 and results.reward == [0.0] * 3 and client.num_calls == 9
-
-
-def test_retries_are_for_infrastructure_errors_only():
-    seen = {}
-
-    def script(call):
-        seen[call.text] = seen.get(call.text, 0) + 1
-        failures = {"q0": connection_error(), "q1": status_error(400, "bad"), "q2": ValueError("mine")}
-        return failures[call.text] if seen[call.text] == 1 else "a"
-
-    results = generated(SingleTurnEnv(), rows(3), ScriptedClient(script))
-    assert seen == {"q0": 2, "q1": 1, "q2": 1}
-    assert [state["error"] is None for state in results.state] == [True, False, False]
-
-
-def test_truncated_rollouts_are_counted_and_scored_and_are_no_errors():
-    def script(call):
-        return overlong_error() if call.prompt[0]["content"] == "q1" and call.turn == 1 else "a"
-
-    env = Talk(max_turns=2, rubric=rubric_of(lambda completion: float(len(completion))))
-    results = generated(env, rows(2), ScriptedClient(script))
-    assert (results.metadata.num_truncated, results.metadata.num_errors) == (1, 0)
-    assert results.reward == [3.0, 1.0] and [state["is_truncated"] for state in results.state] == [False, True]
-
-
-def test_a_failing_batch_is_told_with_its_first_error(caplog):
-    generated(SingleTurnEnv(), rows(3), ScriptedClient(bad_q1))
-    assert "1 of 3 rollouts failed, the first of example 1: BadRequestError" in caplog.text
-
-
-def test_cancelling_the_batch_cancels_its_calls():
-    client = ScriptedClient(echo, delay_s=30)
-
-    async def cancelled():
-        task = asyncio.create_task(SingleTurnEnv().generate(rows(4), client, "model", use_tqdm=False))
-        while client.num_under_way < 4:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled())
-    assert (client.num_cancelled, client.num_under_way) == (4, 0)
-
-
 # Groups
 
 
@@ -383,65 +219,6 @@ def test_advantages_are_over_the_examples_mean_also_without_group_functions():
     assert [state["trajectory"][0]["advantage"] for state in results.state] == [0.5, -0.5, 0.0]
 
 
-def of_one_row(env, script, number, **kwargs):
-    """What `number` rollouts of one row come to; the second one's call in its second turn fails."""
-
-    def or_fails(call):
-        return status_error(400, "bad") if call.number == number + 1 else script(call)
-
-    return asyncio.run(env.evaluate(ScriptedClient(or_fails), "model", rollouts_per_example=number, use_tqdm=False, **kwargs))
-
-
-@pytest.mark.parametrize("interleave_scoring", [True, False])
-@pytest.mark.parametrize("compares", [True, False])
-def test_a_rollout_that_failed_has_reward_0_and_no_advantage_and_is_not_in_its_groups_mean(compares, interleave_scoring):
-    def places(states):
-        return [float(state["completion"][0]["content"]) for state in states]
-
-    def place(state):
-        return float(state["completion"][0]["content"])
-
-    env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(places if compares else place))
-    results = of_one_row(env, lambda call: str(call.number), 4, sampling_args=RETURNS_TOKENS, interleave_scoring=interleave_scoring)
-    assert [state["error"] is None for state in results.state] == [True, False, True, True]
-    assert results.reward == [0.0, 0.0, 2.0, 3.0], "the first one's 0 is a judgement, the second one's is none"
-    mean = 5.0 / 3.0
-    assert [state["advantage"] for state in results.state] == [0.0 - mean, None, 2.0 - mean, 3.0 - mean]
-    assert [len(state["trajectory"]) for state in results.state] == [2, 1, 2, 2]
-    assert all(step["advantage"] == state["advantage"] for state in results.state for step in state["trajectory"])
-
-
-@pytest.mark.parametrize("examples_of", [process_trajectories_for_training, lambda states: merge_trajectories_for_training(states).examples])
-def test_rollouts_that_failed_do_not_teach(examples_of):
-    def place(state):
-        return float(state["completion"][0]["content"])
-
-    env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(place))
-    states = of_one_row(env, lambda call: str(call.number), 3, sampling_args=RETURNS_TOKENS).state
-    assert states[1]["trajectory"][0]["tokens"] is not None
-    examples = examples_of(states)
-    assert {one.rollout for one in examples} == {0, 2}
-    assert {one.group_rewards for one in examples} == {(0.0, 2.0)}
-    assert {(one.rollout, one.advantage) for one in examples} == {(0, -1.0), (2, 1.0)}
-
-
-def test_the_only_sound_rollout_of_a_group_has_nothing_to_be_compared_with():
-    env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(lambda state: 1.0))
-    sound, failed = of_one_row(env, lambda call: "a", 2).state
-    assert (sound["reward"], sound["advantage"], failed["reward"], failed["advantage"]) == (1.0, 0.0, 0.0, None)
-
-
-def test_what_a_rubric_gave_before_another_one_failed_is_taken_back():
-    def fails(states):
-        raise RuntimeError("no idea")
-
-    group = RubricGroup([rubric_of(lambda states: [float(place) for place in range(len(states))]), rubric_of(fails)])
-    env = SingleTurnEnv(dataset=rows(1), rubric=group)
-    results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False))
-    assert results.reward == [0.0, 0.0] and results.metadata.num_errors == 2
-    assert [(state["advantage"], state["trajectory"][0]["advantage"], state["trajectory"][0]["reward"]) for state in results.state] == [(None, None, 0.0)] * 2
-
-
 # Ids and timing
 
 
@@ -480,7 +257,8 @@ def test_a_rollout_by_itself_times_its_generation_too():
 def test_without_scoring_rewards_are_none_and_no_function_is_called():
     called = []
     env = SingleTurnEnv(rubric=rubric_of(lambda state: called.append(1) or 1.0))
-    results = generated(env, rows(2), ScriptedClient(bad_q1), score_rollouts=False)
+    client = ScriptedClient(lambda call: status_error(400, "bad request") if call.text == "q1" else "a")
+    results = generated(env, rows(2), client, score_rollouts=False)
     assert results.reward == [None, None] and called == [] and results.metrics == {} and math.isnan(results.metadata.avg_reward)
     assert results.metadata.num_errors == 1
     assert [step["reward"] for step in results.state[0]["trajectory"]] == [None]
@@ -524,48 +302,3 @@ def test_it_works_off_the_main_thread():
     thread.start()
     thread.join(20)
     assert results[0].reward == [1.0] * 3
-
-
-def test_a_group_function_that_fails_is_its_groups_failure_and_the_others_go_on():
-    def picky(states):
-        if states[0]["example_id"] == 0:
-            raise RuntimeError("no idea")
-        return [1.0, 0.0]
-
-    def right(state):
-        return 0.5
-
-    env = SingleTurnEnv(dataset=rows(2), rubric=rubric_of(right, picky))
-    results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False))
-    assert results.reward == [0.0, 0.0, 1.5, 0.5] and results.metadata.num_errors == 2
-    assert [state["error"] for state in results.state] == ["RuntimeError: no idea"] * 2 + [None] * 2
-    assert results.metrics == {"right": [0.0, 0.0, 0.5, 0.5], "picky": [0.0, 0.0, 1.0, 0.0]}
-    assert [state["trajectory"][0]["reward"] for state in results.state] == results.reward
-    assert [state["advantage"] for state in results.state] == [None, None, 0.5, -0.5]
-
-
-async def cancelled_task():
-    task = asyncio.create_task(asyncio.sleep(60))
-    task.cancel()
-    await task
-
-
-def test_a_rollout_that_waits_for_a_cancelled_task_of_its_own_is_data_too():
-    class Waits(Talk):
-        async def env_response(self, messages, state, **kwargs):
-            if state["example_id"] == 1:
-                await cancelled_task()
-            return await super().env_response(messages, state, **kwargs)
-
-    results = generated(Waits(max_turns=2, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
-    assert results.reward == [1.0, 0.0, 1.0] and results.example_id == [0, 1, 2] and "CancelledError" in results.state[1]["error"]
-
-
-def test_a_reward_function_that_waits_for_a_cancelled_task_of_its_own_is_one_rollouts_failure():
-    async def waits(completion):
-        if completion[-1]["content"] == "q1":
-            await cancelled_task()
-        return 1.0
-
-    results = generated(SingleTurnEnv(rubric=rubric_of(waits)), rows(3), ScriptedClient(echo))
-    assert results.reward == [1.0, 0.0, 1.0]

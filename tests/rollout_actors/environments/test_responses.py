@@ -104,5 +104,13 @@ def test_tool_calls_become_plain_mappings():
     assert message["tool_calls"] == [{"id": "call_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
 
 
+@pytest.mark.parametrize("nothing", [[], None])
+def test_an_answer_without_choices_has_no_message_and_no_tokens(nothing):
+    response = chat_response(CHAT, Answer(fields={"choices": nothing}))
+    with pytest.raises(ValueError, match="has no choices, and says nothing else"):
+        messages(response)
+    assert tokens(response) is None
+
+
 def test_a_completions_message_is_its_text():
     assert messages(text_response(TEXT, Answer(" there")), "completion") == " there"

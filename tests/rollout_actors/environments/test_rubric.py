@@ -84,6 +84,18 @@ def test_answer_and_info_are_empty_where_the_row_has_none():
     assert seen == {"answer": "", "info": {}}
 
 
+def test_what_a_function_writes_to_the_info_of_a_row_without_one_reaches_no_other_rollout():
+    def notes(info):
+        info["seen"] = info.get("seen", 0) + 1
+        return info["seen"]
+
+    first, second = state(), state()
+    for one in (first, second):
+        del one["info"]
+        scored(Rubric([notes]), one)
+    assert [first["reward"], second["reward"]] == [1.0, 1.0]
+
+
 def test_the_reward_is_the_weighted_sum_and_the_metrics_are_the_plain_values():
     def right(completion, answer):
         return completion[-1]["content"] == answer
@@ -156,6 +168,15 @@ def test_a_group_function_that_returns_too_few_rewards_is_refused_by_name():
 
     with pytest.raises(ValueError, match="first returned 1 rewards for a group of 2"):
         asyncio.run(Rubric([first]).score_group([state(), state()]))
+
+
+@pytest.mark.parametrize("returned", [1.0, None])
+def test_a_group_function_that_returns_no_list_is_refused_by_name(returned):
+    def best(states):
+        return returned
+
+    with pytest.raises(ValueError, match=f"best returned {returned} for a group of 2 rollouts; return a list with one reward for each"):
+        asyncio.run(Rubric([best]).score_group([state(), state()]))
 
 
 def test_rollouts_of_equal_rewards_have_an_advantage_of_exactly_0():

@@ -76,6 +76,7 @@ def test_forwarding_holds_for_iteration_length_keys_values_and_items():
     assert sorted(one) == sorted(EVERYTHING)
     assert sorted(one.keys()) == sorted(EVERYTHING)
     assert len(one) == len(EVERYTHING)
+    assert list(reversed(one)) == list(one)[::-1]
     assert {key: value for key, value in one.items()} == EVERYTHING  # noqa: C416 - of `items` alone
     assert len(list(one.values())) == len(EVERYTHING)
 
