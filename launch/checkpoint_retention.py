@@ -1,4 +1,5 @@
-"""Which checkpoints of a run are kept: the newest periodic ones and the best by held-out F1. Decides, and touches no file."""
+"""Which checkpoints of a run are kept: the newest periodic ones, and the best by the headline of the held-out report (F1, or mean reward). Decides, and
+touches no file."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ class RetentionReason(StrEnum):
     PERIODIC = "periodic"
     """One of the newest `keep_last` of `save_steps`."""
     BEST = "best"
-    """One of the `keep_best` with the highest F1."""
+    """One of the `keep_best` with the highest score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,8 @@ class KeptCheckpoint:
     step: int
     """Updates behind its weights."""
     folder: Path
-    f1: float | None = None
-    """On the held-out samples; None before a report, or without one."""
+    score: float | None = None
+    """The headline of the held-out report; None before a report, or without one."""
     reasons: tuple[RetentionReason, ...] = ()
 
 
@@ -60,16 +61,16 @@ class Retention:
         self._periodic.add(step)
         return self._add(KeptCheckpoint(step, self._of(step)))
 
-    def after_report(self, step: int, f1: float) -> RetentionChange:
-        """The weights after `step` updates, which are the present ones, have this F1. Of equal ones the older stays."""
+    def after_report(self, step: int, score: float) -> RetentionChange:
+        """The weights after `step` updates, which are the present ones, have this score. Of equal ones the older stays."""
         if step in self._kept:
-            return self._add(replace(self._kept[step], f1=f1))
-        return self._add(KeptCheckpoint(step, self._of(step), f1))
+            return self._add(replace(self._kept[step], score=score))
+        return self._add(KeptCheckpoint(step, self._of(step), score))
 
     def _add(self, new: KeptCheckpoint) -> RetentionChange:
         candidates = self._kept | {new.step: new}
         newest = set(sorted(self._periodic & candidates.keys())[-self._config.keep_last :])
-        rated = [(-kept.f1, kept.step) for kept in candidates.values() if kept.f1 is not None]
+        rated = [(-kept.score, kept.step) for kept in candidates.values() if kept.score is not None]
         best = {step for _, step in sorted(rated)[: self._config.keep_best]}
         reasons = {RetentionReason.PERIODIC: newest, RetentionReason.BEST: best}
         kept = {step: replace(candidates[step], reasons=tuple(why for why, steps in reasons.items() if step in steps)) for step in newest | best}

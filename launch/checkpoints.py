@@ -36,7 +36,8 @@ class HearsOfCheckpoints(Protocol):
 class Checkpoints:
     """Asks the learner to save, at the points the driver names, and keeps what is to be kept: `checkpoints/` of the run's folder.
 
-    `checkpoints.json` beside it lists every checkpoint that is complete: folder, updates, F1 and why it is there.
+    `checkpoints.json` beside it lists every checkpoint that is complete: folder, updates, score and why it is there. The score is the headline of the held-out
+    report: F1, or mean reward.
     """
 
     def __init__(self, config: RunConfig, learner: SavesWeights, telemetry: HearsOfCheckpoints) -> None:
@@ -50,9 +51,9 @@ class Checkpoints:
         """`num_steps` updates are done. StorageError where a checkpoint cannot be written; the older ones are still there then."""
         self._carry_out(self._retention.after_step(num_steps))
 
-    def after_report(self, num_steps: int, f1: float) -> None:
-        """The weights after so many updates, which the learner holds, have this F1 on the held-out samples."""
-        self._carry_out(self._retention.after_report(num_steps, f1))
+    def after_report(self, num_steps: int, score: float) -> None:
+        """The weights after so many updates, which the learner holds, have this score on the held-out samples."""
+        self._carry_out(self._retention.after_report(num_steps, score))
 
     def at_end(self, num_steps: int) -> None:
         """The last update is done."""
@@ -103,12 +104,12 @@ class Checkpoints:
     def _save_for_good(self, folder: Path, num_steps: int, reason: str, *, timeout_s: float | None = None) -> None:
         self._learner.save(folder, timeout_s=timeout_s)
         self._telemetry.saved(folder)
-        self._others.append({"folder": folder.name, "step": num_steps, "f1": None, "reasons": [reason]})
+        self._others.append({"folder": folder.name, "step": num_steps, "score": None, "reasons": [reason]})
         self._write_index()
 
     def _write_index(self) -> None:
         periodic_and_best = [
-            {"folder": str(kept.folder.relative_to(self._run_dir)), "step": kept.step, "f1": kept.f1, "reasons": list(kept.reasons)}
+            {"folder": str(kept.folder.relative_to(self._run_dir)), "step": kept.step, "score": kept.score, "reasons": list(kept.reasons)}
             for kept in self._retention.kept
         ]
         index = self._run_dir / "checkpoints.json"

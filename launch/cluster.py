@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -23,16 +24,21 @@ from rollout_actors.backends.http_client import server_addresses
 from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import engine_environment
+from rollout_actors.environments.environment_actor import EnvironmentActor
+from rollout_actors.environments.pool import EnvironmentPool
+from rollout_actors.environments.runner import RunnerSettings
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config import RunConfig
-from shared.config.derive import EnginePlace, actor_name, engines_in, rank_name, rollout_servers, server_name
+from shared.config.derive import EnginePlace, actor_name, engines_in, environment_name, rank_name, raw_rollouts_per_step, rollout_servers, server_name
+from shared.config.environment import EnvironmentSection
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, Limit
 from shared.protocols import MakeBackend
 from shared.rollouts import TRIES
+from shared.trajectory import ExampleCounts
 
-Rollouts = ActorPool | RankRollouts
+Rollouts = ActorPool | RankRollouts | EnvironmentPool
 
 GRACE_S = 60.0
 """Beyond the limits that a server's client keeps itself: for what is neither waiting nor asking."""
@@ -41,9 +47,10 @@ GRACE_S = 60.0
 class Cluster:
     """One run's processes. On exit, good or bad, all of them end; a cluster that was running before the run is left running."""
 
-    def __init__(self, config: RunConfig, images: ImageNeeds) -> None:
+    def __init__(self, config: RunConfig, images: ImageNeeds, examples: ExampleCounts | None = None) -> None:
+        """`examples` are those of the run's environment, where it has one."""
         self._config = config
-        self._images = images
+        self._images, self._examples = images, examples
         self._ends = ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -89,23 +96,23 @@ class Cluster:
         size, devices = config.rollout_matching.decode_batch_size, placement.devices_per_engine
         return RankRollouts(learner, num_ranks=config.learner.world_size, devices_per_rank=devices, decode_batch_size=size)
 
-    def _start_with_actors(self, placement: Placement, group: PlacementGroup, learner: RemoteLearner) -> ActorPool:
+    def _start_with_actors(self, placement: Placement, group: PlacementGroup, learner: RemoteLearner) -> ActorPool | EnvironmentPool:
         """The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created before that, import vllm meanwhile."""
         pool = self._place_actors(placement, group)
         workers = len(placement.engines) * placement.devices_per_engine
-        learner.start(self._config, _places(placement, (ReceiverGroup(workers),)))
+        learner.start(self._config, _places(placement, (ReceiverGroup(workers),)), examples=self._examples)
         pool.start()
-        return pool
+        return self._with_environments(pool)
 
-    def _start_with_servers(self, placement: Placement, learner: RemoteLearner) -> ActorPool:
+    def _start_with_servers(self, placement: Placement, learner: RemoteLearner) -> ActorPool | EnvironmentPool:
         """The servers are waited for first: only they know how many devices are going to receive what the learner sends."""
         section = rollout_servers(self._config)
         assert section is not None
         pool = self._reach_servers(placement, section)
         pool.start()
         receivers = tuple(ReceiverGroup(devices, server.group_port) for devices, server in zip(pool.devices, section.servers, strict=True))
-        learner.start(self._config, _places(placement, receivers))
-        return pool
+        learner.start(self._config, _places(placement, receivers), examples=self._examples)
+        return self._with_environments(pool)
 
     def start_actors(self) -> ActorPool:
         """Place and start the rollout actors alone: they serve `model.path` as it is. Raises ConfigError and RolloutError as `start` does."""
@@ -150,6 +157,31 @@ class Cluster:
         ]
         return self._pool(actors, names, PoolTimeouts.of_actors(config.timeouts), asks_next_on_failure=False)
 
+    def _with_environments(self, engines: ActorPool) -> ActorPool | EnvironmentPool:
+        """The engines themselves where rollouts are of samples; else behind actors that environments run in."""
+        config, section = self._config, self._config.environment
+        if section is None:
+            return engines
+        settings = runner_settings(config, section, engines.devices)
+        names = [environment_name(index) for index in range(section.num_actors)]
+        where = here() if section.cpus_per_actor == 0 else "SPREAD"
+        actors = [
+            self._create(
+                ray.remote(EnvironmentActor),
+                (name, settings, engines.actors, engines.names, engines.call_limit),
+                name=name,
+                resources=Resources(cpus=section.cpus_per_actor, gpus=0.0),
+                where=where,
+                environment={"HF_HUB_OFFLINE": "1"},
+            )
+            for name in names
+        ]
+        environments = ActorPool(actors, names, PoolTimeouts.of_actors(config.timeouts), decode_batch_size=len(actors) * raw_rollouts_per_step(config))
+        self._ends.callback(environments.close)
+        environments.start()
+        size, ranks = config.rollout_matching.decode_batch_size, config.learner.world_size
+        return EnvironmentPool(engines, environments, decode_batch_size=size, learner_ranks=ranks, group_size=section.rollouts_per_example)
+
     def _reach_servers(self, placement: Placement, section: ServerSection) -> ActorPool:
         """An actor for each server that was launched elsewhere: it needs a process to wait in, and no resources.
 
@@ -191,6 +223,20 @@ class Cluster:
                 f"{asked}, each on one node; check `ray status` for what other jobs hold, or lower what is asked for"
             )
         return group
+
+
+def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Sequence[int]) -> RunnerSettings:
+    """Of every environment actor, with engines of so many devices each."""
+    return RunnerSettings(
+        env_id=section.id,
+        env_args=section.args,
+        model_path=config.model.path,
+        max_model_len=config.global_max_length,
+        max_under_way=max(1, config.rollout_matching.decode_batch_size * min(devices) // section.num_actors),
+        max_concurrent_scoring=section.max_concurrent_scoring,
+        tool_parser=section.tool_call_parser,
+        keeps_messages=config.telemetry.rollouts,
+    )
 
 
 def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTimeouts:

@@ -55,7 +55,7 @@ def _ignore(signum: int, frame: FrameType | None) -> None:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Actors run in a working directory of Ray's own."""
-    data = {"train": config.data.train.resolve(), "val": config.data.val and config.data.val.resolve()}
+    data = {"train": config.data.train and config.data.train.resolve(), "val": config.data.val and config.data.val.resolve()}
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": str(Path(config.model.path).resolve())}),

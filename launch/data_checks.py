@@ -7,9 +7,13 @@ from pathlib import Path
 
 from learner.checkpoint_folder import checkpoint_problems
 from learner.samples import load_samples
+from rollout_actors.environments.loading import load_environment
+from rollout_actors.environments.runner import count_examples
 from shared.config import RunConfig
+from shared.config.environment import EnvironmentSection
 from shared.dataset import Dataset
 from shared.errors import ConfigError
+from shared.trajectory import ExampleCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class DataFacts:
     num_train_skipped: int
     num_val_skipped: int
     """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
+    examples: ExampleCounts | None = None
+    """Of the environment, where the run has one."""
 
     @classmethod
     def of(cls, train: Dataset, val: Dataset | None) -> DataFacts:
@@ -45,15 +51,29 @@ class DataFacts:
         )
 
     def describe(self) -> list[str]:
-        """One line about the rows that were left out; none where none was."""
+        """One line about the environment's examples, or about the rows that were left out; none where none was."""
+        if self.examples is not None:
+            return [f"data      the environment has {self.examples.train} examples to train on, {self.examples.held_out} are held out"]
         if not self.num_train_skipped + self.num_val_skipped:
             return []
         return [f"data      skipped {self.num_train_skipped} bad rows of data.train and {self.num_val_skipped} of data.val (data.on_bad_row: skip)"]
 
 
 def check_data(config: RunConfig) -> DataFacts:
-    """What `load_data` finds, without keeping it. Raises as it does."""
-    return DataFacts.of(*load_data(config))
+    """What `load_data` finds, or what the run's environment has, without keeping it. Raises as they do."""
+    return DataFacts.of(*load_data(config)) if config.environment is None else check_environment(config, config.environment)
+
+
+def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
+    """Loads the environment in this process, as its actors will. Raises ConfigError where there is none of this name, its arguments are wrong, or it has no
+    data; and what it raises itself."""
+    if problems := checkpoint_problems(Path(config.model.path)):
+        raise ConfigError(problems)
+    try:
+        examples = count_examples(load_environment(section.id, **section.args), section.num_eval_examples)
+    except ValueError as error:
+        raise ConfigError(f"environment: {error}") from error
+    return DataFacts(ImageNeeds(0), 0, 0, examples)
 
 
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
@@ -65,6 +85,7 @@ def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
     """
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
+    assert config.data.train is not None, "checked with the configuration"
     train = load_checked(config, "data.train", config.data.train)
     val = None if config.data.val is None else load_checked(config, "data.val", config.data.val)
     return train, val

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from launch.checkpoints import Checkpoints
 from launch.pipeline import Queue, StepRounds
 from launch.telemetry import Telemetry
-from shared.evaluation import Evaluation, Scene
+from shared.evaluation import Evaluation
 from shared.protocols import ByRank
 from shared.reports import StepReport
 from shared.schedule import RunSchedule, StepPlan
@@ -19,7 +19,7 @@ class HasHeldOut(Protocol):
     """Who has the held-out samples."""
 
     def held_out_requests(self, step: int) -> ByRank: ...
-    def score(self, done: ByRank) -> list[Scene]: ...
+    def score(self, done: ByRank) -> list[Any]: ...
 
 
 class DrivesLearner(HasHeldOut, SendsWeights, Protocol):
@@ -68,10 +68,10 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
         report_held_out(schedule.max_steps)
 
 
-def evaluate(held_out: HasHeldOut, rollouts: DrivesRollouts, step: int, queue: Queue) -> Evaluation:
-    """What the engines find on the held-out samples with the weights that they serve now."""
-    scenes: list[Scene] = []
+def evaluate(held_out: HasHeldOut, rollouts: DrivesRollouts, step: int, queue: Queue) -> Evaluation[Any]:
+    """What becomes of the held-out samples with the weights that they serve now."""
+    outcomes: list[Any] = []
     started_s = time.monotonic()
     for done in queue(rollouts.generate, rollouts.split(held_out.held_out_requests(step))):
-        scenes += held_out.score(done)
-    return Evaluation(step, rollouts.version, tuple(sorted(scenes, key=lambda scene: scene.position)), wall_s=time.monotonic() - started_s)
+        outcomes += held_out.score(done)
+    return Evaluation(step, rollouts.version, tuple(sorted(outcomes, key=lambda outcome: outcome.position)), wall_s=time.monotonic() - started_s)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.coco_ap import CocoScores, IouType, coco_scores
+from launch.headline import Headline
 from shared.config import RunConfig
 from shared.evaluation import DetectionCounts, DetectionSummary, Evaluation, Pair, Scene, pair_objects, summarise, worst_scenes
 
@@ -28,7 +29,7 @@ class WorstScene:
 class Report:
     subject: str
     """What was evaluated, in words."""
-    evaluation: Evaluation
+    evaluation: Evaluation[Scene]
     config: RunConfig
     """What it was evaluated with."""
     detection: DetectionSummary
@@ -66,6 +67,18 @@ class Report:
             values |= {f"val/f1{at}": later.any_class.f1, f"val/precision{at}": later.any_class.precision, f"val/recall{at}": later.any_class.recall}
         return {name: value for name, value in values.items() if value is not None}
 
+    @property
+    def headline(self) -> Headline:
+        return Headline(f"F1@{self.iou_threshold:g}", self.counts.f1)
+
+    def describe(self) -> str:
+        """The figures at the first threshold, in a line."""
+        counts = self.counts
+        return (
+            f"F1@{self.iou_threshold:g} {counts.f1:.3f}, precision {counts.precision:.3f}, recall {counts.recall:.3f}, "
+            f"valid objects {counts.valid_rate:.3f}, class accuracy on matched objects {counts.class_accuracy:.3f}"
+        )
+
     def as_json(self) -> dict[str, Any]:
         """The content of `report.json`."""
         counts = self.counts
@@ -73,7 +86,7 @@ class Report:
             "subject": self.subject,
             "step": self.evaluation.step,
             "weight_version": self.evaluation.weight_version,
-            "num_samples": len(self.evaluation.scenes),
+            "num_samples": len(self.evaluation.outcomes),
             "wall_s": self.evaluation.wall_s,
             "score": self.config.evaluation.score,
             "repetition_penalty": self.config.rollout_matching.repetition_penalty,
@@ -112,14 +125,14 @@ class Report:
         }
 
 
-def make_report(evaluation: Evaluation, config: RunConfig, *, subject: str) -> Report:
+def make_report(evaluation: Evaluation[Scene], config: RunConfig, *, subject: str) -> Report:
     """The report on all scenes, as `config.evaluation` wants it."""
     settings = config.evaluation
-    detection = summarise(evaluation.scenes, settings.iou_thresholds)
+    detection = summarise(evaluation.outcomes, settings.iou_thresholds)
     worst = tuple(
-        _worst(evaluation.scenes[index], detection.scene_f1[index], settings.iou_thresholds[0]) for index in worst_scenes(detection, settings.worst_scenes)
+        _worst(evaluation.outcomes[index], detection.scene_f1[index], settings.iou_thresholds[0]) for index in worst_scenes(detection, settings.worst_scenes)
     )
-    return Report(subject, evaluation, config, detection, coco_scores(evaluation.scenes), worst)
+    return Report(subject, evaluation, config, detection, coco_scores(evaluation.outcomes), worst)
 
 
 def _worst(scene: Scene, f1: float, iou_threshold: float) -> WorstScene:

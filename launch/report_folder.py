@@ -37,7 +37,7 @@ def write_report(folder: Path, report: Report) -> None:
         (partial / "config.json").write_text(report.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (partial / "report.html").write_text(page(report), encoding="utf-8")
         with (partial / "predictions.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(_row(scene)) + "\n" for scene in report.evaluation.scenes)
+            file.writelines(json.dumps(_row(scene)) + "\n" for scene in report.evaluation.outcomes)
         for worst in report.worst:
             draw_scene(worst.scene, worst.pairs).save(partial / worst.picture)
         partial.rename(folder)

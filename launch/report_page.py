@@ -27,7 +27,7 @@ figcaption b { color: #1c2330; } .code { color: #8a4b00; background: #fff3dc; fo
 def page(report: Report) -> str:
     evaluation, counts = report.evaluation, report.counts
     facts = [
-        f"{len(evaluation.scenes)} scenes",
+        f"{len(evaluation.outcomes)} scenes",
         f"weight version {evaluation.weight_version}",
         f"{counts.num_ground_truth} objects to find",
         f"{counts.num_predictions} valid objects of {counts.num_predictions + counts.num_dropped} written ({counts.valid_rate:.3f})",

@@ -23,8 +23,9 @@ from launch.sample_overlay import Canvas
 from launch.sample_page import SamplePage
 from launch.saved_run import load_run
 from learner.rollout_line import RolloutLine
-from learner.rollout_log import read_step, step_path
+from learner.rollout_log import read_step
 from learner.samples import image_size, load_samples
+from learner.step_log import step_path
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.config.pipeline import Channel
@@ -96,6 +97,8 @@ def _find_line(options: ShowOptions, config: RunConfig) -> RolloutLine:
 
 def _find_sample(config: RunConfig, line: RolloutLine) -> Sample:
     """With its images' bytes. Only they are read, whatever `data.check_images` says: one page needs no check of the whole file."""
+    if config.data.train is None:
+        raise ConfigError("run: it is of an environment, whose rollouts have no pictures; read its rollouts/step_000000.jsonl, for example with jq")
     unchecked = config.model_copy(update={"data": config.data.model_copy(update={"check_images": False})})
     found = next((sample for sample in load_samples(unchecked, config.data.train) if sample.sample_id == line["sample_id"]), None)
     if found is None:

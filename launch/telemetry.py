@@ -15,11 +15,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.markup import escape
 
+from launch.headline import Headline
 from launch.path_checks import run_folder_problem
 from launch.progress_line import progress_line
 from launch.ray_metrics import RayMetrics
-from launch.report import make_report
+from launch.report import Report, make_report
 from launch.report_folder import write_report
+from launch.reward_report import RewardReport, write_reward_report
 from launch.server_calls import server_calls
 from shared.config import RunConfig
 from shared.config.batch_algebra import BatchAlgebra
@@ -27,7 +29,7 @@ from shared.config.derive import resolved_sync_mode, rollout_servers, warmup_ste
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
 from shared.evaluation import Evaluation
-from shared.metrics import BY_NAME
+from shared.metrics import metric_of
 from shared.reports import StepReport
 from shared.rollouts import SyncReport
 from shared.schedule import StepPlan
@@ -48,12 +50,11 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutF1:
+class HeldOutFigure:
     """What the run's closing line needs of a report."""
 
     step: int | None
-    iou_threshold: float
-    f1: float
+    headline: Headline
 
 
 class Telemetry:
@@ -86,7 +87,7 @@ class Telemetry:
         self._sync_fallback: str | None = None
         section = rollout_servers(config)
         self._servers = [] if section is None else [entry.model_dump() for entry in section.servers]
-        self.evaluations: list[HeldOutF1] = []
+        self.evaluations: list[HeldOutFigure] = []
 
     def __enter__(self) -> Telemetry:
         return self
@@ -159,22 +160,26 @@ class Telemetry:
             f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {report.total_s:.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
         )
 
-    def evaluation(self, evaluation: Evaluation) -> float:
-        """Report on it, in a folder and in a line. Returns F1 at the first threshold."""
+    def evaluation(self, evaluation: Evaluation[Any]) -> float:
+        """Report on it, in a folder and in a line. Returns the headline's value."""
         self._trace_spans([_span_until_now("held-out report", evaluation.wall_s)])
-        report = make_report(evaluation, self._config, subject=f"{self._config.telemetry.name} after {evaluation.step} steps")
-        counts = report.counts
-        self.evaluations.append(HeldOutF1(evaluation.step, report.iou_threshold, counts.f1))
-        write_report(self._config.telemetry.run_dir / "evaluations" / f"step_{evaluation.step:06d}", report)
-        place = {"step": evaluation.step, "weight_version": evaluation.weight_version, "num_samples": len(evaluation.scenes)}
+        report = self._report(evaluation)
+        self.evaluations.append(HeldOutFigure(evaluation.step, report.headline))
+        place = {"step": evaluation.step, "weight_version": evaluation.weight_version, "num_samples": len(evaluation.outcomes)}
         _write(self._evaluations, {**place, **report.metrics()})
-        self._console.print(
-            f"held out  after {evaluation.step} steps, {len(evaluation.scenes)} samples: F1@{report.iou_threshold:g} {counts.f1:.3f}, "
-            f"precision {counts.precision:.3f}, recall {counts.recall:.3f}, valid objects {counts.valid_rate:.3f}, "
-            f"class accuracy on matched objects {counts.class_accuracy:.3f}",
-            highlight=False,
-        )
-        return counts.f1
+        self._console.print(f"held out  after {evaluation.step} steps, {len(evaluation.outcomes)} samples: {report.describe()}", markup=False, highlight=False)
+        return report.headline.value
+
+    def _report(self, evaluation: Evaluation[Any]) -> Report | RewardReport:
+        """Written into a folder of its own."""
+        folder = self._config.telemetry.run_dir / "evaluations" / f"step_{evaluation.step:06d}"
+        if self._config.environment is not None:
+            rewards = RewardReport(evaluation)
+            write_reward_report(folder, rewards)
+            return rewards
+        report = make_report(evaluation, self._config, subject=f"{self._config.telemetry.name} after {evaluation.step} steps")
+        write_report(folder, report)
+        return report
 
     def saved(self, checkpoint: Path) -> None:
         self._console.print(f"saved     {checkpoint}", highlight=False)
@@ -183,13 +188,13 @@ class Telemetry:
         self._console.print(f"[bold yellow]warning[/]   the weights of this run could not be saved: {escape(str(error))}", highlight=False)
 
     def improvement(self) -> str | None:
-        """The F1 of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
+        """The headline of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
         if len(self.evaluations) < 2:
             return None
         warm = warmup_steps(self._config)
         at_warmups_end = [report for report in self.evaluations if report.step == warm > 0]
         (name, before), after = ("warm-up", at_warmups_end[0]) if at_warmups_end else ("first", self.evaluations[0]), self.evaluations[-1]
-        return f"val F1@{after.iou_threshold:g} {name} {before.f1:.2f} -> final {after.f1:.2f}"
+        return f"val {after.headline.name} {name} {before.headline.value:.2f} -> final {after.headline.value:.2f}"
 
     def _step_done(self, report: StepReport, sync: SyncReport | None, queue_wait_s: float, span: Span) -> None:
         metrics: dict[str, float | str] = {**report.metrics, "time/step_s": span.duration_s}
@@ -199,7 +204,7 @@ class Telemetry:
         if sync is not None:
             self._note_mode(sync)
             metrics |= sync.metrics()
-        assert metrics.keys() <= BY_NAME.keys(), f"not in shared/metrics.py: {metrics.keys() - BY_NAME.keys()}"
+        assert all(map(metric_of, metrics)), f"not in shared/metrics.py: {[name for name in metrics if metric_of(name) is None]}"
         _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
         if self._ray_metrics is not None:
             self._ray_metrics.step_done(report.step + 1, report.weight_version if sync is None else sync.version, metrics)

@@ -53,7 +53,7 @@ def run(config: RunConfig, console: Console) -> None:
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
-    with Telemetry(config, console) as telemetry, Cluster(config, facts.images) as cluster:
+    with Telemetry(config, console) as telemetry, Cluster(config, facts.images, facts.examples) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -15,11 +16,12 @@ from learner.place import LearnerPlace
 from learner.rendezvous import Rendezvous
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
-from shared.evaluation import Scene
+from shared.evaluation import Outcome
 from shared.protocols import MakeBackend, RolloutBackend
 from shared.reports import RankReport
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.schedule import StepPlan
+from shared.trajectory import ExampleCounts
 from shared.weight_sync import SendReport
 
 Share = list[Rollout]
@@ -40,9 +42,9 @@ class LearnerActor:
         self._rendezvous = Rendezvous(_node_address(config))
         return self._rendezvous.endpoint
 
-    def start(self, config: RunConfig, place: LearnerPlace, make_backend: MakeBackend | None) -> int:
+    def start(self, config: RunConfig, place: LearnerPlace, make_backend: MakeBackend | None, examples: ExampleCounts | None) -> int:
         """Load model and data; the number of torch's threads. Not in the constructor, whose exceptions Ray turns into a dead actor."""
-        self._learner = Learner(config, replace(place, address=_node_address(config)), self._rendezvous)
+        self._learner = Learner(config, replace(place, address=_node_address(config)), self._rendezvous, examples)
         if make_backend is not None:
             self._backend = make_backend(LearnerHost(config, self._learner))
         return torch.get_num_threads()
@@ -50,7 +52,7 @@ class LearnerActor:
     def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
         return [ray.put(request) for request in self._learner.next_requests(plan)]
 
-    def accumulate(self, *shares: Share) -> None:
+    def accumulate(self, *shares: list[Any]) -> None:
         self._learner.accumulate(list(itertools.chain(*shares)))
 
     def finish_step(self) -> RankReport:
@@ -72,7 +74,7 @@ class LearnerActor:
     def held_out_requests(self, step: int) -> list[ray.ObjectRef]:
         return [ray.put(request) for request in self._learner.held_out_requests(step)]
 
-    def score(self, *shares: Share) -> list[Scene]:
+    def score(self, *shares: list[Any]) -> list[Outcome]:
         return self._learner.score(list(itertools.chain(*shares)))
 
     def save(self, folder: Path) -> None:

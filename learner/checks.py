@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -32,7 +33,18 @@ def _around(token_ids: Sequence[int], index: int) -> str:
     return f"...{list(token_ids[max(0, index - 2) : index + 3])}..."
 
 
-def check_weight_versions(rollouts: Sequence[Rollout], version: int, *, max_staleness: int) -> None:
+class Sampling(Protocol):
+    """Something that an engine sampled."""
+
+    @property
+    def sample_id(self) -> str: ...
+    @property
+    def actor(self) -> str: ...
+    @property
+    def weight_version(self) -> int: ...
+
+
+def check_weight_versions(rollouts: Sequence[Sampling], version: int, *, max_staleness: int) -> None:
     """RolloutError when a round is not of the weights the learner holds, `version`, or of weights at most `max_staleness` older (DESIGN 5, decision 13).
 
     A round is of one version: nothing is generated while weights change.

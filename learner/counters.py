@@ -9,8 +9,9 @@ from learner.checks import Compared
 from learner.collate import PackedRow
 from learner.step import RowResult
 from learner.targets import Reading
-from shared.metrics import MetricTotals
+from shared.metrics import REWARD_FAMILY, MetricTotals
 from shared.rollouts import FinishReason, Rollout
+from shared.trajectory import EnvironmentRollout
 
 
 class StepTally:
@@ -26,14 +27,13 @@ class StepTally:
         self._step = step
         self._capacity = capacity
         self._min_fill_ratio = min_fill_ratio
-        self._losses: dict[str, float] = {}
+        self._losses: dict[str, float] = {"loss/total": 0.0}
 
     def add_rollout(self, rollout: Rollout, reading: Reading, num_ground_truth: int, *, staleness: int) -> None:
         """A rollout and how it was read; `num_ground_truth` objects were to be found. `staleness`: updates since the weights that generated it."""
         parsed, add = reading.parsed, self.totals.add
         add("rollout/num", 1)
-        self.totals.add_to_mean("rollout/staleness", staleness, 1)
-        self.totals.raise_to("rollout/staleness_max", staleness)
+        self.add_staleness(staleness)
         add("rollout/num_tokens", len(rollout.response_token_ids))
         add("rollout/num_length_limited", float(rollout.finish_reason is FinishReason.LENGTH))
         add("rollout/num_repeat_terminated", float(rollout.finish_reason is FinishReason.REPETITION))
@@ -48,6 +48,31 @@ class StepTally:
         add("rollout/num_matched", len(reading.match.pairs))
         add("rollout/num_appended", len(reading.appended))
         add("rollout/num_gating_rejections", reading.match.gating_rejections)
+
+    def add_environment_rollout(self, rollout: EnvironmentRollout) -> None:
+        """One that failed is counted, and has no reward that would say anything of the model."""
+        add = self.totals.add
+        add("rollout/num", 1)
+        add("rollout/num_failed", float(rollout.error is not None))
+        add("rollout/num_tokens", rollout.num_tokens)
+        add("rollout/num_truncated", float(rollout.is_truncated))
+        add("rollout/num_splits", rollout.num_splits)
+        if rollout.error is None:
+            self.totals.add_to_mean("rollout/reward", rollout.reward, 1)
+            self.totals.add_to_mean("rollout/turns", rollout.num_turns, 1)
+            for name, value in rollout.metrics.items():
+                self.totals.add_to_mean(f"{REWARD_FAMILY}{name}", value, 1)
+
+    def add_group(self, *, has_signal: bool, num_left_out: int) -> None:
+        """The rollouts of an example. Where their rewards are all equal, there is no signal, and perhaps all of them are left out."""
+        self.totals.add("rollout/num_groups", 1)
+        self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
+        self.totals.add("rollout/num_left_out", num_left_out)
+
+    def add_staleness(self, staleness: int) -> None:
+        """Of a rollout: updates since the weights that generated it."""
+        self.totals.add_to_mean("rollout/staleness", staleness, 1)
+        self.totals.raise_to("rollout/staleness_max", staleness)
 
     def add_row(self, row: PackedRow, result: RowResult) -> None:
         """A row that was learned. Its losses are sums over segments, to be divided at the step's end."""
@@ -69,6 +94,9 @@ class StepTally:
         """Once, at the step's end: losses are divided by the segments that its gradient is divided by."""
         for name, value in self._losses.items():
             self.totals.add(name, value / denominator)
+        # Also where there was nothing to learn.
+        self.totals.add("packing/num_rows", 0)
+        self.totals.add("packing/num_segments", 0)
         # Nothing compared leaves no trace: a 0 would read as perfect agreement.
         if self.compared.num_tokens:
             self.totals.add("rollout/num_compared_tokens", self.compared.num_tokens)

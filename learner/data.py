@@ -22,6 +22,7 @@ class LearnerData:
 
     def __init__(self, config: RunConfig, tokens: LoadedTokens) -> None:
         """Reads the files of `data`. Raises ConfigError and RecordError for what is wrong with them."""
+        assert config.data.train is not None, "checked with the configuration"
         self._config = config.data
         self.train = load_samples(config, config.data.train)
         self.encoder = PromptEncoder.of(config, tokens.processor)

@@ -119,9 +119,10 @@ class Updater:
         return self._weights.masters
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Of every trained parameter; where there is one rank, of those that the step's rows reached."""
-        if self._ranks.world_size > 1:
-            # A rank whose rows reached less, or that had no row, takes part in the sum with zeros: the ranks' lists must be of one shape.
+        """Of every trained parameter; where there is one rank, of those that the step's rows reached, if it had any row."""
+        if self._ranks.world_size > 1 or all(master.grad is None for master in self.masters):
+            # A rank whose rows reached less, or that had no row, takes part in the sum with zeros: the ranks' lists must be of one shape. A step of
+            # which nothing is learned is an update by zeros for any number of ranks.
             for master in self.masters:
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)

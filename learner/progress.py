@@ -1,54 +1,37 @@
-"""A step between `next_requests` and `finish_step`: its samples, its numbers and where its time went."""
+"""A step between `next_requests` and `finish_step`: its work, its numbers and where its time went."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from typing import Any
 
 from learner.counters import StepTally
+from learner.work import StepWork
 from shared.config.pipeline import Channel
-from shared.records import Sample
 from shared.reports import RankReport
-from shared.rollouts import Rollout
 from shared.schedule import StepPlan
 from shared.timeline import Span
 
 
 @dataclass(slots=True)
 class StepInProgress:
-    """One rank's part of a step. Lists are in position order."""
+    """One rank's part of a step."""
 
     plan: StepPlan
-    share: range
-    """The positions that are this rank's."""
-    samples: list[Sample]
-    """Of these positions. Their images with data: read once, sent to the engines, encoded here."""
+    work: StepWork
     tally: StepTally
     track: str
     """Of the rank's spans."""
-    num_targets: int = 0
     generate_s: float = 0.0
     learn_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
-    @property
-    def next_position(self) -> int:
-        """Of the first sample without a target."""
-        return self.share.start + self.num_targets
-
-    @property
-    def next_sample(self) -> Sample:
-        return self.samples[self.num_targets]
-
-    def sample(self, position: int) -> Sample:
-        return self.samples[position - self.share.start]
-
-    def add_generation(self, rollouts: Sequence[Rollout]) -> None:
+    def add_generation(self, answers: Sequence[Any]) -> None:
         """Of one round."""
-        if rollouts:
-            spans = _generation_spans(rollouts)
+        if answers:
+            spans = self.work.generation_spans(answers)
             self.spans += spans
             self.generate_s += max(span.end_s for span in spans) - min(span.start_s for span in spans)
 
@@ -70,15 +53,3 @@ class StepInProgress:
         if self.plan.channel is Channel.B:
             totals.raise_to("time/generate_s", self.generate_s)
         return RankReport(self.plan.step, self.plan.channel, version, totals, step_metrics, tuple(self.spans))
-
-
-def _generation_spans(rollouts: Sequence[Rollout]) -> list[Span]:
-    """One span per engine's share of the round."""
-    spans = []
-    for engine, share in groupby(rollouts, key=lambda rollout: rollout.actor):
-        of_engine = list(share)
-        start_s, end_s = min(r.started_s for r in of_engine), max(r.started_s + r.generate_s for r in of_engine)
-        tokens = sum(len(r.response_token_ids) for r in of_engine)
-        place = {"step": of_engine[0].step, "first_position": of_engine[0].position, "last_position": of_engine[-1].position}
-        spans.append(Span(engine, "generate", start_s, end_s, {**place, "tokens": tokens}))
-    return spans

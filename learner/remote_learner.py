@@ -18,11 +18,12 @@ from shared.config import RunConfig
 from shared.config.derive import resolved_sync_mode
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import CollectiveError, LearnerError, Limit, ended, late
-from shared.evaluation import Scene
+from shared.evaluation import Outcome
 from shared.protocols import CLOSED_S, ByRank, MakeBackend
 from shared.reports import RankReport, StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
+from shared.trajectory import ExampleCounts
 from shared.weight_sync import SendReport, SyncPhase, all_phases_s, sender_s
 
 T = TypeVar("T")
@@ -50,15 +51,16 @@ class RemoteLearner:
         self.received_version = 0
         """Of the weights that the ranks' backends took last; 0 before the first sync."""
 
-    def start(self, config: RunConfig, places: Sequence[LearnerPlace], make_backend: MakeBackend | None = None) -> None:
-        """Returns when every rank has loaded model and data and, where there is one, its backend. Raises what a rank finds wrong with them."""
+    def start(self, config: RunConfig, places: Sequence[LearnerPlace], make_backend: MakeBackend | None = None, examples: ExampleCounts | None = None) -> None:
+        """Returns when every rank has loaded model and data and, where there is one, its backend. Raises what a rank finds wrong with them. `examples` are
+        those of the run's environment, where it has one."""
         self._has_backends = make_backend is not None
         self.offers_adapter, self.falls_back = resolved_sync_mode(config) == "adapter", config.rollout_matching.vllm.sync.fallback_to_full
         limit = self._timeouts.limit("start_s")
         if len(places) > 1:
             (endpoint,) = self._wait("start", limit, [self._actors[0].open_rendezvous.remote(config)])
             places = [replace(place, rendezvous=endpoint) for place in places]
-        refs = [actor.start.remote(config, place, make_backend) for actor, place in zip(self._actors, places, strict=True)]
+        refs = [actor.start.remote(config, place, make_backend, examples) for actor, place in zip(self._actors, places, strict=True)]
         self.num_threads = self._wait("start", limit, refs)[0]
 
     def next_requests(self, plan: StepPlan) -> ByRank:
@@ -74,7 +76,7 @@ class RemoteLearner:
     def held_out_requests(self, step: int) -> ByRank:
         return self._learn("held_out_requests", lambda rank: self._actors[rank].held_out_requests.remote(step))
 
-    def score(self, done: ByRank) -> list[Scene]:
+    def score(self, done: ByRank) -> list[Outcome]:
         return list(itertools.chain(*self._learn("score", lambda rank: self._actors[rank].score.remote(*done[rank]))))
 
     def offer_weights(self) -> WeightOffer:

@@ -2,10 +2,8 @@
 
 Lines are in the order of positions, and a line is there as soon as its target is made. `RolloutLine` (learner.rollout_line) is the format: everything about the
 engine's answer is under `rollout`, everything the parser and the matching made of it under `reading` (both null in a channel-A step), and what
-the sample trains on under `target`. ASCII only, whatever a model wrote: its text is escaped as JSON escapes it.
-
-Each learner rank writes of its own samples, in a file of its own: rank 0 as above, rank 1 `step_000123.rank1.jsonl`, and so on. The step's positions are
-in rank order. Nodes need not share a disk: then each has the files of its ranks, and `read_step` shows those that lie beside rank 0's.
+the sample trains on under `target`. Files and ranks: `learner.step_log`. The step's positions are in rank order. Nodes need not share a disk: then each has
+the files of its ranks, and `read_step` shows those that lie beside rank 0's.
 
     jq -c 'select(.reading.dropped != []) | [.position, .reading.dropped]' step_000123.jsonl
     pandas.json_normalize([json.loads(line) for line in open("step_000123.jsonl")])
@@ -16,47 +14,36 @@ Shape legend: L target tokens, S coord slots.
 from __future__ import annotations
 
 import json
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
 from learner.rollout_line import REMEDY, ReadingEntry, RolloutEntry, RolloutLine, TargetEntry, checked_line
+from learner.step_log import StepLog
 from learner.targets import Reading, Target, TokenRole
 from shared.config.pipeline import Channel
-from shared.errors import RecordError, StorageError
+from shared.errors import RecordError
 from shared.records import Sample
 from shared.rollouts import Rollout
 from shared.tokens.vocabulary import TokenCodec
 
 
 class RolloutLog:
-    """Writes the file of one step after the other. Every line is on its way to the disk when `write` returns: nothing is held back."""
+    """Of the rollouts of samples, which were parsed and matched."""
 
     def __init__(self, folder: Path, codec: TokenCodec, *, rank: int = 0) -> None:
         """Makes `folder` where it is missing. Raises StorageError."""
-        self._folder, self._codec, self._rank = folder, codec, rank
+        self._codec = codec
         self._step, self._channel = 0, Channel.A
-        self._file: FileIO | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(str(folder), str(error)) from error
+        self._lines = StepLog(folder, rank=rank)
 
     def begin(self, step: int, channel: Channel) -> None:
         """The lines that follow are of this step. Raises StorageError."""
-        self.close()
         self._step, self._channel = step, channel
-        path = step_path(self._folder, step, self._rank)
-        try:
-            # Unbuffered: a buffer that could not be emptied would raise once more when it is closed.
-            self._file = path.open("wb", buffering=0)
-        except OSError as error:
-            raise StorageError(str(path), str(error)) from error
+        self._lines.begin(step)
 
     def write(self, rollout: Rollout | None, sample: Sample, target: Target, weights_L: np.ndarray, position: int) -> None:
         """One sample; `rollout` is None exactly in channel A. `weights_L`: float32 [L], `TextWeights.of(target.roles)`. Raises StorageError."""
-        assert self._file is not None, "begin comes before write"
         assert (rollout is None) == (target.reading is None), "a reading is of a rollout"
         line: RolloutLine = {
             "step": self._step,
@@ -68,22 +55,10 @@ class RolloutLog:
             "reading": None if target.reading is None else _reading_entry(target.reading),
             "target": _target_entry(target, weights_L),
         }
-        data = memoryview(json.dumps(line).encode() + b"\n")
-        try:
-            # A disk that is almost full takes a part, and refuses the rest at the next call.
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError as error:
-            raise StorageError(str(step_path(self._folder, self._step, self._rank)), str(error)) from error
+        self._lines.write(line)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def step_path(folder: Path, step: int, rank: int = 0) -> Path:
-    return folder / (f"step_{step:06d}.rank{rank}.jsonl" if rank else f"step_{step:06d}.jsonl")
+        self._lines.close()
 
 
 def read_step(path: Path) -> list[RolloutLine]:

@@ -49,7 +49,7 @@ class Unpacked:
 
 
 class ToCompletion:
-    """Step mode: full rows after every window of segments, the rest at the step's end. Nothing is carried."""
+    """Step mode: full rows after every window of segments, and where the buffer is full; the rest at the step's end. Nothing is carried."""
 
     carries = False
     num_carried = 0
@@ -60,9 +60,11 @@ class ToCompletion:
         self._num_added = 0
 
     def add(self, segment: Segment) -> list[Row]:
+        rows: list[Row] = []
+        if len(self._buffer) == self._buffer.max_segments:
+            rows.append(self._buffer.pop_row())
         self._buffer.insert(segment)
         self._num_added += 1
-        rows: list[Row] = []
         if self._num_added % self._window == 0:
             while self._buffer.num_tokens >= self._buffer.capacity:
                 rows.append(self._buffer.pop_row())

@@ -102,6 +102,16 @@ class ActorPool:
         return self._names
 
     @property
+    def actors(self) -> tuple[Any, ...]:
+        """The engines' handles, for those who ask them one request at a time; the pool ends them."""
+        return self._actors
+
+    @property
+    def call_limit(self) -> Limit | None:
+        """Of one call that generates; None: the engines keep a limit of their own."""
+        return self._timeouts.generate
+
+    @property
     def version(self) -> int:
         """The version that every engine serves; 0 before the first sync."""
         return self._version

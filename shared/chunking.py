@@ -31,8 +31,12 @@ def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-def rank_share(total: int, world_size: int, rank: int) -> range:
-    """The contiguous part of `total` that `rank` owns; the first ranks have one more."""
+def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> range:
+    """The contiguous part of `total` that `rank` owns; the first ranks have one more, or where so many stay `together`, so many more."""
+    if together != 1:
+        assert total % together == 0, f"{total} are no groups of {together}"
+        groups = rank_share(total // together, world_size, rank)
+        return range(groups.start * together, groups.stop * together)
     if total < 0 or world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"cannot give rank {rank} of {world_size} its part of {total}; the total must be at least 0, and the rank one of 0..world_size - 1")
     size, extra = divmod(total, world_size)
@@ -90,11 +94,21 @@ def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]
     ]
 
 
-def rank_rounds(shares: Sequence[int], chunk: int) -> list[list[range]]:
+def round_chunk(decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int, *, together: int = 1) -> int:
+    """`chunk_size`, of which where so many stay `together` only whole groups are taken: at least one, whose rollouts then take turns in the engines."""
+    chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
+    return max(together, chunk - chunk % together)
+
+
+def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list[list[range]]:
     """The fewest rounds in which each learner rank learns its share of a step, at most `chunk` requests of each rank in a round.
 
     `[round][rank]`; each range counts within the rank's share. A share is contiguous in order over the rounds, and as even as `split_contiguous` makes it.
+    Where so many requests stay `together`, shares and `chunk` are multiples of that, and so are all ranges.
     """
+    if together != 1:
+        groups = rank_rounds([share // together for share in shares], chunk // together)
+        return [[range(part.start * together, part.stop * together) for part in round_] for round_ in groups]
     if min(shares, default=0) < 0 or chunk < 1:
         raise ValueError(f"cannot split shares of {list(shares)} requests into rounds of at most {chunk} of each rank; chunk must be at least 1")
     num_rounds = max((-(-share // chunk) for share in shares), default=0)

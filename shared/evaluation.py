@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,18 +36,30 @@ class Scene:
     """The response ended before its container closed."""
 
 
+class Outcome(Protocol):
+    """What became of one held-out sample: a `Scene`, or a rollout of an environment (`shared.trajectory`)."""
+
+    @property
+    def position(self) -> int:
+        """The sample's place in the held-out data."""
+        ...
+
+
+OutcomeT = TypeVar("OutcomeT", bound=Outcome, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(Generic[OutcomeT]):
     """Greedy rollouts on all held-out samples, by one set of weights."""
 
     step: int | None
     """Optimizer updates done before it; None where nobody knows."""
     weight_version: int
     """Of the engines; 0 is the checkpoint that they loaded."""
-    scenes: tuple[Scene, ...]
+    outcomes: tuple[OutcomeT, ...]
     """By position."""
     wall_s: float
-    """Generation and parsing."""
+    """Generation and scoring."""
 
 
 class NamedShape(Shape, Protocol):

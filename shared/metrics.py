@@ -7,7 +7,7 @@ match, and reported by evaluations (spec: training-time counters).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shared.grounding.objects import DropReason
@@ -61,6 +61,9 @@ def _sync_phases() -> Iterator[Metric]:
     yield from (Metric(f"sync/send_{phase}_s", Reduction.STEP, f"The learner's seconds of {meaning}.") for phase, meaning in learner.items())
 
 
+REWARD_FAMILY = "reward/"
+"""What the names of reward functions, which environments choose, stand behind."""
+
 METRICS: tuple[Metric, ...] = (
     # The objective. Every term is a mean within its segment, then over the segments that the step divides by.
     Metric("loss/total", Reduction.SUM, "The step's loss: weighted modules, summed. What the update descends."),
@@ -93,7 +96,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/decode_mode", Reduction.STEP, "greedy, sample or beam."),
     Metric("rollout/num_length_limited", Reduction.SUM, "Rollouts that ended at `max_new_tokens`."),
     Metric("rollout/num_repeat_terminated", Reduction.SUM, "Rollouts that the repeat guard ended."),
-    Metric("rollout/num_truncated", Reduction.SUM, "Rollouts whose container did not close."),
+    Metric("rollout/num_truncated", Reduction.SUM, "Rollouts whose container did not close; of environments, those that were ended for their length."),
     _ratio("rollout/truncated_rate", "rollout/num_truncated", "rollout/num", "Share of truncated rollouts."),
     Metric("rollout/num_fallback", Reduction.SUM, "Rollouts of which nothing could be kept: the prefix is `{`."),
     Metric("rollout/num_valid_objects", Reduction.SUM, "Predicted objects that parsed as valid."),
@@ -111,6 +114,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/num_gating_rejections", Reduction.SUM, "Candidate pairs under `maskiou_gate`."),
     Metric("rollout/staleness", Reduction.MEAN, "Updates between the weights that generated a rollout and those that learn from it."),
     Metric("rollout/staleness_max", Reduction.MAX, "The same of the oldest rollout; 0 without `rollout_matching.max_staleness`."),
+    # Of environments.
+    Metric("rollout/reward", Reduction.MEAN, "Reward of the rollouts that did not fail."),
+    Metric(
+        f"{REWARD_FAMILY}<function>",
+        Reduction.MEAN,
+        "What a reward function of the environment's rubric gave, under its name; its weight is not in it.",
+    ),
+    Metric("rollout/num_failed", Reduction.SUM, "Rollouts that ended with an error, of which nothing is learned."),
+    Metric("rollout/turns", Reduction.MEAN, "Calls of the model in a rollout."),
+    Metric("rollout/num_splits", Reduction.SUM, "Calls whose prompt did not go on from the tokens of the one before: each begins a segment of its own."),
+    Metric("rollout/num_groups", Reduction.SUM, "Examples, each with the rollouts of it."),
+    Metric("rollout/num_groups_without_signal", Reduction.SUM, "Of these, those whose rewards are all equal."),
+    _ratio("rollout/no_signal_share", "rollout/num_groups_without_signal", "rollout/num_groups", "Share of groups without signal."),
+    Metric("rollout/num_left_out", Reduction.SUM, "Rollouts of such groups that were left out (`environment.drop_equal_groups`)."),
     Metric("rollout/num_compared_tokens", Reduction.SUM, "Sampled tokens whose log-probability was compared; absent where none was."),
     Metric("rollout/logprob_max_abs", Reduction.MAX, "Largest difference between the learner's and the engine's log-probability of a sampled token, in nats."),
     Metric("rollout/num_logprob_outliers", Reduction.SUM, "Compared tokens that differ by more than `rollout_matching.logprob_tolerance`."),
@@ -158,6 +175,11 @@ METRICS: tuple[Metric, ...] = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
+def metric_of(name: str) -> Metric | None:
+    """What the table says of a metric; None where it has none of this name."""
+    return BY_NAME[f"{REWARD_FAMILY}<function>"] if name.startswith(REWARD_FAMILY) else BY_NAME.get(name)
+
+
 class MetricTotals:
     """The numbers of a step while it runs; those of several ranks can be merged before they are read.
 
@@ -185,14 +207,14 @@ class MetricTotals:
         """Fold in the totals of other ranks."""
         for other in others:
             for name, total in other._totals.items():
-                self._fold(name, total, BY_NAME[name].reduction)
+                self._fold(name, total, _reduction_of(name))
             for name, count in other._counts.items():
                 self._counts[name] = self._counts[name] + count if name in self._counts else count
 
     def as_dict(self) -> dict[str, float]:
         """Values by name, in the table's order; a mean or ratio over nothing is absent."""
         values: dict[str, float] = {}
-        for metric in METRICS:
+        for metric in self._metrics():
             if metric.ratio_of is not None:
                 above, below = metric.ratio_of
                 if above in self._totals and below in self._totals and self._totals[below]:
@@ -205,14 +227,28 @@ class MetricTotals:
                 values[metric.name] = self._totals[metric.name] / self._counts[metric.name]
         return values
 
+    def _metrics(self) -> Iterator[Metric]:
+        """The table, with the members of a family in its place, by name."""
+        for metric in METRICS:
+            if not metric.name.startswith(REWARD_FAMILY):
+                yield metric
+                continue
+            yield from (replace(metric, name=name) for name in sorted(self._totals) if name.startswith(REWARD_FAMILY))
+
     def _fold(self, name: str, value: float, reduction: Reduction) -> None:
-        assert BY_NAME[name].reduction is reduction, f"{name} is reduced by {BY_NAME[name].reduction}, not {reduction}"
+        assert _reduction_of(name) is reduction, f"{name} is reduced by {_reduction_of(name)}, not {reduction}"
         if name not in self._totals:
             self._totals[name] = value
         elif reduction is Reduction.MAX:
             self._totals[name] = max(self._totals[name], value)
         else:
             self._totals[name] += value
+
+
+def _reduction_of(name: str) -> Reduction:
+    metric = metric_of(name)
+    assert metric is not None, f"{name} is not in the table"
+    return metric.reduction
 
 
 def markdown() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.config import RunConfig
-from shared.config.derive import effective_batch_size, num_b_steps, raw_rollouts_per_step, warmup_steps
+from shared.config.derive import effective_batch_size, has_held_out, num_b_steps, raw_rollouts_per_step, warmup_steps
 from shared.config.pipeline import Channel
 from shared.seeds import request_seed
 
@@ -63,10 +63,10 @@ class RunSchedule:
         )
 
     def evaluates_before(self, step: int) -> bool:
-        """Where there is validation data: when the warm-up ends, after every `training.eval_steps` updates, at the end of the run."""
+        """Where there are held-out samples: when the warm-up ends, after every `training.eval_steps` updates, at the end of the run."""
         every = self._config.training.eval_steps
         due = step in (self._warmup_steps, self.max_steps) or (every is not None and step > 0 and step % every == 0)
-        return self._config.data.val is not None and due
+        return has_held_out(self._config) and due
 
     def _generates(self, step: int) -> bool:
         return step < self.max_steps and self._config.channel(step) is Channel.B

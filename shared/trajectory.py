@@ -1,14 +1,46 @@
-"""What is learned of a rollout of an environment, and what the rollouts of one example are worth beside each other (DESIGN 8, `policy_gradient`).
+"""What is asked of an environment in a step, what is learned of its rollouts, and what those of one example are worth beside each other (DESIGN 8,
+`policy_gradient`).
 
 Shape legend: L tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
+
+from shared.rollouts import DecodeSettings
+
+
+class ExampleCounts(NamedTuple):
+    """Rows of an environment's data."""
+
+    train: int
+    held_out: int
+
+
+class ExampleGroup(NamedTuple):
+    """The rollouts of one example."""
+
+    example: int
+    """The row, in the environment's training data or its evaluation data."""
+    positions: range
+    """Of the rollouts, in the step over all learner ranks; or of the one rollout of a held-out example."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentRequest:
+    """What an environment is asked at a time: in training one group of rollouts, in a held-out report about as many rollouts, of as many examples."""
+
+    step: int
+    groups: tuple[ExampleGroup, ...]
+    """In the order of positions."""
+    decode: DecodeSettings
+    """Of every call of the model."""
+    run_seed: int
+    is_held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +97,42 @@ class TrainingExample:
         given = [self.advantage] * len(self.token_ids) if self.token_advantages is None else self.token_advantages
         divisor = pstdev(self.group_rewards) if divided_by_std and has_signal(self.group_rewards) else 1.0
         return [value / divisor if is_learned else 0.0 for value, is_learned in zip(given, self.mask, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentRollout:
+    """What became of one rollout of an environment."""
+
+    position: int
+    """In its step, or of its example among the held-out ones."""
+    example: int
+    """The row that it is of."""
+    reward: float
+    """0 where it failed."""
+    metrics: Mapping[str, float]
+    """Of the reward functions, by name."""
+    error: str | None
+    """Why it failed, and nothing is learned of it; None: it did not."""
+    is_truncated: bool
+    """It was ended for its length."""
+    num_turns: int
+    """Calls of the model."""
+    num_tokens: int
+    """Sampled in them."""
+    num_splits: int
+    """Calls whose prompt did not go on from the tokens of the one before."""
+    examples: tuple[TrainingExample, ...]
+    """What is learned of it, in order."""
+    prompt: Any
+    """As the model was told it, messages or text; None where nobody reads it."""
+    completion: Any
+    """All that came after it, likewise."""
+    actor: str
+    """In whose process the environment ran."""
+    started_s: float
+    """Unix time."""
+    generate_s: float
+    """Until its end, scoring included."""
 
 
 class SignalCount(NamedTuple):

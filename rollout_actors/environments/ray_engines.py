@@ -21,12 +21,12 @@ CHECK = "the engine's log, and whether max_new_tokens and what waits before it a
 class RayEngines:
     """Actors with the methods of `EngineActor`, which have started."""
 
-    def __init__(self, actors: Sequence[Any], names: Sequence[str], limit: Limit) -> None:
+    def __init__(self, actors: Sequence[Any], names: Sequence[str], limit: Limit | None) -> None:
         """
         Args:
             actors: Ray actor handles; whoever made them ends them.
             names: the engines', one each.
-            limit: the longest that one request may take.
+            limit: the longest that one request may take; None: the engines keep a limit of their own.
         """
         self._engines = list(zip(names, actors, strict=True))
         self._limit = limit
@@ -41,12 +41,13 @@ class RayEngines:
         name, actor = self._engines[engine]
         answer = actor.generate.remote(request)
         try:
-            async with asyncio.timeout(self._limit.seconds):
+            async with asyncio.timeout(None if self._limit is None else self._limit.seconds):
                 rollouts, _ = await answer
         except (RayTaskError, RayActorError) as error:
             raise told(self._call, name, error) from error
         except TimeoutError as error:
             ray.cancel(answer)
+            assert self._limit is not None
             raise RolloutError(late(name, self._limit, CHECK), actor=name, phase="generate") from error
         except asyncio.CancelledError:
             ray.cancel(answer)

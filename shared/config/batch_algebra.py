@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.chunking import chunk_size, rank_rounds, rank_share, split_over
+from shared.chunking import rank_rounds, rank_share, round_chunk, split_over
 from shared.config.custom import TrainerVariant
 from shared.config.derive import (
     EnginePlace,
@@ -14,6 +14,7 @@ from shared.config.derive import (
     effective_batch_size,
     engine_devices,
     engines_in,
+    group_size,
     num_b_steps,
     raw_rollouts_per_step,
     row_rule,
@@ -50,6 +51,8 @@ class BatchAlgebra:
     """Most sequences a rollout device decodes at a time."""
     chunk: int
     """Most rollouts of one learner rank in a round."""
+    group_size: int
+    """Rollouts that stay together in rounds and ranks, those of one example of an environment; 1: each is by itself."""
     rounds: tuple[tuple[range, ...], ...]
     """Positions of a channel-B step that each learner rank learns in each round, `rounds[round][rank]`."""
     shares: tuple[tuple[int, ...], ...]
@@ -82,6 +85,9 @@ class BatchAlgebra:
         micro_steps = " x ".join((f"{self.per_device_train_batch_size} per micro-step", *factors))
         if self.is_rollout_aligned:
             lines = [f"updates         {self.updates}, one per step, all channel B", *self._describe_rounds(f" = {micro_steps},")]
+        elif self.group_size > 1:
+            examples = f" = {_counted(self.raw_rollouts_per_step // self.group_size, 'example')} x {self.group_size} rollouts,"
+            lines = [f"updates         {self.updates}, one per step, all channel B", *self._describe_rounds(examples)]
         else:
             updates = f"{self.updates} = {self.a_steps} channel A ({self.warmup_steps} of them warm-up) + {self.b_steps} channel B, one per step"
             lines = [f"updates         {updates}", f"channel-A step  {_counted(self.effective_batch_size, 'sample')} = {micro_steps}"]
@@ -117,10 +123,12 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     devices = engine_devices(run) if devices is None else devices
     assert devices is not None, "they are known when the engines are placed"
     rollouts = raw_rollouts_per_step(run)
-    of_ranks = [rank_share(rollouts, world_size, rank) for rank in range(world_size)]
+    together = group_size(run)
+    of_ranks = [rank_share(rollouts, world_size, rank, together=together) for rank in range(world_size)]
     share_per_rank = tuple(map(len, of_ranks))
-    chunk = chunk_size(decode_batch_size, devices, world_size)
-    rounds = [[share[part.start : part.stop] for share, part in zip(of_ranks, round_, strict=True)] for round_ in rank_rounds(share_per_rank, chunk)]
+    chunk = round_chunk(decode_batch_size, devices, world_size, together=together)
+    of_rounds = rank_rounds(share_per_rank, chunk, together=together)
+    rounds = [[share[part.start : part.stop] for share, part in zip(of_ranks, round_, strict=True)] for round_ in of_rounds]
     in_ranks = engines_in(run) is EnginePlace.RANKS
     is_aligned = variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED
     b_steps = num_b_steps(run)
@@ -136,9 +144,9 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         engine_devices=tuple(devices),
         decode_batch_size=decode_batch_size,
         chunk=chunk,
+        group_size=together,
         rounds=tuple(map(tuple, rounds)),
-        # An engine in a learner rank generates what that rank learns; engines of their own share out the whole round.
-        shares=tuple(tuple(map(len, round_ if in_ranks else split_over(sum(map(len, round_)), devices))) for round_ in rounds),
+        shares=tuple(_shares(round_, devices, in_ranks=in_ranks, in_groups=together > 1) for round_ in rounds),
         packing_length=run.global_max_length,
         row_rule=rows,
         packing_window=run.training.packing_window if rows is RowRule.STEP else None,
@@ -147,6 +155,16 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         a_steps=run.training.max_steps - b_steps,
         b_steps=b_steps,
     )
+
+
+def _shares(round_: Sequence[range], devices: Sequence[int], *, in_ranks: bool, in_groups: bool) -> tuple[int, ...]:
+    """Rollouts of a round by engine. One in a learner rank generates what that rank learns; engines of their own share out the whole round: in order, or those
+    of environments, which ask call by call, in turn."""
+    if in_ranks:
+        return tuple(map(len, round_))
+    if in_groups:
+        return tuple(sum(position % len(devices) == engine for part in round_ for position in part) for engine in range(len(devices)))
+    return tuple(map(len, split_over(sum(map(len, round_)), devices)))
 
 
 def _counted(count: int, noun: str) -> str:

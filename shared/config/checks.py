@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.config import engine_checks, variant_checks
 from shared.config.base import Problem
-from shared.config.derive import needed_accumulation_steps
+from shared.config.derive import has_held_out, needed_accumulation_steps
 from shared.config.pipeline import Channel
 from shared.config.run import RunConfig
 from shared.rollouts import DecodeMode
@@ -106,11 +106,19 @@ def _accumulation(run: RunConfig) -> Iterator[Problem]:
 
 def _held_out(run: RunConfig) -> Iterator[Problem]:
     """What only a report on held-out samples gives."""
-    if run.data.val is not None:
+    if has_held_out(run):
         return
+    why, remedy = (
+        ("data.val is not set", "set data.val to a JSONL file")
+        if run.environment is None
+        else (
+            "environment.num_eval_examples is 0",
+            "raise it",
+        )
+    )
     for key, value, none in (("training.eval_steps", run.training.eval_steps, "null"), ("checkpoint.keep_best", run.checkpoint.keep_best, "0")):
         if value:
-            yield Problem(key, f"{value} asks for reports on held-out samples, and data.val is not set", f"set data.val to a JSONL file, or {key}: {none}")
+            yield Problem(key, f"{value} asks for reports on held-out samples, and {why}", f"{remedy}, or {key}: {none}")
 
 
 _VARIANT = "custom.trainer_variant"
@@ -121,7 +129,10 @@ _BATCH = ("training.gradient_accumulation_steps", "training.effective_batch_size
 _DEVICES = (*_ENGINES, f"{_VLLM}.actors.num_actors", f"{_VLLM}.actors.tensor_parallel_size", f"{_VLLM}.tensor_parallel_size", "learner.world_size")
 
 CHECKS: tuple[Check, ...] = (
-    Check(variant_checks.known_variant, (_VARIANT,)),
+    Check(variant_checks.has_what_it_learns_from, (_VARIANT, "data.train", "data.val", "environment")),
+    Check(variant_checks.trajectories_are_sampled, (_VARIANT, _DECODING, _MODE, *_ENGINES)),
+    Check(variant_checks.only_its_objective, (_VARIANT, _PIPELINE)),
+    Check(variant_checks.groups_are_whole, ("environment.rollouts_per_example", _BUDGET, *_BATCH)),
     Check(engine_checks.staleness_has_queue, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline", _VARIANT, _SCHEDULE)),
     Check(engine_checks.adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", *_ENGINES, f"{_VLLM}.server", "model.adapter", "learner.world_size")),
     Check(_parts, ("training.parts", "model.adapter")),
@@ -147,7 +158,7 @@ CHECKS: tuple[Check, ...] = (
     Check(engine_checks.engine_length, ("global_max_length", f"{_VLLM}.max_model_len")),
     Check(_accumulation, _BATCH),
     Check(engine_checks.ranks_have_rollouts, ("rollout_matching.decode_batch_size", *_DEVICES)),
-    Check(_held_out, ("training.eval_steps", "checkpoint.keep_best", "data.val")),
+    Check(_held_out, ("training.eval_steps", "checkpoint.keep_best", "data.val", "environment")),
     Check(engine_checks.transport_leads_there, (f"{_VLLM}.sync.transport", *_ENGINES)),
     Check(engine_checks.colocated_devices, (f"{_VLLM}.tensor_parallel_size", *_ENGINES)),
     Check(engine_checks.offload_moves_something, ("rollout_matching.offload",)),

@@ -11,8 +11,8 @@ from shared.prompts import DEFAULT_USER_PROMPT
 
 
 class DataSection(Section):
-    train: Annotated[ConfigPath, Field(examples=["outputs/demo/data/train.jsonl"])]
-    """JSONL file of training samples; image paths in it are relative to the file."""
+    train: ConfigPath | None = None
+    """JSONL file of training samples; image paths in it are relative to the file. Required, but under `trajectory_pg`, whose environment has its own data."""
 
     val: ConfigPath | None = None
     """JSONL file of held-out samples; null: no validation."""

@@ -152,6 +152,21 @@ def raw_rollouts_per_step(run: RunConfig) -> int:
     return run.stage2_ab.channel_b.rollouts_per_step or effective_batch_size(run)
 
 
+def group_size(run: RunConfig) -> int:
+    """Rollouts of a step that stay together in rounds and shares: those of one example where they are compared with each other, else each by itself."""
+    return 1 if run.environment is None else run.environment.rollouts_per_example
+
+
+def has_held_out(run: RunConfig) -> bool:
+    """Whether there is anything to make held-out reports on."""
+    return run.data.val is not None if run.environment is None else run.environment.num_eval_examples != 0
+
+
+def environment_name(index: int) -> str:
+    """What an actor that environments run in is called."""
+    return f"environment-{index}"
+
+
 def accumulation_steps(run: RunConfig) -> int:
     """Micro-steps per update: as given, or as many as `effective_batch_size` needs (rounded up), or 1."""
     training = run.training

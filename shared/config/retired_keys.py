@@ -1,4 +1,4 @@
-"""The keys that were removed, moved, or are not in this version (DESIGN 5, decision 3). A table; `shared.config.retired` reads it."""
+"""The keys that were removed or moved (DESIGN 5, decision 3). A table; `shared.config.retired` reads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A key that is no longer, or not yet, part of the schema; with everything under it."""
+    """A key that is no longer part of the schema; with everything under it."""
 
     pattern: str
     """Dotted; `[]` stands for every element of a list, `*` for every key."""
@@ -23,10 +23,6 @@ def _moved(pattern: str, successor: str) -> Retired:
 
 def _gone(pattern: str, remedy: str) -> Retired:
     return Retired(pattern, "was removed", remedy)
-
-
-def _later(pattern: str, remedy: str) -> Retired:
-    return Retired(pattern, "is not in this version", remedy)
 
 
 def _unknown(pattern: str, remedy: str) -> Retired:
@@ -77,7 +73,6 @@ RETIRED: tuple[Retired, ...] = (
             "soft_ce_truncate": "target_truncate",
         },
     ),
-    _later("environment", "remove the section: this version has no environments"),
 )
 """Of two patterns that name a key, the first has the say."""
 

@@ -11,6 +11,7 @@ from shared.config.checkpoint import CheckpointSection
 from shared.config.cluster import ClusterSection
 from shared.config.custom import CustomSection, TrainerVariant
 from shared.config.data import DataSection
+from shared.config.environment import EnvironmentSection
 from shared.config.evaluation import EvaluationSection
 from shared.config.learner import LearnerSection
 from shared.config.model import ModelSection
@@ -36,8 +37,8 @@ class RunConfig(Section):
     model: ModelSection
     """The checkpoint that is trained and served."""
 
-    data: DataSection
-    """Training and validation samples."""
+    data: DataSection = DataSection()
+    """Training and validation samples; under `trajectory_pg` the environment has them."""
 
     global_max_length: Annotated[PositiveInt, Field(examples=[2048])]
     """Longest prompt + target of one sample, and the capacity of a packed row, in tokens."""
@@ -50,6 +51,9 @@ class RunConfig(Section):
 
     rollout_matching: RolloutMatchingSection
     """Rollouts, matching and objective."""
+
+    environment: EnvironmentSection | None = None
+    """What trajectories are of, under `custom.trainer_variant: trajectory_pg`; null under the others."""
 
     stage2_ab: Stage2ABSection = Stage2ABSection()
     """Which channel a step runs."""

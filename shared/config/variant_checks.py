@@ -7,19 +7,82 @@ from collections.abc import Iterator
 from shared.chunking import rank_share
 from shared.config.base import Problem
 from shared.config.custom import TrainerVariant
-from shared.config.derive import RowRule, effective_batch_size, raw_rollouts_per_step, row_rule
-from shared.config.pipeline import Channel, CoordRegEntry, TokenCEEntry
+from shared.config.derive import EnginePlace, RowRule, effective_batch_size, engines_in, group_size, raw_rollouts_per_step, row_rule
+from shared.config.explain import MISSING
+from shared.config.pipeline import Channel, CoordRegEntry, PolicyGradientEntry, TokenCEEntry
 from shared.config.run import RunConfig
 from shared.records import GeometryKind
+from shared.rollouts import DecodeMode
 
 _ALIGNED = TrainerVariant.STAGE2_ROLLOUT_ALIGNED
 
 
-def known_variant(run: RunConfig) -> Iterator[Problem]:
-    variant = run.custom.trainer_variant
-    if variant is TrainerVariant.TRAJECTORY_PG:
-        others = [other for other in TrainerVariant if other is not variant]
-        yield Problem("custom.trainer_variant", f"'{variant}' is not in this version", f"set {', '.join(others[:-1])} or {others[-1]}")
+def has_what_it_learns_from(run: RunConfig) -> Iterator[Problem]:
+    """Samples, or an environment."""
+    variant, of_trajectories = run.custom.trainer_variant, run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
+    if not of_trajectories and run.data.train is None:
+        yield Problem("data.train", MISSING, "add it, for example `train: outputs/demo/data/train.jsonl` (JSONL file of training samples)")
+    if not of_trajectories and run.environment is not None:
+        yield Problem("environment", f"has no effect under {variant}", f"remove it, or set custom.trainer_variant: {TrainerVariant.TRAJECTORY_PG}")
+    if of_trajectories and run.environment is None:
+        yield Problem("environment", MISSING, "add it, for example `environment: {id: guess_number}` (what trajectories are of)")
+    if of_trajectories:
+        for key, path in (("data.train", run.data.train), ("data.val", run.data.val)):
+            if path is not None:
+                yield Problem(
+                    key, f"has no effect under {variant}: the environment has data of its own", "remove it, in experiments with `override /data: none`"
+                )
+
+
+def trajectories_are_sampled(run: RunConfig) -> Iterator[Problem]:
+    """What a policy gradient needs of a run: several different answers to one prompt, from engines that environments can ask at any time."""
+    if run.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG:
+        return
+    if run.rollout_matching.resolved_decode_mode is not DecodeMode.SAMPLE:
+        yield Problem(
+            "rollout_matching.decoding.temperature",
+            f"0 decodes greedily, and the rollouts of one example, of which {run.custom.trainer_variant} learns the differences, would be the same",
+            "set 1.0",
+        )
+    if engines_in(run) is EnginePlace.RANKS:
+        yield Problem(
+            "rollout_matching.vllm.mode",
+            "environments ask engines at any time, and here the learner generates itself, in turn with its learning",
+            "set rollout_matching.rollout_backend: vllm and vllm.mode: actors or server (`override /backend: actors` in an experiment)",
+        )
+
+
+def only_its_objective(run: RunConfig) -> Iterator[Problem]:
+    """Trajectories have advantages and no ground truth; samples have it the other way round."""
+    of_trajectories = run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
+    pipeline = run.rollout_matching.pipeline
+    for index, entry in enumerate(pipeline.objective):
+        if entry.enabled and isinstance(entry, PolicyGradientEntry) is not of_trajectories:
+            what = "has no ground truth to learn from" if of_trajectories else "has no advantages to learn from"
+            remedy = "remove the entry, or set custom.trainer_variant: " + ("one of the others" if of_trajectories else str(TrainerVariant.TRAJECTORY_PG))
+            yield Problem(f"rollout_matching.pipeline.objective[{index}].name", f"'{entry.name}' {what} under {run.custom.trainer_variant}", remedy)
+    if of_trajectories:
+        for index, diagnostic in enumerate(pipeline.diagnostics):
+            if diagnostic.enabled:
+                problem = f"'{diagnostic.name}' is about coordinates, of which trajectories have none"
+                yield Problem(f"rollout_matching.pipeline.diagnostics[{index}].name", problem, "remove the entry")
+
+
+def groups_are_whole(run: RunConfig) -> Iterator[Problem]:
+    """A step has whole groups, and every learner rank at least one."""
+    if run.environment is None:
+        return
+    size, rollouts, ranks = group_size(run), raw_rollouts_per_step(run), run.learner.world_size
+    given = run.stage2_ab.channel_b.rollouts_per_step
+    key = "training.effective_batch_size" if given is None else "stage2_ab.channel_b.rollouts_per_step"
+    if rollouts % size or rollouts < size * ranks:
+        needed = max(ranks, -(-rollouts // size)) * size
+        yield Problem(
+            key,
+            f"{rollouts} rollouts of a step are not whole groups of {size} (environment.rollouts_per_example), with at least one for each of "
+            f"{ranks} learner ranks",
+            f"set {needed}, or another multiple of {size}",
+        )
 
 
 def boxes_only(run: RunConfig) -> Iterator[Problem]:
@@ -96,6 +159,9 @@ def carry_only(run: RunConfig) -> Iterator[Problem]:
 def packing_buffer(run: RunConfig) -> Iterator[Problem]:
     """A rank's buffer must hold what is inserted before a row is taken: a micro-step where leftovers are carried, elsewhere the rank's share of a step."""
     buffer, ranks = run.training.packing_buffer, run.learner.world_size
+    if run.environment is not None:
+        # How many segments its rollouts are is not known, and a full buffer gives a row.
+        return
     samples, rollouts = (len(rank_share(total, ranks, 0)) for total in (effective_batch_size(run), raw_rollouts_per_step(run)))
     match row_rule(run):
         case RowRule.SEGMENT:

@@ -32,11 +32,12 @@ class HFTokenCodec:
     """
 
     def __init__(self, tokenizer: Any, *, has_coord_tokens: bool = True) -> None:
-        """Without `has_coord_tokens` there need be none, and none of the tokens is one: of a model that writes text alone."""
+        """Without `has_coord_tokens` there need be none, and the tokenizer may be of any kind: of a model that writes text alone, in whose tokens nobody looks
+        for pieces of it."""
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         added: dict[int, Any] = tokenizer.added_tokens_decoder
-        self._pieces = token_pieces(tokenizer)
+        self._pieces = token_pieces(tokenizer) if has_coord_tokens else None
 
         coord_tokens = COORD_TOKENS if has_coord_tokens else ()
         absent = [token for token in (END_OF_TURN, *coord_tokens) if token not in vocabulary]
@@ -56,6 +57,7 @@ class HFTokenCodec:
 
     def piece_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of this token alone. Embeddings are often padded beyond the vocabulary: such an id has no text."""
+        assert self._pieces is not None, "pieces are of models that write coord tokens"
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
     def encode(self, text: str) -> list[int]:

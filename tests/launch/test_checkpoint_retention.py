@@ -22,7 +22,7 @@ def retention(**config):
 
 
 def kept(retention):
-    return [(entry.step, entry.f1, entry.reasons) for entry in retention.kept]
+    return [(entry.step, entry.score, entry.reasons) for entry in retention.kept]
 
 
 def test_by_default_nothing_is_saved_on_the_way():

@@ -96,9 +96,9 @@ def test_the_index_says_folder_step_f1_and_why(world):
             checkpoints.after_report(2, 0.5)
     checkpoints.at_end(4)
     assert index(world.run_dir) == [
-        {"folder": "checkpoints/step_000002", "step": 2, "f1": 0.5, "reasons": ["best"]},
-        {"folder": "checkpoints/step_000004", "step": 4, "f1": None, "reasons": ["periodic"]},
-        {"folder": "checkpoint", "step": 4, "f1": None, "reasons": ["final"]},
+        {"folder": "checkpoints/step_000002", "step": 2, "score": 0.5, "reasons": ["best"]},
+        {"folder": "checkpoints/step_000004", "step": 4, "score": None, "reasons": ["periodic"]},
+        {"folder": "checkpoint", "step": 4, "score": None, "reasons": ["final"]},
     ]
     assert there(world.run_dir) == sorted(f"{entry['folder']}/weights" for entry in index(world.run_dir))
 
@@ -121,7 +121,7 @@ def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(
     name, _, left_s = world.writer.events[-1]
     assert (name, world.writer.stops) == ("checkpoint_interrupted_000007", [7.0])
     assert 6.0 < left_s <= 7.0, "one limit for the learner's present row and for the writing"
-    assert index(world.run_dir)[-1] == {"folder": "checkpoint_interrupted_000007", "step": 7, "f1": None, "reasons": ["interrupted"]}
+    assert index(world.run_dir)[-1] == {"folder": "checkpoint_interrupted_000007", "step": 7, "score": None, "reasons": ["interrupted"]}
 
 
 @pytest.mark.parametrize("config", [{"save_on_interrupt": False}, {}])
@@ -136,7 +136,7 @@ def test_without_an_update_or_when_it_is_not_wanted_an_interruption_saves_nothin
 def test_a_run_that_a_rollout_or_a_sync_ends_saves_its_last_finished_update(world, error):
     world.writer.finished = 3
     end(world(), error)
-    assert index(world.run_dir) == [{"folder": "checkpoint_interrupted_000003", "step": 3, "f1": None, "reasons": ["failed"]}]
+    assert index(world.run_dir) == [{"folder": "checkpoint_interrupted_000003", "step": 3, "score": None, "reasons": ["failed"]}]
     assert world.told.checkpoints == [world.run_dir / "checkpoint_interrupted_000003"]
 
 

@@ -135,7 +135,7 @@ class Notes:
         pass
 
     def evaluation(self, evaluation):
-        self.world.note("evaluate", evaluation.step, evaluation.weight_version, tuple(scene.text for scene in evaluation.scenes))
+        self.world.note("evaluate", evaluation.step, evaluation.weight_version, tuple(scene.text for scene in evaluation.outcomes))
         return 0.5
 
     @contextmanager
@@ -300,7 +300,7 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
         world = World()
         rollouts = Rollouts(world, round_size=0)
         rollouts.split = pool.split
-        scenes = evaluate(LearnerOfFixedLatency(world), rollouts, 3, one_ahead).scenes
+        scenes = evaluate(LearnerOfFixedLatency(world), rollouts, 3, one_ahead).outcomes
         assert len(scenes) == 40
         logs.append([event[1] for event in world.log if event[0] == "submit"])
     assert logs[0] == logs[1] == logs[2]

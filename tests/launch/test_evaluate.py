@@ -193,9 +193,9 @@ def test_real_engines_give_the_same_report_to_a_learner_and_to_the_command_on_an
         learner.close()
     alone = LocalHeldOut(HeldOut.of(config, load_samples(config, config.data.val), load_tokens(config)), config.timeouts)
     by_the_command = evaluate(alone, engine_pool.over("actor-0", "actor-2", decode_batch_size=2), 60, one_ahead)
-    assert by_the_command.scenes == in_training.scenes
-    assert [scene.position for scene in in_training.scenes] == list(range(16))
-    scores = [found.score for scene in in_training.scenes for found in scene.objects]
+    assert by_the_command.outcomes == in_training.outcomes
+    assert [scene.position for scene in in_training.outcomes] == list(range(16))
+    scores = [found.score for scene in in_training.outcomes for found in scene.objects]
     assert len(scores) > 8 and all(0 < score <= 1 + 1e-6 for score in scores) and len(set(scores)) > 8
 
     report = make_report(replace(in_training, wall_s=1.0), config, subject="warm checkpoint")

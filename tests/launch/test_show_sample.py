@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from launch.sample_overlay import Canvas, Shape
 from launch.show_sample import ShowOptions, main, show_sample
-from learner.rollout_log import RolloutLog, step_path
+from learner.rollout_log import RolloutLog
 from learner.rules import target_rules, text_weights
 from learner.samples import load_samples
+from learner.step_log import step_path
 from learner.targets import TokenRole, ground_truth_target, parsed_target
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RecordError

@@ -10,7 +10,8 @@ import sys
 import pytest
 from command_support import ROOT, Command, adopt_orphans
 
-from learner.rollout_log import read_step, step_path
+from learner.rollout_log import read_step
+from learner.step_log import step_path
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 

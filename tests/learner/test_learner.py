@@ -7,7 +7,8 @@ import torch
 from config_support import configuration
 from learner_support import finish_step, half_right, make_learner
 
-from learner.rollout_log import read_step, step_path
+from learner.rollout_log import read_step
+from learner.step_log import step_path
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, LearnerError, RolloutError
 from shared.schedule import RunSchedule
@@ -87,7 +88,7 @@ def test_two_learners_draw_the_same_samples_in_the_same_order(config):
             if plan.channel is Channel.B:
                 break
             learner.next_requests(plan)
-            drawn.append([sample.sample_id for sample in learner.steps[0].samples])
+            drawn.append([sample.sample_id for sample in learner.steps[0].work.samples])
     assert drawn[0] == drawn[1]
 
 
@@ -199,6 +200,6 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
 def test_packing_is_never_applied_during_rollout_generation(config):
     learner = make_learner(config())
     requests = learner.next_requests(RunSchedule(config()).plan(1))
-    prompts = [learner.encoder.encode(sample) for sample in learner.steps[0].samples]
+    prompts = [learner.work.encoder.encode(sample) for sample in learner.steps[0].work.samples]
     assert [request.prompt_token_ids for request in requests] == [prompt.request_token_ids for prompt in prompts], "one request per sample, its prompt alone"
     assert all(len(request.images) == 1 for request in requests)

@@ -77,9 +77,9 @@ def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(config):
     weights, objectives = text_weights(pipeline, Channel.B), build_objectives(pipeline, Channel.B, learner.loaded.coord_ids_C)
     rollouts = half_right(learner, RunSchedule(settings).plan(0))
     losses = []
-    for rollout, sample in zip(rollouts, learner.steps[0].samples, strict=True):
-        target = rollout_target(rollout, sample, learner.loaded.codec, learner.rules)
-        segment = Segment(rollout.position, learner.encoder.encode(sample), target)
+    for rollout, sample in zip(rollouts, learner.steps[0].work.samples, strict=True):
+        target = rollout_target(rollout, sample, learner.loaded.codec, learner.work.rules)
+        segment = Segment(rollout.position, learner.work.encoder.encode(sample), target)
         row = collate([segment], text_weights=weights, rope_index=learner.loaded.model.model.get_rope_index)
         losses.append(backward_row(learner.loaded.model, row, objectives, Normalizer(1.0, learner.loaded.banned_token_ids)).loss)
     assert report.metrics["loss/total"] == pytest.approx(sum(losses) / 8, rel=1e-5)

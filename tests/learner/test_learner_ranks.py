@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.place import LearnerPlace, ReceiverGroup
-from learner.rollout_log import read_step, step_path
+from learner.rollout_log import read_step
+from learner.step_log import step_path
 from shared.config.derive import rank_name
 from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError

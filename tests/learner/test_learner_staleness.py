@@ -7,7 +7,8 @@ import torch
 from config_support import configuration
 from learner_support import finish_step, half_right, make_learner
 
-from learner.rollout_log import read_step, step_path
+from learner.rollout_log import read_step
+from learner.step_log import step_path
 from shared.errors import RolloutError
 from shared.schedule import RunSchedule
 

@@ -10,8 +10,9 @@ import pytest
 from config_support import configuration
 from transformers import AutoTokenizer
 
-from learner.rollout_log import RolloutLog, read_step, step_path
+from learner.rollout_log import RolloutLog, read_step
 from learner.rules import target_rules
+from learner.step_log import step_path
 from learner.targets import TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target
 from shared.config.pipeline import Channel
 from shared.errors import RecordError, StorageError

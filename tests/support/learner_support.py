@@ -22,9 +22,9 @@ def make_learner(config: RunConfig) -> Learner:
 def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:
     """Begin a step and answer its requests without an engine: each response is the first half of the ground truth's text."""
     requests = learner.next_requests(plan)
-    samples = [learner.steps[-1].sample(request.position) for request in requests]
-    responses = [ground_truth_target(sample, learner.loaded.codec, learner.rules).token_ids for sample in samples]
-    prompts = map(learner.encoder.encode, samples)
+    samples = [learner.steps[-1].work.sample(request.position) for request in requests]
+    responses = [ground_truth_target(sample, learner.loaded.codec, learner.work.rules).token_ids for sample in samples]
+    prompts = map(learner.work.encoder.encode, samples)
     return [answer(request, prompt, response[: len(response) // 2]) for request, prompt, response in zip(requests, prompts, responses, strict=True)]
 
 

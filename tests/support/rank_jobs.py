@@ -46,8 +46,8 @@ def learn(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig,
     for plan in list(RunSchedule(config).plans())[:num_steps]:
         rollouts = half_right(learner, plan)
         (step,) = learner.steps
-        learned.sample_ids.append([sample.sample_id for sample in step.samples])
-        learned.positions.append(list(step.share))
+        learned.sample_ids.append([sample.sample_id for sample in step.work.samples])
+        learned.positions.append(list(step.work.share))
         if plan.channel is Channel.B:
             shares = [len(rank_share(plan.num_samples, place.world_size, rank)) for rank in range(place.world_size)]
             for round_ in rank_rounds(shares, chunk):

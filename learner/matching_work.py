@@ -1,0 +1,139 @@
+"""Rollout matching as a learner's work: samples with ground truth, and rollouts that are parsed, matched and completed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from learner.checks import check_prompt, check_weight_versions
+from learner.counters import StepTally
+from learner.data import LearnerData
+from learner.loading import LoadedTokens
+from learner.ranks import Ranks
+from learner.rollout_log import RolloutLog
+from learner.rules import target_rules, text_weights
+from learner.segments import Segment
+from learner.targets import Target, ground_truth_target, rollout_target
+from shared.chunking import rank_share
+from shared.config import RunConfig
+from shared.config.pipeline import Channel
+from shared.evaluation import Scene
+from shared.records import ImageRef, Sample
+from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
+from shared.schedule import StepPlan
+from shared.timeline import Span
+
+
+class MatchingWork:
+    """`learner.work.Work` of the samples of `data`."""
+
+    def __init__(self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks) -> None:
+        """Reads the files of `data`. Raises ConfigError and RecordError for what is wrong with them."""
+        self.config, self.tokens, self.decode = config, tokens, decode
+        self._ranks = ranks
+        self.rules = target_rules(config)
+        self.data = LearnerData(config, tokens)
+        self.encoder = self.data.encoder
+        first = self.data.train[0]
+        self.fixed = Segment(0, self.encoder.encode(first), ground_truth_target(first, tokens.codec, self.rules))
+        self.fixed_images: tuple[ImageRef, ...] = first.images
+        self.log = RolloutLog(config.telemetry.run_dir / "rollouts", tokens.codec, rank=ranks.rank) if config.telemetry.rollouts else None
+
+    def begin_step(self, plan: StepPlan, tally: StepTally) -> MatchingStep:
+        share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
+        return MatchingStep(self, plan, share, self.data.draw(plan.num_samples, share), tally)
+
+    def held_out_requests(self, step: int) -> list[RolloutRequest]:
+        held_out = self.data.held_out
+        assert held_out is not None, "there is a report only with data.val"
+        return held_out.requests(step, rank_share(len(held_out.samples), self._ranks.world_size, self._ranks.rank))
+
+    def score(self, answers: Sequence[Rollout]) -> list[Scene]:
+        assert self.data.held_out is not None
+        return self.data.held_out.score(answers)
+
+    def require_same(self) -> None:
+        self.data.require_same(self._ranks)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+class MatchingStep:
+    """`learner.work.StepWork` of a step's samples."""
+
+    def __init__(self, work: MatchingWork, plan: StepPlan, share: range, samples: list[Sample], tally: StepTally) -> None:
+        """`samples` are those at the positions of `share`. Their images have data: read once, sent to the engines, encoded here."""
+        self._work, self._plan, self.share, self._tally = work, plan, share, tally
+        self.samples = samples
+        self._text_weights = text_weights(work.config.rollout_matching.pipeline, plan.channel)
+        self._num_targets = 0
+
+    def sample(self, position: int) -> Sample:
+        return self.samples[position - self.share.start]
+
+    def requests(self) -> list[RolloutRequest]:
+        if self._plan.channel is Channel.A:
+            return []
+        encoder, run_seed = self._work.encoder, self._work.config.training.seed
+        return [
+            encoder.request(self.sample(position), self._work.decode, step=self._plan.step, position=position, run_seed=run_seed) for position in self.share
+        ]
+
+    def become_current(self) -> None:
+        if self._work.log is not None:
+            self._work.log.begin(self._plan.step, self._plan.channel)
+
+    def generation_spans(self, answers: Sequence[Rollout]) -> list[Span]:
+        """One per engine's share of the round."""
+        spans = []
+        for engine, share in groupby(answers, key=lambda rollout: rollout.actor):
+            of_engine = list(share)
+            start_s, end_s = min(r.started_s for r in of_engine), max(r.started_s + r.generate_s for r in of_engine)
+            tokens = sum(len(r.response_token_ids) for r in of_engine)
+            place = {"step": of_engine[0].step, "first_position": of_engine[0].position, "last_position": of_engine[-1].position}
+            spans.append(Span(engine, "generate", start_s, end_s, {**place, "tokens": tokens}))
+        return spans
+
+    def segments(self, answers: Sequence[Rollout], *, version: int) -> Iterator[Segment]:
+        """Whatever is wrong with a rollout is found in here, where no rank waits for this one."""
+        work = self._work
+        check_weight_versions(answers, version, max_staleness=work.config.rollout_matching.max_staleness)
+        for rollout in answers:
+            assert rollout.position == self._next_position, f"expected position {self._next_position}, got {rollout.position}: rounds arrive in order"
+            sample = self._next_sample
+            prompt = work.encoder.encode(sample)
+            check_prompt(rollout, prompt)
+            target = rollout_target(rollout, sample, work.tokens.codec, work.rules)
+            assert target.reading is not None
+            self._tally.add_rollout(rollout, target.reading, len(sample.objects), staleness=version - rollout.weight_version)
+            position = self._taken(target, rollout)
+            yield Segment(position, prompt, target, self._plan.step, rollout.actor, rollout.weight_version)
+
+    def ground_truth(self) -> Iterator[Segment]:
+        if self._plan.channel is Channel.A:
+            for sample in self.samples:
+                target = ground_truth_target(sample, self._work.tokens.codec, self._work.rules)
+                prompt = self._work.encoder.encode(sample)
+                yield Segment(self._taken(target, None), prompt, target, self._plan.step)
+
+    def require_complete(self) -> None:
+        assert self._num_targets == len(self.share), f"{self._num_targets} of {len(self.share)} samples came back"
+
+    @property
+    def _next_position(self) -> int:
+        """Of the first sample without a target."""
+        return self.share.start + self._num_targets
+
+    @property
+    def _next_sample(self) -> Sample:
+        return self.samples[self._num_targets]
+
+    def _taken(self, target: Target, rollout: Rollout | None) -> int:
+        """Write the next position's target down; the position."""
+        position, sample = self._next_position, self._next_sample
+        self._num_targets += 1
+        if self._work.log is not None:
+            self._work.log.write(rollout, sample, target, self._text_weights.of(target.roles), position)
+        return position

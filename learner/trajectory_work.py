@@ -1,0 +1,187 @@
+"""Trajectories as a learner's work: examples of an environment, and rollouts that bring their own tokens, log-probabilities and rewards.
+
+The environment runs elsewhere (`rollout_actors.environments.runner`) and has the data; which of its rows a step takes is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from learner.checks import check_weight_versions
+from learner.counters import StepTally
+from learner.credit import Credit, CreditRule
+from learner.loading import LoadedTokens
+from learner.ranks import Ranks
+from learner.segments import EncodedPrompt, Segment
+from learner.targets import Target, TokenRole
+from learner.trajectory_log import TrajectoryLog
+from learner.trajectory_targets import trajectory_target
+from shared.chunking import rank_share
+from shared.config import RunConfig
+from shared.config.pipeline import Channel, PolicyGradientEntry
+from shared.dataset import SampleStream
+from shared.errors import RolloutError
+from shared.records import ImageRef
+from shared.rollouts import DecodeMode, DecodeSettings
+from shared.schedule import StepPlan
+from shared.timeline import Span
+from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, ExampleGroup, TrainingExample, has_signal
+
+Answer = Sequence[EnvironmentRollout]
+"""To one request, in the order of positions: in training the rollouts of one example."""
+
+_NUM_FIXED = 40
+"""Tokens of the fixed sequence: enough to pass every layer and the head."""
+
+
+class TrajectoryWork:
+    """`learner.work.Work` of an environment's examples."""
+
+    def __init__(self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks, examples: ExampleCounts) -> None:
+        assert config.environment is not None, "checked with the configuration"
+        self.config, self.decode, self.environment = config, decode, config.environment
+        self.ranks = ranks
+        self._stream = SampleStream(examples.train, seed=config.training.seed, shuffle=config.data.shuffle)
+        self._num_held_out = examples.held_out
+        objective = next(entry for entry in config.rollout_matching.pipeline.active(Channel.B) if isinstance(entry, PolicyGradientEntry))
+        self.rule = CreditRule.of(objective.config, max_new_tokens=config.rollout_matching.max_new_tokens)
+        self.fixed = _fixed(tokens)
+        self.fixed_images: tuple[ImageRef, ...] = ()
+        self.log = TrajectoryLog(config.telemetry.run_dir / "rollouts", rank=ranks.rank) if config.telemetry.rollouts else None
+
+    def begin_step(self, plan: StepPlan, tally: StepTally) -> TrajectoryStep:
+        size = self.environment.rollouts_per_example
+        drawn = self._stream.take(plan.num_samples // size)
+        share = rank_share(plan.num_samples, self.ranks.world_size, self.ranks.rank, together=size)
+        return TrajectoryStep(self, plan, share, [drawn[position // size] for position in share[::size]], tally)
+
+    def held_out_requests(self, step: int) -> list[EnvironmentRequest]:
+        greedy = replace(self.decode, mode=DecodeMode.GREEDY, temperature=0.0)
+        share, size = rank_share(self._num_held_out, self.ranks.world_size, self.ranks.rank), self.environment.rollouts_per_example
+        groups = [ExampleGroup(place, range(place, place + 1)) for place in share]
+        # As many rollouts in each as in training, so that the rounds are as large.
+        return [
+            EnvironmentRequest(step, tuple(groups[start : start + size]), greedy, self.config.training.seed, is_held_out=True)
+            for start in range(0, len(groups), size)
+        ]
+
+    def score(self, answers: Sequence[Answer]) -> list[EnvironmentRollout]:
+        """They come with their rewards."""
+        return [rollout for answer in answers for rollout in answer]
+
+    def require_same(self) -> None:
+        """The data are the environment's."""
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+class TrajectoryStep:
+    """`learner.work.StepWork` of a step's examples."""
+
+    def __init__(self, work: TrajectoryWork, plan: StepPlan, share: range, examples: list[int], tally: StepTally) -> None:
+        """`examples` are the rows whose rollouts have the positions of `share`."""
+        self._work, self._plan, self._share, self._examples, self._tally = work, plan, share, examples, tally
+        self._num_taken = self._num_failed = 0
+        self._failure: EnvironmentRollout | None = None
+
+    def requests(self) -> list[EnvironmentRequest]:
+        size, decode, run_seed = self._work.environment.rollouts_per_example, self._work.decode, self._work.config.training.seed
+        groups = [ExampleGroup(example, range(position, position + size)) for position, example in zip(self._share[::size], self._examples, strict=True)]
+        return [EnvironmentRequest(self._plan.step, (group,), decode, run_seed) for group in groups]
+
+    def become_current(self) -> None:
+        if self._work.log is not None:
+            self._work.log.begin(self._plan.step)
+
+    def generation_spans(self, answers: Sequence[Answer]) -> list[Span]:
+        """One per environment actor's part of the round."""
+        rollouts: dict[str, list[EnvironmentRollout]] = {}
+        for rollout in (rollout for answer in answers for rollout in answer):
+            rollouts.setdefault(rollout.actor, []).append(rollout)
+        return [self._span(actor, of_actor) for actor, of_actor in rollouts.items()]
+
+    def segments(self, answers: Sequence[Answer], *, version: int) -> Iterator[Segment]:
+        """The examples of each rollout in order: one where its calls extend each other, none where it failed."""
+        for group in answers:
+            keeps = has_signal([rollout.reward for rollout in group if rollout.error is None])
+            is_left_out = self._work.environment.drop_equal_groups and not keeps
+            self._tally.add_group(has_signal=keeps, num_left_out=len(group) if is_left_out else 0)
+            for rollout in group:
+                self._take(rollout, version)
+                if not is_left_out:
+                    yield from self._learned(rollout)
+
+    def ground_truth(self) -> Iterator[Segment]:
+        """There is none."""
+        return iter(())
+
+    def require_complete(self) -> None:
+        assert self._num_taken == len(self._share), f"{self._num_taken} of {len(self._share)} rollouts came back"
+        if self._failure is not None and self._num_failed == self._num_taken:
+            told = f"all {self._num_taken} rollouts of step {self._plan.step} failed, the first of them: {self._failure.error}; check the environment"
+            raise RolloutError(told, actor=self._failure.actor, phase="environment")
+
+    def _take(self, rollout: EnvironmentRollout, version: int) -> None:
+        """Check it, count it and write it down."""
+        expected = self._share.start + self._num_taken
+        assert rollout.position == expected, f"expected position {expected}, got {rollout.position}: rounds arrive in order"
+        self._num_taken += 1
+        if rollout.error is not None:
+            self._num_failed += 1
+            self._failure = self._failure or rollout
+        sampled = [_Sampled.of(rollout, example) for example in rollout.examples]
+        check_weight_versions(sampled, version, max_staleness=self._work.config.rollout_matching.max_staleness)
+        self._tally.add_environment_rollout(rollout)
+        if sampled:
+            self._tally.add_staleness(version - min(one.weight_version for one in sampled))
+        if self._work.log is not None:
+            self._work.log.write(rollout)
+
+    def _learned(self, rollout: EnvironmentRollout) -> Iterator[Segment]:
+        for example in rollout.examples:
+            try:
+                learned = trajectory_target(example, self._work.rule)
+            except ValueError as error:
+                raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
+            if learned is not None:
+                prompt = EncodedPrompt.of_text(learned.prompt_token_ids)
+                yield Segment(rollout.position, prompt, learned.target, self._plan.step, rollout.actor, example.weight_version)
+
+    def _span(self, actor: str, rollouts: Sequence[EnvironmentRollout]) -> Span:
+        start_s, end_s = min(r.started_s for r in rollouts), max(r.started_s + r.generate_s for r in rollouts)
+        place = {"step": self._plan.step, "first_position": rollouts[0].position, "last_position": rollouts[-1].position}
+        counts = {"turns": sum(r.num_turns for r in rollouts), "tokens": sum(r.num_tokens for r in rollouts)}
+        return Span(actor, "rollouts", start_s, end_s, {**place, **counts})
+
+
+class _Sampled(NamedTuple):
+    """`learner.checks.Sampling`"""
+
+    sample_id: str
+    actor: str
+    weight_version: int
+
+    @classmethod
+    def of(cls, rollout: EnvironmentRollout, example: TrainingExample) -> _Sampled:
+        if example.weight_version is None:
+            told = f"example {rollout.example}: the engine did not say which weights sampled it; use engines of the run or `python -m launch.serve`"
+            raise RolloutError(told, actor=rollout.actor, phase="check")
+        return cls(str(rollout.example), rollout.actor, example.weight_version)
+
+
+def _fixed(tokens: LoadedTokens) -> Segment:
+    """Ids from all over the vocabulary, so that a canary reads rows of the embedding that no example of the environment has."""
+    size = len(tokens.tokenizer)
+    spread = (size * place // _NUM_FIXED for place in range(_NUM_FIXED))
+    ids = [token_id for token_id in dict.fromkeys(spread) if token_id not in tokens.banned_token_ids]
+    num_prompt = len(ids) // 4
+    response = tuple(ids[num_prompt:])
+    credit = Credit(tuple(range(len(response))), (0.0,) * len(response), (0.0,) * len(response), 1.0 / len(response))
+    roles = np.full(len(response), TokenRole.NEUTRAL, dtype=np.uint8)
+    return Segment(0, EncodedPrompt.of_text(ids[:num_prompt]), Target("fixed", response, roles, (), (), (), credit=credit))

@@ -1,0 +1,45 @@
+"""The Ray shell of an environment: rollouts of a step run in this process, against engines that are actors of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_actors.environments.ray_engines import RayEngines
+from rollout_actors.environments.runner import Answer, EnvironmentRunner, RunnerSettings, load_tokenizer
+from shared.errors import Limit, RolloutError
+from shared.trajectory import EnvironmentRequest
+
+
+class EnvironmentActor:
+    """What `rollout_actors.engine_actor.EngineActor` is to a pool, asked for rollouts of environments."""
+
+    _runner: EnvironmentRunner | None = None
+
+    def __init__(self, name: str, settings: RunnerSettings, engines: Sequence[Any], engine_names: Sequence[str], limit: Limit | None) -> None:
+        """`engines` are handles of the run's engine actors; `limit` is that of one call of a model; None: the engines keep one."""
+        self._name, self._settings = name, settings
+        self._engines = RayEngines(engines, engine_names, limit)
+
+    async def start(self) -> tuple[int, str]:
+        """Load the environment and the tokenizer. As `EngineActor.start`: it works through one part of a round at a time, and nobody else can ask it."""
+        try:
+            self._runner = await asyncio.to_thread(self._make)
+        except ValueError as error:
+            raise RolloutError(str(error), actor=self._name, phase="start") from error
+        return 1, ""
+
+    async def generate(self, *requests: EnvironmentRequest, attempt: int = 0) -> tuple[list[Answer], int]:  # noqa: ARG002 (nobody answers in place of another)
+        """Called with references, which Ray resolves here. The answers are one object, which the driver passes on unread, their number another."""
+        assert self._runner is not None, "start comes first"
+        answers = await self._runner.run(requests)
+        return answers, len(answers)
+
+    async def close(self) -> None:
+        """End the environment in order (`@teardown`)."""
+        if self._runner is not None:
+            await self._runner.aclose()
+
+    def _make(self) -> EnvironmentRunner:
+        return EnvironmentRunner(self._name, self._settings, self._engines, load_tokenizer(self._settings.model_path))

@@ -1,0 +1,41 @@
+"""`environment`: what `custom.trainer_variant: trajectory_pg` learns from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from shared.config.base import Section
+
+
+class EnvironmentSection(Section):
+    id: Annotated[str, Field(min_length=1, examples=["first_and_last"])]
+    """An example environment, an installed one, a module, or the path of a `.py` file: whatever has `load_environment`."""
+
+    args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    """Arguments of its `load_environment`."""
+
+    rollouts_per_example: Annotated[int, Field(ge=2)] = 8
+    """Rollouts of each drawn example: the group whose mean reward is taken off the reward of each."""
+
+    drop_equal_groups: bool = False
+    """Learn nothing from groups whose rewards are all equal, and count them (`rollout/num_dropped`). They have no gradient; a row spares itself their tokens.
+
+    The step's loss is divided by its raw rollouts in either case.
+    """
+
+    num_eval_examples: NonNegativeInt | None = None
+    """Held-out reports take the first this many rows of the environment's evaluation data, greedily; null: all of them; 0: there are no reports."""
+
+    num_actors: PositiveInt = 1
+    """Processes that environments run in. The examples of a round are shared out among them."""
+
+    cpus_per_actor: NonNegativeFloat = 0.0
+    """CPU cores that Ray reserves for each of them. 0: they run on the driver's node, beside whatever else does."""
+
+    max_concurrent_scoring: PositiveInt | None = None
+    """Most rollouts that an actor scores at a time, for rubrics that ask services; null: no bound."""
+
+    tool_call_parser: str | None = None
+    """vLLM's name of what reads tool calls in the model's answers; null: what the checkpoint names, or none."""
