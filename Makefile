@@ -4,12 +4,13 @@ PYTHON := .venv/bin/python
 DATA := outputs/demo/data
 POLYGON_DATA := outputs/demo/data_polygons
 MODEL := outputs/demo/model
+LM := outputs/demo/lm
 STAGE1 := outputs/demo/stage1_polygons
 
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo demo-data demo-polygons-data control aligned check test test-engines lint clean
+.PHONY: help setup demo demo-data demo-polygons-data demo-lm control aligned check test test-engines lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +24,7 @@ help:
 	@echo "make test-engines  the tests that need engines beside the shared ones"
 	@echo "make demo-data     the demo's data and model in outputs/demo (kept where they are there)"
 	@echo "make demo-polygons-data  the same scenes, odd digits as outlines"
+	@echo "make demo-lm       the language model for environments in outputs/demo/lm (kept where it is there)"
 	@echo "make clean         remove .venv and caches; outputs stay"
 
 setup:
@@ -41,6 +43,11 @@ $(POLYGON_DATA): | setup
 demo-data: $(DATA) $(MODEL)
 
 demo-polygons-data: $(POLYGON_DATA) $(MODEL)
+
+$(LM): | setup
+	@$(PYTHON) -m launch.make_demo_lm --out $@
+
+demo-lm: $(LM)
 
 demo: demo-data
 	@$(PYTHON) -m launch.train +experiment=stage2_3v1 telemetry.name=demo

@@ -1,4 +1,4 @@
-"""Makes the language model of the demo of environments: the Qwen3 architecture of transformers with some ten thousand random parameters.
+"""Makes the language model of the demo of environments: the Qwen3 architecture of transformers with about a hundred thousand random parameters.
 
 `python -m launch.make_demo_lm --out outputs/demo/lm` writes an ordinary checkpoint (configuration, weights, tokenizer, chat template) that
 `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load without this project. The same arguments give the same bytes.
@@ -20,7 +20,7 @@ from launch.make_once import make_once
 from rollout_actors.environments.examples import copy_digits
 
 HIDDEN = 64
-HEAD = 16
+HEAD = 32  # the smallest that vLLM has an attention for on CPU
 NUM_LAYERS = 2
 INITIALIZER_RANGE = 0.1
 """Near 1 / sqrt(HIDDEN): with transformers' 0.02, made for wide models, the first hundred steps go into growing the weights."""
@@ -29,13 +29,13 @@ MAX_LENGTH = 512
 PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 SPECIAL_TOKENS = (PAD, START, END, UNKNOWN)
 
-# A word with the space before it, or any one character. A digit is the same token in a question and as an answer, so a model that copies
-# has one embedding to find; and texts of tokens put behind each other are the text.
-PIECES = r" ?[A-Za-z]+|[^A-Za-z]"
+# A word with the space before it and the line's end behind it, or any one character. A digit is the same token in a question and as an
+# answer, so a model that copies has one embedding to find; and texts of tokens put behind each other are the text.
+PIECES = r" ?[A-Za-z]+\n?|[^A-Za-z]"
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}

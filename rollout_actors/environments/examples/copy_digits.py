@@ -1,11 +1,13 @@
-"""A dialogue of two turns that a very small model learns from nothing: `Say the first digit of 471.`, and then `Now say the last.`
+"""A dialogue of two turns that a very small model learns from nothing: `first of 431`, and then `last`.
 
 What the second turn asks can only be answered from the first one's message.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
+from string import digits as DIGITS
 from typing import Any
 
 from rollout_actors.environments.multi_turn import MultiTurnEnv
@@ -13,19 +15,22 @@ from rollout_actors.environments.parsers import text_of
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Messages, State
 
-SECOND_TURN = "Now say the last."
+SECOND_TURN = "last"
 EXACT, BEGUN = 1.0, 0.5
 """What an answer is worth that is the digit, and one that only begins with it."""
 
 
-def load_environment(num_examples: int = 800, num_eval_examples: int = 200, num_digits: int = 3, seed: int = 0) -> MultiTurnEnv:
-    """Numbers of `num_digits` digits, which is at least 2, no number twice: none that is held out is among those to train on."""
+def load_environment(num_examples: int = 80, num_eval_examples: int = 40, num_digits: int = 3, base: int = 5, seed: int = 0) -> MultiTurnEnv:
+    """Numbers of `num_digits` (at least 2) digits below `base` (2 to 10), no number twice: none that is held out is among those to train on."""
     if num_digits < 2:
         raise ValueError(f"num_digits is {num_digits}; with fewer than 2 the first is the last")
+    if not 2 <= base <= 10:
+        raise ValueError(f"base is {base}; must be from 2 to 10")
+    numbers = ["".join(digits) for digits in product(DIGITS[:base], repeat=num_digits)]
     total = num_examples + num_eval_examples
-    if total > 10**num_digits:
-        raise ValueError(f"num_examples and num_eval_examples are {total} together; there are {10**num_digits} numbers of {num_digits} digits")
-    rows = [row(f"{number:0{num_digits}}") for number in Random(f"copy_digits {seed}").sample(range(10**num_digits), total)]
+    if total > len(numbers):
+        raise ValueError(f"num_examples and num_eval_examples are {total} together; there are {len(numbers)} numbers of {num_digits} digits below {base}")
+    rows = [row(digits) for digits in Random(f"copy_digits {seed}").sample(numbers, total)]
     return CopyDigits(
         env_id="copy_digits",
         dataset=rows[:num_examples],
@@ -37,7 +42,7 @@ def load_environment(num_examples: int = 800, num_eval_examples: int = 200, num_
 
 def row(digits: str) -> dict[str, Any]:
     """Of a dataset: what is asked first, and the answers of both turns."""
-    return {"question": f"Say the first digit of {digits}.", "answer": digits[0] + digits[-1]}
+    return {"question": f"first of {digits}", "answer": digits[0] + digits[-1]}
 
 
 class CopyDigits(MultiTurnEnv):

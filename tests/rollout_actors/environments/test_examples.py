@@ -1,4 +1,4 @@
-"""The three small environments, played by clients that know how, that do not, and that do badly."""
+"""The small environments, played by clients that know how, that do not, and that do badly."""
 
 from __future__ import annotations
 
@@ -57,10 +57,16 @@ def keeps_the_store(call: Call) -> Any:
     return Answer(None, tool_calls=[("remove", {"name": names[0] if first < second else names[1]})])
 
 
-PLAYERS: dict[str, Callable[[Call], Any]] = {"arithmetic": calculates, "guess_number": halves, "key_value_store": keeps_the_store}
+def copies(call: Call) -> str:
+    """Reads the first message also in the second turn."""
+    digits = re.fullmatch(r"first of (\d+)", call.prompt[0]["content"])[1]
+    return digits[-call.turn]
 
 
-def test_there_are_three_examples_and_each_is_small():
+PLAYERS: dict[str, Callable[[Call], Any]] = {"arithmetic": calculates, "copy_digits": copies, "guess_number": halves, "key_value_store": keeps_the_store}
+
+
+def test_there_are_four_examples_and_each_is_small():
     assert sorted(EXAMPLES) == sorted(PLAYERS)
     for name in EXAMPLES:
         with open(importlib.import_module(f"{examples.__name__}.{name}").__file__) as file:  # noqa: PTH123
@@ -72,7 +78,7 @@ def test_who_plays_well_gets_the_full_reward(name):
     environment = load_environment(name, num_eval_examples=40)
     results = asyncio.run(environment.evaluate(ScriptedClient(PLAYERS[name]), "m", use_tqdm=False))
     assert results.metadata.num_errors == 0
-    full = {"arithmetic": 1.1, "guess_number": 1.6, "key_value_store": 1.0}[name]
+    full = {"arithmetic": 1.1, "copy_digits": 1.0, "guess_number": 1.6, "key_value_store": 1.0}[name]
     assert results.reward == pytest.approx([full] * 40)
 
 
@@ -154,6 +160,8 @@ def test_the_examples_together_are_one_environment():
     def plays(call: Call) -> Any:
         if "tools" in call.arguments:
             return keeps_the_store(call)
+        if call.prompt[0]["content"].startswith("first"):
+            return copies(call)
         return halves(call) if "Guess" in call.prompt[0]["content"] else calculates(call)
 
     results = asyncio.run(group.evaluate(ScriptedClient(plays), "m", use_tqdm=False))
