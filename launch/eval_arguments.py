@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class EvalOptions:
     push: bool
     dataset_name: str | None
     solved_at: float
-    output: Path
+    output: Path | None
     resume: Path | None
     verbose: bool
 
@@ -61,6 +62,8 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
         raise ConfigError("ENVIRONMENT: which one is to be evaluated? `vf-eval NAME`, a module with load_environment or an installed entry point")
     if given.dataset_name is not None and not given.push:
         raise ConfigError("-D: names the dataset that -H pushes; give -H too, or leave it out")
+    if given.output is not None and given.resume is not None:
+        raise ConfigError("-o: an evaluation goes on in its own folder, which --resume names; leave one of the two out")
     sampling = dict(given.sampling_args or {})
     for flag, name, value in (("-t", "max_tokens", given.max_tokens), ("-T", "temperature", given.temperature)):
         if value is None:
@@ -152,10 +155,10 @@ def _parser() -> argparse.ArgumentParser:
     add("-C", "--state-columns", type=_names, metavar="A,B.C", help="fields of the state that become columns too: timing.total_ms,trajectory")
     add("-H", "--save-to-hf-hub", dest="push", action="store_true", help="push the dataset to the Hugging Face hub")
     add("-D", "--hf-hub-dataset-name", dest="dataset_name", metavar="NAME", help="of the pushed dataset (default: ENVIRONMENT-results)")
-    add("-o", "--output-dir", dest="output", type=Path, default=OUTPUT, metavar="FOLDER", help="where the evaluation gets a folder (default: %(default)s)")
+    add("-o", "--output-dir", dest="output", type=Path, metavar="FOLDER", help=f"where the evaluation gets a folder (default: {OUTPUT})")
     add("--resume", type=Path, metavar="FOLDER", help="go on with an evaluation: only what is missing or failed is rolled out; what is not said is as it was")
-    add("--solved-at", type=float, default=1.0, metavar="REWARD", help="reward from which on a rollout counts for pass@k (default: %(default)g)")
-    add("-v", "--verbose", action="store_true", help="say what goes on, and show the first rollout")
+    add("--solved-at", type=_finite, default=1.0, metavar="REWARD", help="reward from which on a rollout counts for pass@k (default: %(default)g)")
+    add("-v", "--verbose", action="store_true", help="show the first rollout; say every retry, and the traceback of what fails")
     return parser
 
 
@@ -172,7 +175,10 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    if not names:
+        raise argparse.ArgumentTypeError(f"names nothing: {text!r}; write it like timing.total_ms,trajectory")
+    return names
 
 
 def _positive(text: str) -> int:
@@ -194,10 +200,22 @@ def _whole(text: str, allows: Callable[[int], bool], what: str) -> int:
 
 
 def _not_negative(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
+    number = _number(text)
+    if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
     return number
+
+
+def _finite(text: str) -> float:
+    number = _number(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
+    return number
+
+
+def _number(text: str) -> float:
+    """NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

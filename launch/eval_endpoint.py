@@ -1,10 +1,13 @@
-"""The endpoint that `vf-eval` asks: its address and key, and whether it is there and has the model, before any rollout."""
+"""The endpoint that `vf-eval` asks: its address and key, whether it is there and has the model before any rollout, and that it is there until the last one."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import openai
@@ -17,7 +20,22 @@ from shared.errors import ConfigError, UnreachableError
 URL_VARIABLE, OPENAI_URL = "OPENAI_BASE_URL", "https://api.openai.com/v1"
 LIST_S, CALL_S = 10.0, 60.0
 """The longest that a list of models, and one call for a token, may take."""
+REFUSALS = 3
+"""Looks in a row that find no endpoint, until it is taken for gone."""
+NO_LIST = (ValueError, AttributeError)
+"""What openai's client raises of an answer that is no list of models but, perhaps, a page."""
 _SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of the looks at an endpoint that is in use; together about as long as a rollout goes on trying."""
+
+    look_s: float = 5.0
+    again_s: float = 2.0
+    """Where the last look found nothing."""
+    silent_s: float = 180.0
+    """The longest that it may take connections and say nothing: it may be busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +81,10 @@ async def checked_model(client: openai.AsyncOpenAI, endpoint: Endpoint, model: s
     served = await _served(client, endpoint)
     if model is None:
         if len(served or ()) != 1:
-            there = f"{endpoint.url} serves {_listed(served)}" if served else f"{endpoint.url} does not say what it serves"
-            raise ConfigError(f"-m: which model? {there}; name one with -m")
+            there = f"{endpoint.url} serves {_listed(served)}; name one with -m"
+            if served is None:
+                there = f"{endpoint.url} has no list of models; does -b end in /v1? If it does, name one with -m"
+            raise ConfigError(f"-m: which model? {there}")
         return served[0]  # type: ignore[index]
     if served is None or model not in served:
         await _call(client, endpoint, model, message_type, served)
@@ -81,7 +101,7 @@ async def _served(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[str] |
         raise _unreachable(endpoint, error) from error
     except openai.APIStatusError:
         return None
-    except (openai.APIError, ValueError) as error:  # what it says is no JSON
+    except (openai.APIError, *NO_LIST) as error:  # what it says is no JSON
         raise UnreachableError(f"answers, but not as the OpenAI API does ({error}); does -b end in /v1?", actor=endpoint.url, phase="check") from error
     if not isinstance(page, AsyncPage) or not isinstance(page.data, list):
         raise UnreachableError("answers, but not as the OpenAI API does; does -b end in /v1?", actor=endpoint.url, phase="check")
@@ -109,6 +129,38 @@ async def _call(client: openai.AsyncOpenAI, endpoint: Endpoint, model: str, mess
         return  # it is there, and has something against this call: of those that are meant, it says for itself what
 
 
+async def watch(client: openai.AsyncOpenAI, endpoint: Endpoint, pace: Pace = Pace()) -> NoReturn:
+    """Goes on until the endpoint has gone, and raises UnreachableError then: what has not been rolled out would only fail, one rollout after the other."""
+    refusals, heard_s = 0, time.monotonic()
+    while True:
+        await asyncio.sleep(pace.again_s if refusals else pace.look_s)
+        error = await _look(client)
+        if error is None:
+            refusals, heard_s = 0, time.monotonic()
+            continue
+        is_silent = isinstance(error, openai.APITimeoutError)
+        refusals += not is_silent
+        if refusals == REFUSALS or (is_silent and time.monotonic() - heard_s > pace.silent_s):
+            raise _gone(endpoint, error) from error
+
+
+async def check_there(client: openai.AsyncOpenAI, endpoint: Endpoint) -> None:
+    """UnreachableError where one look finds nothing."""
+    if (error := await _look(client)) is not None:
+        raise _gone(endpoint, error) from error
+
+
+async def _look(client: openai.AsyncOpenAI) -> openai.APIError | None:
+    """Why nothing is there; None where something is, whatever it says."""
+    try:
+        await client.with_options(max_retries=0, timeout=LIST_S).models.list()
+    except (openai.APIConnectionError, openai.InternalServerError) as error:
+        return error
+    except (openai.APIError, *NO_LIST):
+        return None
+    return None
+
+
 def _refused(endpoint: Endpoint, error: openai.APIStatusError) -> ConfigError:
     sent = (
         "no key was sent; name its variable with -k"
@@ -119,9 +171,16 @@ def _refused(endpoint: Endpoint, error: openai.APIStatusError) -> ConfigError:
 
 
 def _unreachable(endpoint: Endpoint, error: openai.APIError) -> UnreachableError:
+    return UnreachableError(f"no answer ({_cause(error)}); check that it runs, and the address (-b)", actor=endpoint.url, phase="check")
+
+
+def _gone(endpoint: Endpoint, error: openai.APIError) -> UnreachableError:
+    return UnreachableError(f"it answers no more ({_cause(error)}); check that it still runs, and go on", actor=endpoint.url, phase="generate")
+
+
+def _cause(error: openai.APIError) -> str:
     cause = error.__cause__
-    why = f"{type(cause).__name__}: {cause}" if cause is not None and str(cause) else _short(error)
-    return UnreachableError(f"no answer ({why}); check that it runs, and the address (-b)", actor=endpoint.url, phase="check")
+    return f"{type(cause).__name__}: {cause}" if cause is not None and str(cause) else _short(error)
 
 
 def _short(error: openai.APIError) -> str:

@@ -94,19 +94,23 @@ def read_evaluation(folder: Path) -> Evaluation:
     """Raises ConfigError where the folder has none, RecordError where it is broken."""
     path = folder / NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"--resume: {path} cannot be read ({error.strerror}); name a folder that an evaluation of vf-eval made") from error
     try:
-        # Strict but for tuples, which JSON writes as lists.
-        return Evaluation(**{**(read := json.loads(text)), "state_columns": tuple(read["state_columns"])})
+        read = json.loads(data)
     except json.JSONDecodeError as error:
         raise RecordError(f"is not JSON ({error.msg})", field="line", remedy=_REMEDY, file=str(path), line=error.lineno) from error
+    except UnicodeDecodeError as error:
+        raise RecordError(f"is no text ({error.reason} at byte {error.start})", field="evaluation", remedy=_REMEDY, file=str(path)) from error
+    if not isinstance(read, dict):
+        raise RecordError(f"is a JSON {type(read).__name__}, not an object", field="evaluation", remedy=_REMEDY, file=str(path))
+    try:
+        # Strict but for tuples, which JSON writes as lists.
+        return Evaluation(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RecordError(first["msg"], field=".".join(map(str, first["loc"])), remedy=_REMEDY, file=str(path)) from error
-    except (TypeError, KeyError) as error:
-        raise RecordError(f"is not an evaluation ({error})", field="evaluation", remedy=_REMEDY, file=str(path)) from error
 
 
 _REMEDY = "start a new evaluation without --resume"

@@ -31,6 +31,7 @@ class RolloutNotes:
     """Of each example's row."""
     state_columns: Sequence[str]
     warn: Callable[[str], None]
+    num_failed: int = field(default=0, init=False)
     _has_compared: bool = field(default=False, init=False)
 
     def write(self, index: int, state: State) -> None:
@@ -38,6 +39,7 @@ class RolloutNotes:
         example, rollout = self.places[index]
         one = FinishedRollout.of(state, example=example, rollout=rollout, row=self.digests[example], state_columns=self.state_columns)
         self.file.append(one)
+        self.num_failed += one.error is not None
         if self._has_compared or one.error is not None:
             return
         # Now, and not when all are done: a wrong name is better known early.
@@ -101,4 +103,5 @@ def _readable(said: Messages) -> str:
 
 
 def _calls(message: dict[str, Any]) -> str:
-    return "".join(f" -> {call}" for call in message.get("tool_calls") or ())
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    return "".join(f" -> {function.get('name', '?')}({function.get('arguments', '')})" for function in functions)

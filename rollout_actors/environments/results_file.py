@@ -170,16 +170,25 @@ class ResultsFile:
 
 def read_rollouts(path: Path) -> list[FinishedRollout]:
     """Every line. RecordError with file, line and remedy for one that is not a finished rollout."""
-    found = []
+    found: list[FinishedRollout] = []
+    broken: list[tuple[int, ValidationError]] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1) if path.exists() else ():
         if not line.strip():
             continue
         try:
             found.append(FinishedRollout.model_validate_json(line))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(map(str, first["loc"])) or "line"
-            raise RecordError(_lowered(first["msg"]), field=field, remedy=REMEDY, file=str(path), line=number) from error
+            broken.append((number, error))
+    if broken:
+        number, error = broken[0]
+        first = error.errors(include_url=False)[0]
+        field, problem = ".".join(map(str, first["loc"])) or "line", _lowered(first["msg"]).replace("at line 1 column", "at column")
+        remedy = REMEDY
+        if len(broken) > 1 and not found:
+            remedy = "none of its lines is a rollout of an evaluation; put the file back that belongs there, or start a new evaluation"
+        elif len(broken) > 1:
+            remedy = f"delete this line and the others that are broken ({len(broken)} in all), and their rollouts are made again"
+        raise RecordError(problem, field=field, remedy=remedy, file=str(path), line=number) from error
     return found
 
 

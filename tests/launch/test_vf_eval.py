@@ -15,7 +15,9 @@ from pathlib import Path
 import datasets
 import pytest
 from fake_openai import FakeOpenAI
-from fake_server import serving
+from fake_server import eventually, serving
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
 from scripted_client import ScriptedClient
 
 from launch.eval_arguments import read_options
@@ -300,12 +302,23 @@ def test_an_unreachable_endpoint_is_named_with_its_error_before_any_rollout(plac
 
 
 def test_a_base_url_that_is_none_of_an_endpoint_is_told(place, url):
-    without = place.run("echo_env.py", "-m", "demo", "-b", url.removesuffix("/v1"))
-    assert without.returncode == 1
-    assert "does -b end in /v1?" in without.stderr
+    for model, status in ((["-m", "demo"], 1), ([], 2)):
+        without = place.run("echo_env.py", *model, "-b", url.removesuffix("/v1"))
+        assert without.returncode == status
+        assert "does -b end in /v1?" in without.stderr
     none = place.run("echo_env.py", "-m", "demo", "-b", "localhost:8000")
     assert none.returncode == 2
     assert "http://127.0.0.1:8000/v1" in none.stderr
+
+
+def test_a_page_of_the_web_is_no_endpoint(place):
+    app = FastAPI()
+    app.get("/{path:path}", response_class=HTMLResponse)(lambda path: "<html>")
+    with serving(app) as base:
+        done = place.run("echo_env.py", "-m", "demo", "-b", base)
+    assert done.returncode == 1
+    assert "answers, but not as the OpenAI API does" in done.stderr
+    assert "does -b end in /v1?" in done.stderr
 
 
 def test_a_model_that_is_not_served_is_told_with_those_that_are(place, endpoint, url):
@@ -345,7 +358,26 @@ def test_a_wrong_environment_name_and_wrong_arguments_of_it_are_told(place, url)
     empty = place.run("echo_env.py", "-b", url, "-a", '{"num": 0}')
     assert empty.returncode == 2
     assert "empty" in empty.stderr
-    assert not any("Traceback" in done.stderr for done in (name, argument, empty))
+    kind = place.run("echo_env.py", "-b", url, "-a", '{"num": "two"}')
+    assert kind.returncode == 2
+    assert re.search(r"ENVIRONMENT: echo_env.py was not loaded: TypeError: 'str' .*\(.*echo_env.py:\d+\); check -a and the environment, -v shows", kind.stderr)
+    assert not any("Traceback" in done.stderr for done in (name, argument, empty, kind))
+
+
+def test_more_examples_than_there_are_is_said(place, endpoint, url):
+    done = place.run("echo_env.py", "-b", url, "-n", "9", "-r", "1")
+    assert done.returncode == 0
+    assert "-n: echo_env.py has 4 examples to evaluate on, not 9" in done.stderr
+    assert len(endpoint.bodies) == 4
+
+
+def test_a_sampling_argument_that_every_call_would_fail_of_is_refused_before_any(place, endpoint, url):
+    done = place.run("echo_env.py", "-b", url, "-S", '{"top_k": 3, "stream": true}')
+    assert done.returncode == 2
+    assert "-S: top_k is no argument of OpenAI's API" in done.stderr
+    assert "-S: stream is not for -S to say" in done.stderr
+    assert not endpoint.bodies
+    assert not (place.folder / "outputs").exists()
 
 
 @pytest.mark.parametrize(
@@ -358,6 +390,9 @@ def test_a_wrong_environment_name_and_wrong_arguments_of_it_are_told(place, url)
         (["e", "-n", "0"], "-n/--num-examples: must be a whole number from 1 on, or -1 for all, got '0'"),
         (["e", "-r", "many"], "-r/--rollouts-per-example: must be a whole number from 1 on, got 'many'"),
         (["e", "-T", "-1"], "-T/--temperature: must be a number from 0 on, got '-1'"),
+        (["e", "-c", "-2"], "-c/--max-concurrent: must be a whole number from 1 on, or -1 for all, got '-2'"),
+        (["e", "-C", " ,"], "-C/--state-columns: names nothing: ' ,'"),
+        (["e", "--solved-at", "nan"], "--solved-at: must be a number, got 'nan'"),
     ],
 )
 def test_a_malformed_argument_is_told_with_its_position(arguments, said, capsys):
@@ -369,7 +404,12 @@ def test_a_malformed_argument_is_told_with_its_position(arguments, said, capsys)
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [([], "ENVIRONMENT"), (["e", "-D", "name"], "-H"), (["e", "-t", "5", "-S", '{"max_tokens": 6}'], "-t: is 5, and max_tokens in -S is 6")],
+    [
+        ([], "ENVIRONMENT"),
+        (["e", "-D", "name"], "-H"),
+        (["e", "-t", "5", "-S", '{"max_tokens": 6}'], "-t: is 5, and max_tokens in -S is 6"),
+        (["--resume", "a", "-o", "b"], "-o: an evaluation goes on in its own folder"),
+    ],
 )
 def test_arguments_that_contradict_each_other_are_told(arguments, said):
     with pytest.raises(ConfigError, match=said):
@@ -452,6 +492,37 @@ def test_finished_rollouts_are_kept_when_the_disk_is_full(place, endpoint, url):
     assert len(endpoint.bodies) == 12 - whole
 
 
+def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_rest(place, endpoint):
+    endpoint.answers = 3
+    with serving(endpoint.app()) as base:
+        process = place.start("echo_env.py", "-b", f"{base}/v1", "-n", "4", "-r", "1", "-c", "1")
+        assert eventually(lambda: place.evaluations and len(place.lines) == 3, within_s=60)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert "Traceback" not in err
+    assert f"{base}/v1: it answers no more (ConnectError: " in err
+    folder = place.evaluation.relative_to(place.folder)
+    assert f"3 finished rollouts are kept in {folder}; `vf-eval --resume {folder}` goes on" in err
+    gone = place.run("--resume", folder, "-b", "http://127.0.0.1:9/v1")
+    assert gone.returncode == 1
+    assert json.loads((folder / "evaluation.json").read_text())["base_url"] == f"{base}/v1", "an endpoint is not noted before it has answered"
+    endpoint.answers = None
+    endpoint.bodies.clear()
+    with serving(endpoint.app()) as base:
+        done = place.run("--resume", folder, "-b", f"{base}/v1")
+    assert done.returncode == 0, done.stderr
+    assert endpoint.asked == ["word 3"]
+
+
+@pytest.mark.parametrize("output", ["a_file", "a_file/below"])
+def test_results_that_cannot_be_written_are_told_with_the_folder_before_any_rollout(place, endpoint, url, output):
+    (place.folder / "a_file").write_text("here")
+    done = place.run("echo_env.py", "-b", url, "-o", output)
+    assert done.returncode == 1
+    assert re.search(rf"cannot write {output}/echo_env--demo/\S+: Not a directory; choose another folder with -o", done.stderr)
+    assert not endpoint.bodies
+
+
 def evaluated(place, url, *more):
     done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "2", "-T", "0.5", *more)
     assert done.returncode == 0, done.stderr
@@ -472,6 +543,44 @@ def test_a_broken_results_file_is_refused_with_file_line_and_remedy(place, endpo
     endpoint.bodies.clear()
     assert place.run("--resume", path.parent).returncode == 0
     assert len(endpoint.bodies) == 1
+
+
+def test_a_results_file_of_something_else_is_refused_as_such(place, endpoint, url):
+    path = evaluated(place, url) / "rollouts.jsonl"
+    whole = path.read_text()
+    path.write_text('{"loss": 1}\n{"loss": 2}\n')
+    foreign = place.run("--resume", path.parent)
+    assert foreign.returncode == 2
+    assert "rollouts.jsonl:1: example: field required; none of its lines is a rollout of an evaluation" in foreign.stderr
+    path.write_text('{"loss": 1}\n{"loss": 2}\n' + whole)
+    partly = place.run("--resume", path.parent)
+    assert partly.returncode == 2
+    assert "rollouts.jsonl:1: example: field required; delete this line and the others that are broken (2 in all)" in partly.stderr
+    path.write_text(whole.replace('"row":"', '"row":"f'))
+    other = place.run("--resume", path.parent)
+    assert other.returncode == 2
+    assert "or " + str(path) + " is another evaluation's" in other.stderr
+    assert "goes on" not in other.stderr, "it would not"
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (b'{"environment": ', "evaluation.json:1: line: is not JSON"),
+        (b"a\xff", "is no text"),
+        (b"[]", "is a JSON list, not an object"),
+        (b"{}", "environment: Field required"),
+        (b'{"environment": 3}', "environment: Input should be a valid string"),
+    ],
+)
+def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(place, endpoint, url, written, said):
+    folder = evaluated(place, url)
+    (folder / "evaluation.json").write_bytes(written)
+    done = place.run("--resume", folder)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "start a new evaluation without --resume" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_resume_refuses_another_environment_arguments_model_or_sampling_and_names_what_differs(place, endpoint, url):
