@@ -85,7 +85,7 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
         from rollout_actors.vllm_engine import VllmEngine
 
         assert isinstance(engine, VllmEngine)
-        return VllmOpenAI(engine, model_names(options), tool_call_parser=options.tool_call_parser)
+        return VllmOpenAI.over(engine, model_names(options), tool_call_parser=options.tool_call_parser)
 
     engine = EngineThread(make_engine)
     openai = OpenAIThread(engine, make_openai)

@@ -8,9 +8,9 @@
     POST /sync/{phase}/                   its other phases
     /v1/...                               `openai_routes`
 
-Errors are `messages.ErrorAnswer`: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404, 405, 409 not now, 413 too large,
-415 not JSON, 422 what the engine answered contradicts the call, and would again, 499 the caller has gone (nobody reads it), 500 the engine failed, 503 it is
-not there yet or no longer.
+Errors are `messages.ErrorAnswer`, and under /v1/ of OpenAI's form: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404,
+405, 409 not now, 413 too large, 415 not JSON, 422 what the engine answered contradicts the call, and would again, 499 the caller has gone (nobody reads it),
+500 the engine failed, 503 it is not there yet or no longer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rollout_actors.server import messages
 from rollout_actors.server.calls import check_token, read_body, while_there
 from rollout_actors.server.door import RefusalError
-from rollout_actors.server.openai_routes import OpenAIRoute, OpenAIRoutes, OpenAIServing
+from rollout_actors.server.openai_routes import PREFIX, OpenAIRoute, OpenAIRoutes, OpenAIServing, error_content
 from rollout_actors.server.service import RolloutService
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync import SyncPhase
@@ -133,7 +134,7 @@ def _json(status: int, message: messages.Message) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusalError)
-    return _json(error.status, messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.REFUSED, message=error.message)))
+    return _error(request, error.status, messages.ErrorKind.REFUSED, error.message)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
@@ -143,7 +144,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
         405: "POST /infer/ and the phases of a sync, GET the rest",
     }
     message = said[error.status_code] if error.status_code in said else HTTPStatus(error.status_code).phrase
-    return _json(error.status_code, messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.REFUSED, message=message)))
+    return _error(request, error.status_code, messages.ErrorKind.REFUSED, message)
 
 
 async def _contradicted(request: Request, error: Exception) -> Response:
@@ -159,4 +160,10 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _broken(request: Request, error: Exception) -> Response:
     """Whatever else: the caller learns what, the server's output has the traceback."""
-    return _json(500, messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.FAILED, message=f"{type(error).__name__}: {error}")))
+    return _error(request, 500, messages.ErrorKind.FAILED, f"{type(error).__name__}: {error}")
+
+
+def _error(request: Request, status: int, kind: messages.ErrorKind, message: str) -> Response:
+    if request.url.path.startswith(PREFIX):
+        return JSONResponse(error_content(status, message), status)
+    return _json(status, messages.ErrorAnswer(error=messages.ErrorDetail(kind=kind, message=message)))

@@ -5,8 +5,8 @@
     POST /v1/completions
 
 What they take and say is vLLM's (`rollout_actors.server.vllm_openai`), with `X-Weight-Version` in the header and `weight_version` in the body of an answer.
-What is refused here says `{"error": {"kind", "message", ...}}`, as all routes of this server do: 409 while a weight sync is under way or was not completed, and
-for what had not been answered when new weights began to arrive.
+What is refused here says it in OpenAI's form, `error_content`: 409 while a weight sync is under way or was not completed, and for what had not been answered
+when new weights began to arrive.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from rollout_actors.server import messages
 from rollout_actors.server.calls import read_body, while_there
 from rollout_actors.server.door import RefusalError
 from rollout_actors.server.service import Admission, RolloutService
 
+PREFIX = "/v1/"
 VERSION_HEADER = "X-Weight-Version"
 VERSION_FIELD = "weight_version"
 URL_FIELDS = ("url", "image_url", "video_url", "audio_url")
@@ -36,6 +37,11 @@ class OpenAIRoute(StrEnum):
     MODELS = "/v1/models"
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+
+
+def error_content(status: int, message: str) -> dict[str, Any]:
+    """As OpenAI's callers read an error, and as vLLM writes it."""
+    return {"error": {"message": message, "type": HTTPStatus(status).phrase if status in set(HTTPStatus) else "Error", "param": None, "code": status}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,7 @@ class OpenAIRoutes:
                     admission.check()
                     yield event
         except RefusalError as error:  # its status has been sent
-            refused = messages.ErrorAnswer(error=messages.ErrorDetail(kind=messages.ErrorKind.REFUSED, message=error.message))
-            yield f"data: {refused.body().decode()}\n\n"
+            yield f"data: {json.dumps(error_content(error.status, error.message))}\n\n"
         finally:
             await events.aclose()
 

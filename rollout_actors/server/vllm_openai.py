@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, cast
 
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -27,6 +30,14 @@ from shared.errors import ConfigError
 
 MAX_PROBLEMS = 10
 """Of one call, in its answer."""
+OVERLONG, UNKNOWN_MODEL = "context_length_exceeded", "model_not_found"
+"""OpenAI's codes, by which its callers tell what is wrong. Of other errors vLLM's code, the status, remains."""
+OPENAI_FIELDS = {
+    OpenAIRoute.CHAT: frozenset(chat_create_params.CompletionCreateParamsNonStreaming.__annotations__),
+    OpenAIRoute.COMPLETIONS: frozenset(completion_create_params.CompletionCreateParamsNonStreaming.__annotations__),
+}
+"""What every caller of OpenAI may send, whether vLLM heeds it or not."""
+FORMS = {OpenAIRoute.CHAT: ChatCompletionRequest, OpenAIRoute.COMPLETIONS: CompletionRequest}
 
 
 def check_tool_parser(name: str | None) -> None:
@@ -37,10 +48,15 @@ def check_tool_parser(name: str | None) -> None:
 
 
 class VllmOpenAI:
-    """An `OpenAIServing` over a started engine. It belongs to the engine's event loop."""
+    """An `OpenAIServing` over vLLM's own. It belongs to the engine's event loop."""
 
-    def __init__(self, engine: VllmEngine, names: Sequence[str], *, tool_call_parser: str | None) -> None:
-        """
+    def __init__(self, models: OpenAIServingModels, chat: OpenAIServingChat, completion: OpenAIServingCompletion) -> None:
+        self._models, self._chat, self._completion = models, chat, completion
+
+    @classmethod
+    def over(cls, engine: VllmEngine, names: Sequence[str], *, tool_call_parser: str | None) -> VllmOpenAI:
+        """Of a started engine.
+
         Args:
             names: by which the model may be asked for; answers say the first.
             tool_call_parser: vLLM's name of what reads tool calls from the model's text; None: they stay text, and calls that bring tools are refused.
@@ -52,9 +68,8 @@ class VllmOpenAI:
         tools: Any = {"enable_auto_tools": tool_call_parser is not None, "tool_parser": tool_call_parser}
         template: Any = {"chat_template": None, "chat_template_content_format": "auto", "request_logger": None}
         renderer = OnlineRenderer(client.model_config, client.renderer, **template, **tools)
-        self._models = models
-        self._chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template, **tools)
-        self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+        chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template, **tools)
+        return cls(models, chat, OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None))
 
     async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
         """Raises RefusalError where a sync has begun, and EngineDeadError; everything else is an answer."""
@@ -67,10 +82,13 @@ class VllmOpenAI:
         except Exception as error:  # vLLM's own routes do the same with all that its code raises: the kind of the error decides the status
             said = create_error_response(error)
         if isinstance(said, ErrorResponse):
-            return OpenAIAnswer(said.error.code, said.model_dump())
+            return OpenAIAnswer(said.error.code, {"error": said.error.model_dump() | {"code": _code(said, call)}})
         return OpenAIAnswer(200, said if isinstance(said, AsyncGenerator) else said.model_dump())
 
     async def _said(self, route: OpenAIRoute, call: dict[str, Any]) -> Any:
+        if unknown := _unknown_fields(route, call):
+            # vLLM would leave out of account what has perhaps only been misspelled.
+            return create_error_response(f"no such field: {', '.join(unknown)}")
         match route:
             case OpenAIRoute.MODELS:
                 return await self._models.show_available_models()
@@ -82,6 +100,26 @@ class VllmOpenAI:
 
 def _problems(error: ValidationError) -> str:
     return "\n".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)[:MAX_PROBLEMS])
+
+
+def _unknown_fields(route: OpenAIRoute, call: Mapping[str, Any]) -> list[str]:
+    if route not in FORMS:
+        return []
+    known = OPENAI_FIELDS[route] | {name for field, info in FORMS[route].model_fields.items() for name in (field, info.alias) if name is not None}
+    unknown = [name for name in call if name not in known]
+    near = {name: get_close_matches(name, sorted(known), n=1) for name in unknown[:MAX_PROBLEMS]}
+    return [name[:100] + (f" (did you mean {meant[0]}?)" if meant else "") for name, meant in near.items()]
+
+
+def _code(said: ErrorResponse, call: Mapping[str, Any]) -> str | int:
+    error = said.error
+    if error.code == 404 and error.param == "model":
+        return UNKNOWN_MODEL
+    # Of a prompt that leaves no room for a single token vLLM says only what number of new ones remains; so it does of a call that asks for none.
+    leaves_none = error.param == "max_tokens" and "got 0" in error.message and 0 not in (call.get("max_tokens"), call.get("max_completion_tokens"))
+    if error.param in ("input_tokens", "input_text") or "longer than the maximum model length" in error.message or leaves_none:
+        return OVERLONG
+    return error.code
 
 
 class _Client:

@@ -97,7 +97,11 @@ class Caller:
 
 
 def said(answer: httpx.Response) -> str:
-    return messages.read(messages.ErrorAnswer, answer.content).error.message
+    """In OpenAI's form, whatever it is."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["code"]) == (None, answer.status_code)
+    return str(error["message"])
 
 
 @pytest.fixture
@@ -200,6 +204,20 @@ def test_what_is_too_much_or_no_call_is_refused(caller: Caller, body: Any, statu
     answer = caller.post("/v1/completions", body)
     assert (answer.status_code, words in said(answer)) == (status, True), said(answer)
     assert not caller.serving.asked
+
+
+def test_an_error_is_of_the_form_that_openais_client_reads(caller: Caller) -> None:
+    with pytest.raises(openai.PermissionDeniedError) as caught:
+        caller.client().chat.completions.create(model="m", messages=[{"role": "user", "content": [IMAGE_PLACES[0] | {"image_url": {"url": "file:///a"}}]}])
+    assert (caught.value.type, caught.value.param, caught.value.code) == ("Forbidden", None, "403")
+    assert caught.value.body == {"message": caught.value.body["message"], "type": "Forbidden", "param": None, "code": 403}
+    assert "this server fetches nothing" in caught.value.body["message"]
+
+
+def test_routes_that_are_not_there_say_so_in_the_same_form(caller: Caller) -> None:
+    for answer, status in ((caller.post("/v1/embeddings", {}), 404), (caller.get("/v1/chat/completions"), 405)):
+        assert (answer.status_code, bool(said(answer))) == (status, True)
+    assert "kind" in caller.get("/nothing/").json()["error"]
 
 
 def test_one_prompt_of_many_tokens_is_one_answer(caller: Caller) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from rollout_actors.server.door import RefusalError
+from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
 from shared.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -77,6 +78,69 @@ def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
     with pytest.raises(RefusalError, match="server-0 serves no rollouts: its sync to version 3 is under way") as caught:
         asyncio.run(asked())
     assert (caught.value.status, engine.asked) == (409, [])
+
+
+class SayingServing:
+    """As much of vLLM's `OpenAIServingChat` and `OpenAIServingCompletion` as is asked: raises or returns what it is told."""
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    async def create_chat_completion(self, request: Any) -> Any:
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+    create_completion = create_chat_completion
+
+
+def answered(said: Any, route: OpenAIRoute = OpenAIRoute.CHAT, **call: Any) -> OpenAIAnswer:
+    from rollout_actors.server.vllm_openai import VllmOpenAI
+
+    one = VllmOpenAI(cast("Any", None), cast("Any", SayingServing(said)), cast("Any", SayingServing(said)))
+    given = {"messages": [{"role": "user", "content": "a"}]} if route is OpenAIRoute.CHAT else {"prompt": "a"}
+    return asyncio.run(one.answer(route, {"model": "m"} | given | call))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text", "asked", "code"),
+    [
+        ("input_tokens", "This model's maximum context length is 8 tokens", {}, "context_length_exceeded"),
+        ("input_text", "This model's maximum context length is 8 tokens", {}, "context_length_exceeded"),
+        (None, "The decoder prompt (length 9) is longer than the maximum model length of 8.", {}, "context_length_exceeded"),
+        ("max_tokens", "max_tokens must be at least 1, got 0.", {}, "context_length_exceeded"),
+        ("max_tokens", "max_tokens must be at least 1, got 0.", {"max_tokens": 4}, "context_length_exceeded"),
+        ("max_tokens", "max_tokens must be at least 1, got 0.", {"max_tokens": 0}, 400),
+        ("max_tokens", "max_tokens must be at least 1, got 0.", {"max_completion_tokens": 0}, 400),
+        ("max_tokens", "max_tokens=9 cannot be greater than max_model_len=8", {"max_tokens": 9}, 400),
+        ("temperature", "temperature must be non-negative", {}, 400),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_openais_code_and_nothing_else_has(parameter: str | None, text: str, asked: dict[str, Any], code: Any) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    answer = answered(VLLMValidationError(text, parameter=parameter), **asked)
+    assert isinstance(answer.content, dict)
+    assert (answer.status, set(answer.content)) == (400, {"error"})
+    assert answer.content["error"]["code"] == code
+    assert answer.content["error"]["message"].startswith(text)
+
+
+@pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
+def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(route: OpenAIRoute) -> None:
+    answer = answered(None, route, temprature=0.5, guided_regex="a", top_k=3)
+    assert isinstance(answer.content, dict)
+    assert answer.status == 400
+    assert answer.content["error"]["message"].startswith("no such field: temprature (did you mean temperature?), guided_regex")
+
+
+def test_fields_of_openai_and_of_vllm_are_taken() -> None:
+    class Said:
+        def model_dump(self) -> dict[str, Any]:
+            return {"id": "an answer"}
+
+    fields = {"store": True, "metadata": {"a": "b"}, "prompt_cache_key": "a", "top_k": 3, "return_token_ids": True, "structured_outputs": {"regex": "a"}}
+    assert answered(Said(), **fields).content == {"id": "an answer"}
 
 
 def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_loaded() -> None:
