@@ -102,6 +102,8 @@ class UnderTest:
     """Of this process, from before it was made."""
     servers: list[psutil.Process] = field(default_factory=list)
     """Those of a server that it calls and has not started."""
+    openai: tuple[str, str] | None = None
+    """Address and key of that server, where it has the routes of the OpenAI API too."""
 
     def forget(self) -> None:
         """The learner has the checkpoint's weights again."""

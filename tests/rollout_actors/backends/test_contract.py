@@ -6,6 +6,7 @@ repeat guard `GUARD`.
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +22,10 @@ import ray
 from backend_support import ModelHost, OfEngines, UnderTest, child_processes, colocated_settings, what_was_said
 from counting_rows import RowsFile
 from engine_support import SUPPORT, TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from process_family import is_alive
 from serve_process import OneServer, ServeProcess, serve_process
-from stock_process import StockProcess, stock_process
+from stock_process import TOKEN, StockProcess, stock_process
 
 from learner.weight_sender import WeightSender
 from learner.weight_source import CheckpointWeights
@@ -33,6 +35,9 @@ from rollout_actors.backends.server_command import serve_arguments
 from rollout_actors.backends.stock_client import StockClient
 from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
 from rollout_actors.backends.vllm_server import ServerClient
+from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.pool import ActorPool
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
@@ -97,7 +102,8 @@ def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
         folder, rows = Path(name), RowsFile(Path(name) / "rows")
         program = [str(SUPPORT / "counting_serve.py")]
         with serve_process(serve_arguments(settings, port=0), folder, program=program, variables=rows.variables) as process:
-            yield from served("server", ServerClient("server", process.address(), index=0, expected=settings), process, rows, learner)
+            client = ServerClient("server", process.address(), index=0, expected=settings)
+            yield from served("server", client, process, rows, learner, openai=(process.url, "none"))
 
 
 @contextmanager
@@ -106,14 +112,23 @@ def stock(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     with tempfile.TemporaryDirectory() as name:
         folder, rows = Path(name), RowsFile(Path(name) / "rows")
         with stock_process(settings, folder, variables=rows.variables) as process:
-            yield from served("stock", StockClient("stock", process.address(), index=0, expected=settings), process, rows, learner)
+            client = StockClient("stock", process.address(), index=0, expected=settings)
+            yield from served("stock", client, process, rows, learner, openai=(process.url, TOKEN))
 
 
-def served(name: str, client: ServerClient | StockClient, process: ServeProcess | StockProcess, rows: RowsFile, learner: SmallLearner) -> Iterator[UnderTest]:
+def served(
+    name: str,
+    client: ServerClient | StockClient,
+    process: ServeProcess | StockProcess,
+    rows: RowsFile,
+    learner: SmallLearner,
+    *,
+    openai: tuple[str, str],
+) -> Iterator[UnderTest]:
     pool = OneServer(client)
     pool.start()
     # The server is not the client's to end: closing it leaves the process to whoever started it.
-    yield UnderTest(name, OfEngines(pool, learner), learner, take_rows=rows.take, guard=GUARD, servers=process.family())
+    yield UnderTest(name, OfEngines(pool, learner), learner, take_rows=rows.take, guard=GUARD, servers=process.family(), openai=openai)
     pool.close()
 
 
@@ -189,6 +204,30 @@ def test_a_seed_says_what_is_sampled(under: UnderTest) -> None:
     assert what_was_said(under.backend.generate(requests)) == what_was_said(first)
     other = under.backend.generate([replace(request, seed=request.seed + 5000) for request in requests])
     assert all(a.response_token_ids != b.response_token_ids for a, b in zip(first, other, strict=True))
+
+
+def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_backend_samples(under: UnderTest) -> None:
+    if under.openai is None:
+        pytest.skip("it has no such routes")
+    url, key = under.openai
+    sampling = {"temperature": 0.7, "seed": 11, "max_tokens": SHORT} | RETURNS_TOKENS
+    environment = SingleTurnEnv(rubric=Rubric([lambda completion: len(completion[-1]["content"])]))
+
+    async def generated() -> Any:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=DefaultAsyncHttpxClient(trust_env=False), max_retries=0) as client:
+            (model,) = [one.id async for one in client.models.list()]
+            rows = [{"question": "Detect every object in the image."}, {"question": "Which objects are there?"}]
+            return await environment.generate(rows, client, model, sampling, use_tqdm=False)
+
+    for state in asyncio.run(generated()).state:
+        assert (state["error"], state["reward"]) == (None, len(state["completion"][-1]["content"]))
+        tokens = state["trajectory"][0]["tokens"]
+        (request,) = requests_of(under, [0], temperature=0.7)
+        same = replace(request, prompt_token_ids=tuple(tokens["prompt_ids"]), images=(), seed=11, decode=replace(request.decode, banned_token_ids=()))
+        (rollout,) = under.backend.generate([same])
+        assert rollout.prompt_token_ids == tuple(tokens["prompt_ids"])
+        assert rollout.response_token_ids == tuple(tokens["completion_ids"][: len(rollout.response_token_ids)])
+        assert rollout.logprobs == pytest.approx(tokens["completion_logprobs"][: len(rollout.response_token_ids)], abs=1e-6)
 
 
 def test_neighbours_do_not_matter(under: UnderTest) -> None:

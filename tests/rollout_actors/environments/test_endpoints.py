@@ -1,19 +1,27 @@
-"""Environments through `openai.AsyncOpenAI` against real endpoints: `python -m launch.serve`, and a stock `vllm serve`."""
+"""Environments through `openai.AsyncOpenAI`, and `vf-eval`, against real endpoints: `python -m launch.serve`, and a stock `vllm serve`."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import datasets
 import httpx
 import openai
 import pytest
 import torch
+from endpoint_support import GREEDY, QUESTION, SAMPLED, TEMPERATURE, WITH_TOKENS, Endpoint, asked_throughout, greedy
 from engine_support import SmallLearner, small_settings
 from fake_server import eventually
 from serve_process import OneServer, ServeProcess, serve_process
@@ -21,9 +29,10 @@ from stock_process import TOKEN, stock_process
 
 from rollout_actors.backends.server_command import serve_arguments
 from rollout_actors.backends.vllm_server import ServerClient
-from rollout_actors.environments.client import is_overlong
+from rollout_actors.environments.client import is_overlong, merged
+from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.responses import RETURNS_TOKENS, parse_response_tokens
+from rollout_actors.environments.responses import parse_response_tokens
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.types import Messages, State, TrajectoryStepTokens
@@ -31,14 +40,9 @@ from shared.errors import WeightSyncError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.weight_sync import sync_weights
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
-T = TypeVar("T")
-
-TEMPERATURE = 0.7
-QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Detect every object in the image."}]
-SAMPLED: dict[str, Any] = {"temperature": TEMPERATURE, "seed": 11, "max_tokens": 24}
-WITH_TOKENS: dict[str, Any] = SAMPLED | RETURNS_TOKENS
+ROOT = Path(__file__).parents[3]
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -47,31 +51,6 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"way": {"type": "string", "enum": ["left", "right"]}}, "required": ["way"]},
     },
 }
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    url: str
-    model: str
-    token: str = "none"
-
-    def ask(self, work: Callable[[openai.AsyncOpenAI], Awaitable[T]], **options: Any) -> T:
-        """On a loop of its own."""
-
-        async def asked() -> T:
-            http = openai.DefaultAsyncHttpxClient(trust_env=False)
-            async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.token, http_client=http, **{"max_retries": 0} | options) as client:
-                return await work(client)
-
-        return asyncio.run(asked())
-
-    def chat(self, messages: Any = QUESTION, **arguments: Any) -> Any:
-        return self.ask(lambda client: client.chat.completions.create(model=self.model, messages=messages, **arguments))
-
-    def tokens(self, response: Any, message_type: str = "chat") -> TrajectoryStepTokens:
-        tokens = asyncio.run(parse_response_tokens(response, message_type))
-        assert tokens is not None
-        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +87,7 @@ def answers(url: str) -> bool:
         return False
 
 
-@pytest.fixture(params=["ours", pytest.param("stock", marks=pytest.mark.engines_extra)])
+@pytest.fixture(params=["ours", "stock"])
 def endpoint(request: pytest.FixtureRequest) -> Endpoint:
     """Either kind, which serves the checkpoint or what a test before has sent."""
     one: Endpoint = request.getfixturevalue(request.param)
@@ -225,6 +204,20 @@ def test_a_model_of_another_name_is_not_there(endpoint: Endpoint) -> None:
         replace(endpoint, model="another").chat()
 
 
+def test_errors_have_the_codes_that_openais_client_knows(ours: Endpoint) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ours.chat([{"role": "user", "content": "Detect every object in the image. " * 200}], max_tokens=4)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as missing:
+        replace(ours, model="another").chat()
+    assert missing.value.code == "model_not_found"
+
+
+def test_a_field_that_nobody_knows_is_refused_and_not_left_out_of_account(ours: Endpoint) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"no such field: top_kk \(did you mean top_k\?\)"):
+        ours.chat(extra_body={"top_kk": 3})
+
+
 # Environments
 
 
@@ -299,6 +292,49 @@ def test_tools_are_called_by_the_parser_that_was_chosen(ours: Endpoint) -> None:
     assert ours.chat(tools=[TOOL], **SAMPLED).choices[0].message.role == "assistant"
 
 
+def written(call: str) -> dict[str, Any]:
+    """Sampling arguments with which the model, which knows no tools, writes this as text; that it is a call is for the parser to find."""
+    return merged(WITH_TOKENS, {"max_tokens": 120, "extra_body": {"structured_outputs": {"regex": re.escape(call)}}})
+
+
+def test_a_tool_call_in_free_text_is_read_and_the_environment_answers_it(ours: Endpoint, learner: SmallLearner) -> None:
+    text = '<tool_call>\n{"name": "put", "arguments": {"name": "figs", "number": 7}}\n</tool_call>'
+    environment = load_environment("key_value_store", max_turns=2)
+    results = ours.ask(lambda client: environment.evaluate(client, ours.model, written(text), num_examples=2, use_tqdm=False))
+    for state in results.state:
+        assert (state["error"], state["stop_condition"], state["store"]["figs"]) == (None, "max_turns_reached", 7)
+        assert state["metrics"]["num_calls_of_put"] == 2.0
+        for step in state["trajectory"]:
+            (message,) = step["completion"]
+            (call,) = message["tool_calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("put", {"name": "figs", "number": 7})
+            assert step["response"].choices[0].finish_reason == "tool_calls"
+            assert learner.tokenizer.decode(step["tokens"]["completion_ids"], skip_special_tokens=True) == text
+        assert state["trajectory"][1]["prompt"][-1] == {"role": "tool", "tool_call_id": call_id(state["trajectory"][0]), "content": "figs is 7"}
+
+
+def call_id(step: Any) -> str:
+    return str(step["completion"][0]["tool_calls"][0]["id"])
+
+
+def test_text_that_is_no_call_stays_text(ours: Endpoint) -> None:
+    text = '<tool_call>\n{"name": "turn", '
+    message = ours.chat(tools=[TOOL], **written(text)).choices[0].message
+    assert (message.content, message.tool_calls or []) == (text, [])
+
+
+def test_a_tool_call_comes_as_a_stream_too(ours: Endpoint) -> None:
+    text = '<tool_call>\n{"name": "turn", "arguments": {"way": "left"}}\n</tool_call>'
+
+    async def streamed(client: openai.AsyncOpenAI) -> list[Any]:
+        stream = await client.chat.completions.create(model="demo", messages=QUESTION, tools=[TOOL], stream=True, **written(text))
+        return [chunk async for chunk in stream]
+
+    calls = [call for chunk in ours.ask(streamed) for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(call.function.name or "" for call in calls) == "turn"
+    assert json.loads("".join(call.function.arguments or "" for call in calls)) == {"way": "left"}
+
+
 def test_health_counts_what_the_openai_routes_sample(server: ServeProcess, ours: Endpoint) -> None:
     def num_tokens() -> int:
         return int(httpx.get(f"{server.url}/health/", trust_env=False).json()["num_tokens"])
@@ -323,6 +359,26 @@ def test_an_answer_is_of_the_weights_that_were_sent(ours: Endpoint, pool: OneSer
     assert (before.weight_version, after.weight_version) == (learner.version - 1, learner.version)
     assert ours.tokens(after)["completion_ids"] != ours.tokens(before)["completion_ids"]
     assert is_what_the_engine_sampled(ours.tokens(after), pool, learner)
+
+
+def test_no_answer_is_of_two_versions_however_often_weights_arrive(ours: Endpoint, pool: OneServer, learner: SmallLearner) -> None:
+    sync_weights(learner, pool)
+    prompt_ids = ours.tokens(ours.chat(**GREEDY))["prompt_ids"]
+    expected = {learner.version: greedy(learner, prompt_ids, GREEDY["max_tokens"])}
+
+    def syncs() -> None:
+        for seed in (51, 52, 53):
+            learner.learn(seed)
+            sync_weights(learner, pool)
+            expected[learner.version] = greedy(learner, prompt_ids, GREEDY["max_tokens"])
+
+    said = asked_throughout(ours, syncs)
+    answered = [one for one in said if not isinstance(one, str)]
+    for one in answered:
+        assert ours.tokens(one)["completion_ids"] == expected[one.weight_version]
+    assert {one.weight_version for one in answered} >= {learner.version, learner.version - 1}
+    assert len({tuple(tokens) for tokens in expected.values()}) == 4
+    assert all("other weights" in one or "serves no rollouts" in one for one in said if isinstance(one, str))
 
 
 def test_what_a_sync_finds_queued_is_never_answered_under_weights_that_are_not_verified(ours: Endpoint, pool: OneServer, learner: SmallLearner) -> None:
@@ -360,3 +416,67 @@ def test_nothing_is_answered_after_a_sync_that_was_not_completed(ours: Endpoint,
     learner.sender.close()
     sync_weights(learner, pool)
     assert ours.chat(max_tokens=1).weight_version == learner.version
+
+
+# `vf-eval`
+
+
+@dataclass
+class Evaluations:
+    """The command in a folder of its own."""
+
+    folder: Path
+    endpoint: Endpoint
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environ = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "OPENAI_API_KEY": "another", "THE_KEY": self.endpoint.token}
+        command = [sys.executable, "-m", "launch.vf_eval", *arguments, "-b", f"{self.endpoint.url}/v1", "-k", "THE_KEY"]
+        return subprocess.Popen(command, cwd=self.folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def run(self, *arguments: str) -> tuple[str, str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return out, err
+
+    def lines(self, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
+        """Of the only evaluation."""
+        (path,) = self.folder.glob(f"outputs/evals/*/*/{name}")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("name", "arguments", "turns"), [("arithmetic", {"largest": 9}, 1), ("guess_number", {"max_turns": 2}, 2), ("key_value_store", {}, 1)])
+def test_vf_eval_of_an_example(endpoint: Endpoint, learner: SmallLearner, tmp_path: Path, name: str, arguments: dict[str, Any], turns: int) -> None:
+    if name == "key_value_store" and endpoint.token == TOKEN:
+        pytest.skip("this stock server was started without a tool parser")
+    evaluations = Evaluations(tmp_path, endpoint)
+    asked = ["-n", "2", "-r", "2", "-t", "16", "-T", "0.7", "--tokens", "-C", "trajectory,timing.total_ms", "-s", "-v", "-a", json.dumps(arguments)]
+    out, err = evaluations.run(name, *asked)
+    assert "4/4" in err
+    assert "rollouts    4, of 2 examples" in out
+    assert "[assistant]" in out
+    for line in evaluations.lines():
+        steps = line["columns"]["trajectory"]
+        assert (line["error"], len(steps), line["completion_tokens"]) == (None, turns, sum(len(step["tokens"]["completion_ids"]) for step in steps))
+        for step in steps:
+            said = learner.tokenizer.decode(step["tokens"]["completion_ids"], skip_special_tokens=True)
+            assert (step["completion"][0]["content"], len(step["tokens"]["completion_logprobs"])) == (said, len(step["tokens"]["completion_ids"]))
+    saved = datasets.Dataset.from_json(str(next(tmp_path.rglob("results.jsonl"))))
+    assert saved["example_id"] == [0, 0, 1, 1]
+    assert {"trajectory", "timing.total_ms", "reward"} <= set(saved.column_names)
+
+
+def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(ours: Endpoint, tmp_path: Path) -> None:
+    evaluations = Evaluations(tmp_path, ours)
+    process = evaluations.start("guess_number", "-n", "6", "-r", "2", "-c", "2", "-t", "24", "-a", '{"max_turns": 4}', "--no-interleave-scoring")
+    running = f"{ours.url}/health/"
+    assert eventually(lambda: httpx.get(running, trust_env=False).json()["num_running"] > 0, within_s=60)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert eventually(lambda: httpx.get(running, trust_env=False).json()["num_running"] == 0)
+    (folder,) = tmp_path.glob("outputs/evals/*/*")
+    evaluations.run("--resume", str(folder))
+    assert sorted((line["example"], line["rollout"]) for line in evaluations.lines()) == [(e, r) for e in range(6) for r in range(2)]
+    assert {line["error"] for line in evaluations.lines()} == {None}

@@ -49,16 +49,6 @@ def test_a_dataset_may_be_a_table_or_a_sequence_of_mappings():
         assert env.dataset[1] == {"prompt": [user("b")], "info": {"k": 1}, "example_id": 1, "task": "default"}
 
 
-def test_the_documents_second_example_works_with_a_row_of_the_dataset():
-    env = Talk(max_turns=2, dataset=rows(1))
-    row = env.dataset[0]
-    input = {"prompt": row["prompt"], "answer": row.get("answer", ""), "task": row.get("task", "default"), "info": row.get("info", {})}
-    input["example_id"] = row["example_id"]
-    state = asyncio.run(env.rollout(input, ScriptedClient(["a", "b"]), model="model"))
-    assert [step["completion"] for step in state["trajectory"]] == [[assistant("a")], [assistant("b")]]
-    assert [step["reward"] for step in state["trajectory"]] == [None, None]
-
-
 def test_evaluation_falls_back_on_the_rows_to_train_on():
     assert evaluated(SingleTurnEnv(dataset=rows(2))).example_id == [0, 1]
     assert [prompt[0]["content"] for prompt in evaluated(SingleTurnEnv(dataset=rows(2), eval_dataset=[{"question": "e"}])).prompt] == ["e"]
