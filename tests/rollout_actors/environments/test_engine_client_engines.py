@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from engine_support import EnginePool, SmallLearner
+from engine_support import EnginePool, SmallLearner, noise_image
 from environment_support import Talk, generated
 from scripted_engines import client_over, decode_settings
 
@@ -146,6 +147,24 @@ def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(en
     _, before = ray.get(actor.requests_and_tokens.remote())
     asyncio.run(late())
     assert ray.get(actor.requests_and_tokens.remote()) == (0, before)
+
+
+def test_a_prompt_that_only_its_images_make_too_long_ends_the_rollout_as_truncated(engine_pool: EnginePool, learner: SmallLearner) -> None:
+    """The client counts one token for an image that no engine has seen yet, and here the engine's is the limit."""
+    data = noise_image(0).data
+    assert data is not None
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+
+    def prompt(number: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [image, {"type": "text", "text": "?" * number}]}]
+
+    def length(number: int) -> int:
+        return len(learner.tokenizer.apply_chat_template(prompt(number), add_generation_prompt=True, tokenize=True, return_dict=False))
+
+    just_fits = next(number for number in range(4096) if length(number + 1) == 512)
+    results = generated(Talk(), [{"prompt": prompt(just_fits)}, ROWS[1]], client_of(engine_pool, learner))
+    assert [(state["error"], state["is_truncated"]) for state in results.state] == [(None, True), (None, False)]
+    assert results.state[0]["trajectory"] == [] and results.state[0]["stop_condition"] == "prompt_too_long"
 
 
 def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(engine_pool: EnginePool, learner: SmallLearner) -> None:
