@@ -61,7 +61,7 @@ class BatchAlgebra:
     """Capacity of a row in tokens."""
     row_rule: RowRule
     packing_window: int | None
-    """Rollouts after which rows are taken; None where the row rule is another one than STEP."""
+    """Rollouts, or of environments segments, after which rows are taken; None where the row rule is another one than STEP."""
     updates: int
     """Optimizer updates of the run, one per step."""
     warmup_steps: int
@@ -108,7 +108,8 @@ class BatchAlgebra:
             case RowRule.SEGMENT:
                 return f"one segment each, of at most {self.packing_length} tokens"
             case RowRule.STEP:
-                return f"packed to at most {self.packing_length} tokens, taken after every {self.packing_window} rollouts and at the step's end"
+                window = f"{self.packing_window} {'segments' if self.group_size > 1 else 'rollouts'}"
+                return f"packed to at most {self.packing_length} tokens, taken after every {window} and at the step's end"
             case RowRule.CARRY:
                 return f"one per micro-step of at most {self.packing_length} tokens, leftovers carried"
 

@@ -18,7 +18,8 @@ class CheckpointSection(Section):
     """Checkpoints of `save_steps` that are kept, the newest."""
 
     keep_best: NonNegativeInt = 0
-    """Checkpoints that are kept for their held-out F1 (at the first of `evaluation.iou_thresholds`), the best; one is considered at every report."""
+    """Checkpoints that are kept for their held-out F1 (at the first of `evaluation.iou_thresholds`) or, of environments, mean reward, the best; one is
+    considered at every report."""
 
     save_on_interrupt: bool = True
     """Save the weights of the last finished update when the run is ended by Ctrl-C, by SIGTERM, or by a rollout or a sync that failed."""

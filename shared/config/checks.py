@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from shared.config import engine_checks, variant_checks
+from shared.config import engine_checks, trajectory_checks, variant_checks
 from shared.config.base import Problem
+from shared.config.custom import TrainerVariant
 from shared.config.derive import has_held_out, needed_accumulation_steps
 from shared.config.pipeline import Channel
 from shared.config.run import RunConfig
@@ -105,20 +106,17 @@ def _accumulation(run: RunConfig) -> Iterator[Problem]:
 
 
 def _held_out(run: RunConfig) -> Iterator[Problem]:
-    """What only a report on held-out samples gives."""
-    if has_held_out(run):
-        return
-    why, remedy = (
-        ("data.val is not set", "set data.val to a JSONL file")
-        if run.environment is None
-        else (
-            "environment.num_eval_examples is 0",
-            "raise it",
-        )
-    )
+    """What only a report on held-out samples, or on held-out examples of an environment, gives."""
+    if run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG:
+        # Without the section nobody can say whether there are any.
+        is_there = run.environment is None or has_held_out(run)
+        what, why, remedy = "examples", "environment.num_eval_examples is 0", "set environment.num_eval_examples above 0"
+    else:
+        is_there = run.data.val is not None
+        what, why, remedy = "samples", "data.val is not set", "set data.val to a JSONL file"
     for key, value, none in (("training.eval_steps", run.training.eval_steps, "null"), ("checkpoint.keep_best", run.checkpoint.keep_best, "0")):
-        if value:
-            yield Problem(key, f"{value} asks for reports on held-out samples, and {why}", f"{remedy}, or {key}: {none}")
+        if value and not is_there:
+            yield Problem(key, f"{value} asks for reports on held-out {what}, and {why}", f"{remedy}, or {key}: {none}")
 
 
 _VARIANT = "custom.trainer_variant"
@@ -129,10 +127,14 @@ _BATCH = ("training.gradient_accumulation_steps", "training.effective_batch_size
 _DEVICES = (*_ENGINES, f"{_VLLM}.actors.num_actors", f"{_VLLM}.actors.tensor_parallel_size", f"{_VLLM}.tensor_parallel_size", "learner.world_size")
 
 CHECKS: tuple[Check, ...] = (
-    Check(variant_checks.has_what_it_learns_from, (_VARIANT, "data.train", "data.val", "environment")),
-    Check(variant_checks.trajectories_are_sampled, (_VARIANT, _DECODING, _MODE, *_ENGINES)),
+    # Whatever the variant: where that is wrong itself, one of the two is missing still.
+    Check(variant_checks.has_samples_or_environment, ("data.train", "environment")),
+    Check(variant_checks.samples_or_environment_suit, (_VARIANT, "data.train", "data.val", "environment")),
+    Check(trajectory_checks.rollouts_differ, (_VARIANT, _DECODING, _MODE)),
+    Check(trajectory_checks.engines_can_be_asked, (_VARIANT, *_ENGINES)),
+    Check(trajectory_checks.has_policy_gradient, (_VARIANT, _PIPELINE)),
+    Check(trajectory_checks.groups_are_whole, (_VARIANT, "environment.rollouts_per_example", _BUDGET, *_BATCH)),
     Check(variant_checks.only_its_objective, (_VARIANT, _PIPELINE)),
-    Check(variant_checks.groups_are_whole, ("environment.rollouts_per_example", _BUDGET, *_BATCH)),
     Check(engine_checks.staleness_has_queue, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline", _VARIANT, _SCHEDULE)),
     Check(engine_checks.adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", *_ENGINES, f"{_VLLM}.server", "model.adapter", "learner.world_size")),
     Check(_parts, ("training.parts", "model.adapter")),
@@ -158,7 +160,7 @@ CHECKS: tuple[Check, ...] = (
     Check(engine_checks.engine_length, ("global_max_length", f"{_VLLM}.max_model_len")),
     Check(_accumulation, _BATCH),
     Check(engine_checks.ranks_have_rollouts, ("rollout_matching.decode_batch_size", *_DEVICES)),
-    Check(_held_out, ("training.eval_steps", "checkpoint.keep_best", "data.val", "environment")),
+    Check(_held_out, (_VARIANT, "training.eval_steps", "checkpoint.keep_best", "data.val", "environment")),
     Check(engine_checks.transport_leads_there, (f"{_VLLM}.sync.transport", *_ENGINES)),
     Check(engine_checks.colocated_devices, (f"{_VLLM}.tensor_parallel_size", *_ENGINES)),
     Check(engine_checks.offload_moves_something, ("rollout_matching.offload",)),

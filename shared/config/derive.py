@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Literal
 
+from shared.chunking import chunk_size
+from shared.config.base import Section
 from shared.config.custom import TrainerVariant
 from shared.config.run import RunConfig
 from shared.config.server import ServerSection
@@ -117,7 +120,37 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
         found.append(f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises and the schedule after it never comes")
     if run.rollout_matching.vllm.server is not None and rollout_servers(run) is None:
         found.append("rollout_matching.vllm.server: no effect, because the learner generates itself; servers need rollout_backend: vllm and vllm.mode: server")
+    if run.environment is not None:
+        idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))
+        if idle:
+            found.append(f"{idle}: no effect under {run.custom.trainer_variant}, which learns from an environment")
+        devices, size, ranks = engine_devices(run), run.rollout_matching.decode_batch_size, run.learner.world_size
+        if devices is not None and chunk_size(size, devices, ranks) < group_size(run):
+            found.append(
+                f"rollout_matching.decode_batch_size: {size} x {sum(devices)} rollout devices decode fewer rollouts at a time than one example for each "
+                f"learner rank has, {group_size(run)} x {ranks}, so they take turns"
+            )
     return tuple(found)
+
+
+_OF_SAMPLES = (
+    *(f"data.{key}" for key in ("on_bad_row", "sort_objects", "check_images", "system_prompt", "user_prompt", "max_val_samples")),
+    "custom.object_field_order",
+    *(f"rollout_matching.{key}" for key in ("geometry", "candidate_top_k", "maskiou_", "fp_cost", "fn_cost", "ot_")),
+    "stage2_ab.schedule.",
+    "evaluation.",
+)
+"""How the paths of keys begin that nobody reads where there are no samples with ground truth."""
+
+
+def _changed(section: Section, above: str = "") -> Iterator[str]:
+    """The dotted paths of the keys that have another value than the schema's default."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _changed(value, f"{above}{name}.")
+        elif value != field.default:
+            yield f"{above}{name}"
 
 
 def row_rule(run: RunConfig) -> RowRule:

@@ -10,14 +10,15 @@ from shared.config.base import Section
 
 
 class EnvironmentSection(Section):
-    id: Annotated[str, Field(min_length=1, examples=["first_and_last"])]
+    id: Annotated[str, Field(min_length=1, examples=["guess_number"])]
     """An example environment, an installed one, a module, or the path of a `.py` file: whatever has `load_environment`."""
 
     args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments of its `load_environment`."""
 
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
-    """Rollouts of each drawn example: the group whose mean reward is taken off the reward of each."""
+    """Rollouts of each drawn example: the group whose mean reward is taken off the reward of each. Steps, and the learner ranks' parts of them, have whole
+    groups."""
 
     drop_equal_groups: bool = False
     """Learn nothing from groups whose rewards are all equal, and count them (`rollout/num_dropped`). They have no gradient; a row spares itself their tokens.

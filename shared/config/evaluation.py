@@ -1,4 +1,4 @@
-"""`evaluation`: what the held-out report says, and how predictions are scored."""
+"""`evaluation`: what the held-out report says, and how predictions are scored. No effect under `trajectory_pg`, whose reports are of rewards."""
 
 from __future__ import annotations
 

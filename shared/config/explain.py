@@ -253,7 +253,9 @@ def _convert(place: Place, kind: str, value: object) -> str:
         keys = ", ".join(place.sections[0].model_fields)
         if not keys:
             return "write {}, it has no keys"
-        return f"write its keys ({keys})" if place.field.is_required() else f"write its keys ({keys}), or remove it for the defaults"
+        if place.field.is_required():
+            return f"write its keys ({keys})"
+        return f"write its keys ({keys}), or remove it" + ("" if place.field.default is None else " for the defaults")
     if value is None and not place.field.is_required():
         return f"remove the key for the default, {as_yaml(place.field.default)}"
     return _fill(place)

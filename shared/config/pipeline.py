@@ -29,6 +29,15 @@ EXAMPLE_PIPELINE = {
     "diagnostics": [],
 }
 
+EXAMPLE_POLICY_GRADIENT = {
+    "name": "policy_gradient",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 5.0, "normalize": "segment", "advantage_std": False},
+}
+"""All that trajectories are learned by."""
+
 
 class Channel(StrEnum):
     A = "A"

@@ -165,7 +165,7 @@ class RolloutMatchingSection(Section):
     """Beams of `decode_mode: beam`: at most decode_batch_size under `rollout_backend: hf`, at most 10 in a vLLM engine."""
 
     max_new_tokens: PositiveInt = 1024
-    """Longest response, in tokens."""
+    """Longest response, in tokens; of environments, the longest answer to one call of the model."""
 
     repetition_penalty: PositiveFloat = 1.0
     """1: none."""

@@ -41,7 +41,7 @@ class RunConfig(Section):
     """Training and validation samples; under `trajectory_pg` the environment has them."""
 
     global_max_length: Annotated[PositiveInt, Field(examples=[2048])]
-    """Longest prompt + target of one sample, and the capacity of a packed row, in tokens."""
+    """Longest prompt + target of one sample, or prompt + answer of one call of an environment, and the capacity of a packed row, in tokens."""
 
     training: TrainingSection
     """Batch, optimizer, schedule and packing."""

@@ -44,7 +44,8 @@ class ChannelBSection(Section):
     """A step is budgeted in raw rollouts, learned to completion, and updates once. The only mode."""
 
     rollouts_per_step: PositiveInt | None = None
-    """Raw rollouts per update over all learner ranks; null: the effective batch size, the only one that `stage2_rollout_aligned` takes."""
+    """Raw rollouts per update over all learner ranks; null: the effective batch size, the only one that `stage2_rollout_aligned` takes. Under `trajectory_pg`
+    a multiple of `environment.rollouts_per_example`."""
 
     enable_pipeline: bool = False
     """Generate round k + 1 while round k is learned. Needs rollouts on dedicated devices."""

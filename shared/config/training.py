@@ -48,16 +48,18 @@ class TrainingSection(Section):
     """
 
     effective_batch_size: PositiveInt | None = None
-    """Samples per update wanted over all learner ranks; the accumulation steps follow from it, rounded up. So an update may take more than asked."""
+    """Samples, or rollouts of environments, per update wanted over all learner ranks; the accumulation steps follow from it, rounded up. So an update may take
+    more than asked."""
 
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-steps per update; null: derived from `effective_batch_size`, or 1 where that is null too."""
 
     eval_steps: PositiveInt | None = None
-    """Evaluate on `data.val` after every this many updates; null: only where the warm-up of channel A ends and at the end of the run.
+    """Evaluate on `data.val`, or the environment's held-out examples, after every this many updates; null: only where the warm-up of channel A ends and at the
+    end of the run.
 
-    Those two reports are made in any case where there is `data.val`; without a warm-up the first is that of the weights the run starts from. Rollouts of an
-    evaluation are generated in batches of `rollout_matching.decode_batch_size`, as in training.
+    Those two reports are made in any case where there is something to evaluate on; without a warm-up the first is that of the weights the run starts from.
+    Rollouts of an evaluation are generated in batches of `rollout_matching.decode_batch_size`, as in training.
     """
 
     learning_rate: Annotated[PositiveFloat, Field(examples=[0.001])]
@@ -103,7 +105,7 @@ class TrainingSection(Section):
     """Most segments waiting for a row; at least the samples of a step, so that no step can overflow it.
 
     Under `stage2_rollout_aligned` at least the samples of a micro-step. There leftovers add up where rows hold less than what comes in: a buffer that
-    would overflow stops the run.
+    would overflow stops the run. Under `trajectory_pg`, where nobody knows how many segments a step has, a full buffer gives a row.
     """
 
     packing_min_fill_ratio: Fraction01 = 0.7
@@ -114,7 +116,7 @@ class TrainingSection(Section):
     added for them. No effect under the other variants, which learn every segment in its own step."""
 
     packing_window: PositiveInt = 8
-    """Rows are taken after every this many rollouts, in index order, so that they do not depend on arrival (DESIGN 5, decision 7).
+    """Rows are taken after every this many rollouts (of environments: segments), in index order, so that they do not depend on arrival (DESIGN 5, decision 7).
 
     No effect under `stage2_rollout_aligned`, which takes one row per micro-step.
     """

@@ -7,82 +7,68 @@ from collections.abc import Iterator
 from shared.chunking import rank_share
 from shared.config.base import Problem
 from shared.config.custom import TrainerVariant
-from shared.config.derive import EnginePlace, RowRule, effective_batch_size, engines_in, group_size, raw_rollouts_per_step, row_rule
+from shared.config.derive import RowRule, effective_batch_size, raw_rollouts_per_step, row_rule
 from shared.config.explain import MISSING
 from shared.config.pipeline import Channel, CoordRegEntry, PolicyGradientEntry, TokenCEEntry
 from shared.config.run import RunConfig
 from shared.records import GeometryKind
-from shared.rollouts import DecodeMode
 
 _ALIGNED = TrainerVariant.STAGE2_ROLLOUT_ALIGNED
 
 
-def has_what_it_learns_from(run: RunConfig) -> Iterator[Problem]:
-    """Samples, or an environment."""
-    variant, of_trajectories = run.custom.trainer_variant, run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
-    if not of_trajectories and run.data.train is None:
-        yield Problem("data.train", MISSING, "add it, for example `train: outputs/demo/data/train.jsonl` (JSONL file of training samples)")
-    if not of_trajectories and run.environment is not None:
-        yield Problem("environment", f"has no effect under {variant}", f"remove it, or set custom.trainer_variant: {TrainerVariant.TRAJECTORY_PG}")
-    if of_trajectories and run.environment is None:
-        yield Problem("environment", MISSING, "add it, for example `environment: {id: guess_number}` (what trajectories are of)")
-    if of_trajectories:
+def has_samples_or_environment(run: RunConfig) -> Iterator[Problem]:
+    """What a run learns from."""
+    if run.data.train is None and run.environment is None:
+        yield _missing_environment() if run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG else _missing_samples()
+
+
+def samples_or_environment_suit(run: RunConfig) -> Iterator[Problem]:
+    """Trajectories are of an environment, which has data of its own; everything else is learned from samples."""
+    variant = run.custom.trainer_variant
+    if variant is TrainerVariant.TRAJECTORY_PG:
+        if run.environment is None and run.data.train is not None:
+            yield _missing_environment()
         for key, path in (("data.train", run.data.train), ("data.val", run.data.val)):
             if path is not None:
                 yield Problem(
-                    key, f"has no effect under {variant}: the environment has data of its own", "remove it, in experiments with `override /data: none`"
+                    key,
+                    f"has no effect under {variant}: the environment has data of its own",
+                    "remove it (`data=none` on the command line, `override /data: none` in an experiment)",
                 )
+    elif run.environment is not None:
+        if run.data.train is None:
+            yield _missing_samples()
+        yield Problem("environment", f"has no effect under {variant}", f"remove it, or set custom.trainer_variant: {TrainerVariant.TRAJECTORY_PG}")
 
 
-def trajectories_are_sampled(run: RunConfig) -> Iterator[Problem]:
-    """What a policy gradient needs of a run: several different answers to one prompt, from engines that environments can ask at any time."""
-    if run.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG:
-        return
-    if run.rollout_matching.resolved_decode_mode is not DecodeMode.SAMPLE:
-        yield Problem(
-            "rollout_matching.decoding.temperature",
-            f"0 decodes greedily, and the rollouts of one example, of which {run.custom.trainer_variant} learns the differences, would be the same",
-            "set 1.0",
-        )
-    if engines_in(run) is EnginePlace.RANKS:
-        yield Problem(
-            "rollout_matching.vllm.mode",
-            "environments ask engines at any time, and here the learner generates itself, in turn with its learning",
-            "set rollout_matching.rollout_backend: vllm and vllm.mode: actors or server (`override /backend: actors` in an experiment)",
-        )
+def _missing_samples() -> Problem:
+    return Problem("data.train", MISSING, "add it, for example `train: outputs/demo/data/train.jsonl` (JSONL file of training samples)")
+
+
+def _missing_environment() -> Problem:
+    return Problem("environment", MISSING, "add it, for example `environment: {id: guess_number}` (what trajectories are of)")
 
 
 def only_its_objective(run: RunConfig) -> Iterator[Problem]:
     """Trajectories have advantages and no ground truth; samples have it the other way round."""
-    of_trajectories = run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
-    pipeline = run.rollout_matching.pipeline
+    variant, pipeline = run.custom.trainer_variant, run.rollout_matching.pipeline
+    of_trajectories = variant is TrainerVariant.TRAJECTORY_PG
+    has_no = "ground truth" if of_trajectories else "advantages"
+    change = "choose another custom.trainer_variant" if of_trajectories else f"set custom.trainer_variant: {TrainerVariant.TRAJECTORY_PG}"
     for index, entry in enumerate(pipeline.objective):
         if entry.enabled and isinstance(entry, PolicyGradientEntry) is not of_trajectories:
-            what = "has no ground truth to learn from" if of_trajectories else "has no advantages to learn from"
-            remedy = "remove the entry, or set custom.trainer_variant: " + ("one of the others" if of_trajectories else str(TrainerVariant.TRAJECTORY_PG))
-            yield Problem(f"rollout_matching.pipeline.objective[{index}].name", f"'{entry.name}' {what} under {run.custom.trainer_variant}", remedy)
-    if of_trajectories:
-        for index, diagnostic in enumerate(pipeline.diagnostics):
-            if diagnostic.enabled:
-                problem = f"'{diagnostic.name}' is about coordinates, of which trajectories have none"
-                yield Problem(f"rollout_matching.pipeline.diagnostics[{index}].name", problem, "remove the entry")
-
-
-def groups_are_whole(run: RunConfig) -> Iterator[Problem]:
-    """A step has whole groups, and every learner rank at least one."""
-    if run.environment is None:
-        return
-    size, rollouts, ranks = group_size(run), raw_rollouts_per_step(run), run.learner.world_size
-    given = run.stage2_ab.channel_b.rollouts_per_step
-    key = "training.effective_batch_size" if given is None else "stage2_ab.channel_b.rollouts_per_step"
-    if rollouts % size or rollouts < size * ranks:
-        needed = max(ranks, -(-rollouts // size)) * size
-        yield Problem(
-            key,
-            f"{rollouts} rollouts of a step are not whole groups of {size} (environment.rollouts_per_example), with at least one for each of "
-            f"{ranks} learner ranks",
-            f"set {needed}, or another multiple of {size}",
-        )
+            yield Problem(
+                f"rollout_matching.pipeline.objective[{index}].name",
+                f"'{entry.name}' has no {has_no} to learn from under {variant}",
+                f"remove the entry, or {change}",
+            )
+    for index, diagnostic in enumerate(pipeline.diagnostics if of_trajectories else ()):
+        if diagnostic.enabled:
+            yield Problem(
+                f"rollout_matching.pipeline.diagnostics[{index}].name",
+                f"'{diagnostic.name}' is about coordinates of ground truth, which there is none of under {variant}",
+                "remove the entry",
+            )
 
 
 def boxes_only(run: RunConfig) -> Iterator[Problem]:
@@ -97,6 +83,8 @@ def boxes_only(run: RunConfig) -> Iterator[Problem]:
 
 def objective_covers_channels(run: RunConfig) -> Iterator[Problem]:
     """A step of every channel that the run has must learn something (DESIGN 5, decision 2: nothing is added to the declared objective)."""
+    if run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG:  # `shared.config.trajectory_checks.has_policy_gradient` says what it needs
+        return
     change = ", or change stage2_ab.schedule" if run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL else ""
     for channel in _channels(run):
         if not any(entry.teaches for entry in run.rollout_matching.pipeline.active(channel)):
@@ -109,6 +97,8 @@ def objective_covers_channels(run: RunConfig) -> Iterator[Problem]:
 
 def text_gate_has_text(run: RunConfig) -> Iterator[Problem]:
     """`text_gate` acts where `token_ce` weighs text (DESIGN 8): with no such entry on the channel there is no such place."""
+    if run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG:  # it has neither
+        return
     pipeline = run.rollout_matching.pipeline
     active = {channel: pipeline.active(channel) for channel in _channels(run)}
     without_text = [channel for channel, entries in active.items() if not any(isinstance(entry, TokenCEEntry) for entry in entries)]
@@ -159,7 +149,7 @@ def carry_only(run: RunConfig) -> Iterator[Problem]:
 def packing_buffer(run: RunConfig) -> Iterator[Problem]:
     """A rank's buffer must hold what is inserted before a row is taken: a micro-step where leftovers are carried, elsewhere the rank's share of a step."""
     buffer, ranks = run.training.packing_buffer, run.learner.world_size
-    if run.environment is not None:
+    if run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG:
         # How many segments its rollouts are is not known, and a full buffer gives a row.
         return
     samples, rollouts = (len(rank_share(total, ranks, 0)) for total in (effective_batch_size(run), raw_rollouts_per_step(run)))

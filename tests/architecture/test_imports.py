@@ -71,7 +71,9 @@ def test_the_engine_modules_are_found():
 
 
 def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_the_actor_and_in_what_asks_it():
-    with_ray = {"rollout_actors.pool", "rollout_actors.ray_answers", "rollout_actors.engine_actor", "rollout_actors.environments.ray_engines"}
+    with_ray = {"rollout_actors.pool", "rollout_actors.ray_answers", "rollout_actors.engine_actor"} | {
+        f"rollout_actors.environments.{name}" for name in ("ray_engines", "environment_actor", "pool")
+    }
     names = [name for name in modules_of("rollout_actors") if name not in ENGINE_MODULES]
     assert not loaded_by(names) & {"learner", "launch", "hydra", "omegaconf", "vllm"}
     assert "ray" not in loaded_by([name for name in names if name not in with_ray])

@@ -16,7 +16,7 @@ def test_the_documentation_shows_the_table():
 
 def test_names_are_unique_and_belong_to_a_family():
     assert len(BY_NAME) == len(METRICS)
-    assert {name.split("/")[0] for name in BY_NAME} == {"loss", "policy", "coord_diag", "rollout", "packing", "optim", "sync", "time"}
+    assert {name.split("/")[0] for name in BY_NAME} == {"loss", "policy", "coord_diag", "rollout", "reward", "packing", "optim", "sync", "time"}
 
 
 def test_no_training_time_number_is_an_iou():
@@ -70,7 +70,7 @@ def test_a_ratio_or_mean_over_nothing_is_absent():
 
 
 def test_a_name_outside_the_table_or_of_another_reduction_cannot_be_logged():
-    with pytest.raises(KeyError):
+    with pytest.raises(AssertionError, match="rollout/num_typo is not in the table"):
         MetricTotals().add("rollout/num_typo", 1)
     with pytest.raises(AssertionError, match="reduced by max"):
         MetricTotals().add("rollout/logprob_max_abs", 1)

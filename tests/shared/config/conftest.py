@@ -11,9 +11,20 @@ import pytest
 import yaml
 
 from shared.config import RunConfig, load_config
+from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT
 from shared.errors import ConfigError
 
 MINIMAL = yaml.safe_load((Path(__file__).parents[2] / "data" / "minimal_config.yaml").read_text())
+TRAJECTORIES = {
+    "custom.trainer_variant": "trajectory_pg",
+    "data": ...,
+    "environment": {"id": "guess_number"},
+    "stage2_ab.schedule": ...,
+    "stage2_ab.channel_b.rollouts_per_step": ...,
+    "rollout_matching.decoding": {"temperature": 1.0},
+    "rollout_matching.pipeline.objective": [EXAMPLE_POLICY_GRADIENT],
+}
+"""What makes the minimal configuration one of an environment: 32 rollouts a step, of 4 examples."""
 
 
 @pytest.fixture
@@ -45,14 +56,27 @@ def load(changed: Callable[..., dict[str, Any]]) -> Callable[[Mapping[str, Any]]
 
 
 @pytest.fixture
+def load_trajectories(changed: Callable[..., dict[str, Any]]) -> Callable[[Mapping[str, Any]], RunConfig]:
+    """Load the minimal configuration of an environment with changes."""
+    return lambda changes: load_config(changed(changes, changed(TRAJECTORIES)))
+
+
+@pytest.fixture
 def problems(load: Callable[[Mapping[str, Any]], RunConfig]) -> Callable[[Mapping[str, Any]], list[str]]:
     """The lines of the error that changes to the minimal configuration give; none where they are accepted."""
 
-    def find(changes: Mapping[str, Any]) -> list[str]:
-        try:
-            load(changes)
-        except ConfigError as error:
-            return str(error).splitlines()
-        return []
+    return lambda changes: problems_of(load, changes)
 
-    return find
+
+@pytest.fixture
+def trajectory_problems(load_trajectories: Callable[[Mapping[str, Any]], RunConfig]) -> Callable[[Mapping[str, Any]], list[str]]:
+    """The same of the minimal configuration of an environment."""
+    return lambda changes: problems_of(load_trajectories, changes)
+
+
+def problems_of(load: Callable[[Mapping[str, Any]], RunConfig], changes: Mapping[str, Any]) -> list[str]:
+    try:
+        load(changes)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []

@@ -6,7 +6,7 @@ import pytest
 
 from shared.config.checks import CHECKS
 from shared.config.explain import sections_in
-from shared.config.pipeline import EXAMPLE_PIPELINE
+from shared.config.pipeline import EXAMPLE_PIPELINE, EXAMPLE_POLICY_GRADIENT
 from shared.config.run import RunConfig
 
 MATCHING = "rollout_matching"
@@ -18,21 +18,9 @@ LORA = {"model.adapter": {"kind": "lora"}}
 SERVER = {"base_url": "http://127.0.0.1:8000", "group_port": 0}
 
 TOKEN_CE = EXAMPLE_PIPELINE["objective"][0]
-
-POLICY_GRADIENT = {
-    "name": "policy_gradient",
-    "enabled": True,
-    "weight": 1.0,
-    "channels": ["B"],
-    "config": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "segment", "advantage_std": True},
-}
-SAMPLED = {f"{MATCHING}.decoding.temperature": 0.7, f"{OBJECTIVE}[2]": POLICY_GRADIENT}
+SAMPLED = {f"{MATCHING}.decoding.temperature": 0.7}
 
 REFUSED = [
-    (
-        {"custom.trainer_variant": "trajectory_pg"},
-        "custom.trainer_variant: 'trajectory_pg' is not in this version; set stage1_sft, stage2_rollout_aligned or stage2_two_channel",
-    ),
     (
         {"training.eval_steps": 20, "data.val": ...},
         "training.eval_steps: 20 asks for reports on held-out samples, and data.val is not set; set data.val to a JSONL file, or training.eval_steps: null",
@@ -190,18 +178,6 @@ REFUSED = [
         {f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].weight": 0.0},
         f"{OBJECTIVE}: no enabled entry with a weight above 0, its own and a term's, covers channel A, ",
     ),
-    (
-        {**SAMPLED, f"{MATCHING}.decoding.top_p": 0.9},
-        f"{MATCHING}.decoding.top_p: 0.9 cuts improbable tokens off, and policy_gradient needs the probability of every token under the whole vocabulary; set",
-    ),
-    (
-        {**SAMPLED, f"{MATCHING}.decoding.top_k": 50},
-        f"{MATCHING}.decoding.top_k: 50 cuts improbable tokens off, and policy_gradient needs the probability of every token under the whole vocabulary; set ",
-    ),
-    (
-        {**SAMPLED, f"{MATCHING}.repetition_penalty": 1.1},
-        f"{MATCHING}.repetition_penalty: 1.1 makes a token's probability depend on what was said before in a way that the model does not learn, ",
-    ),
 ]
 
 ACCEPTED = [
@@ -246,9 +222,8 @@ ACCEPTED = [
     {"learner.gpus": 0.0, f"{VLLM}.actors.gpus_per_actor": 0},
     {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": ["B"]}},
     {f"{OBJECTIVE}[2]": TOKEN_CE | {"channels": ["A", "B"], "enabled": False}},
-    SAMPLED,
-    {**SAMPLED, f"{MATCHING}.decoding.top_p": 1.0, f"{MATCHING}.decoding.top_k": -1, f"{MATCHING}.repetition_penalty": 1.0},
-    {**SAMPLED, f"{OBJECTIVE}[2]": POLICY_GRADIENT | {"enabled": False}, f"{MATCHING}.decoding.top_p": 0.9, f"{MATCHING}.decoding.top_k": 50},
+    {f"{OBJECTIVE}[2]": EXAMPLE_POLICY_GRADIENT | {"enabled": False}, **SAMPLED, f"{MATCHING}.decoding.top_p": 0.9, f"{MATCHING}.decoding.top_k": 50},
+    {**SAMPLED, f"{MATCHING}.repetition_penalty": 1.1},
     {"training.max_steps": 10, "stage2_ab.schedule.warmup_steps": 400, "training.lr_warmup_steps": 50},
     {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[1].channels": ["A"], "stage2_ab.schedule.b_ratio": 0.0},
     {f"{OBJECTIVE}[0].channels": ["B"], f"{OBJECTIVE}[1].channels": ["B"], "stage2_ab.schedule.warmup_steps": 0},

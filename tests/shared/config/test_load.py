@@ -31,13 +31,17 @@ def test_the_minimal_configuration_is_accepted_and_everything_else_has_a_default
     assert [entry.name for entry in run.rollout_matching.pipeline.active(Channel.B)] == ["token_ce", "coord_reg"]
 
 
-@pytest.mark.parametrize("variant", ["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"])
-def test_legal_variants_of_this_version_load(load, variant):
+OF_SAMPLES = [variant for variant in TrainerVariant if variant is not TrainerVariant.TRAJECTORY_PG]
+
+
+@pytest.mark.parametrize("variant", OF_SAMPLES)
+def test_every_variant_loads(load, load_trajectories, variant):
     assert load({"custom.trainer_variant": variant, "stage2_ab": ...}).custom.trainer_variant == variant
+    assert load_trajectories({}).custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
 
 
-@pytest.mark.parametrize("variant", ["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"])
-def test_the_minimal_configuration_loads_with_every_variant_of_this_version_and_nothing_else_changed(load, variant):
+@pytest.mark.parametrize("variant", OF_SAMPLES)
+def test_the_minimal_configuration_loads_with_every_variant_of_samples_and_nothing_else_changed(load, variant):
     """Its schedule has no effect but under stage2_two_channel, and its budget is the effective batch size."""
     run = load({"custom.trainer_variant": variant})
     assert (run.custom.trainer_variant, run.stage2_ab.schedule.warmup_steps, run.stage2_ab.channel_b.rollouts_per_step) == (variant, 20, 32)
@@ -54,9 +58,10 @@ def test_the_kinds_of_geometry_follow_from_the_variant_or_are_written(load, vari
         assert load({**run, "rollout_matching.geometry": ["poly", "bbox_2d"]}).geometry == kinds
 
 
-def test_teacher_forced_training_has_no_step_of_channel_b(load):
+def test_teacher_forced_training_has_no_step_of_channel_b_and_trajectories_have_no_other(load, load_trajectories):
     run = load({"custom.trainer_variant": "stage1_sft", "stage2_ab": ...})
     assert run.channel(99) is Channel.A
+    assert load_trajectories({"stage2_ab.schedule": {"b_ratio": 0.0, "warmup_steps": 99}}).channel(0) is Channel.B
 
 
 def test_any_mapping_is_read_and_none_is_changed(changed):
@@ -68,16 +73,18 @@ def test_any_mapping_is_read_and_none_is_changed(changed):
     assert load_config(MappingProxyType(changed({}))) == load_config(changed({}))
 
 
-def test_the_resolved_configuration_loads_as_itself(load):
-    run = load({"rollout_matching.decode_mode": "greedy", "cluster.temp_dir": "/tmp/x"})
-    assert load_config(run.model_dump(mode="json")) == run
+def test_the_resolved_configuration_loads_as_itself(load, load_trajectories):
+    arguments = {"environment.args": {"largest": 9, "words": ["a", "b"], "rules": {"strict": True, "least": None}}}
+    for run in (load({"rollout_matching.decode_mode": "greedy", "cluster.temp_dir": "/tmp/x"}), load_trajectories(arguments)):
+        assert load_config(run.model_dump(mode="json")) == run
 
 
-def test_a_configuration_is_frozen_and_pickles(load):
+def test_a_configuration_is_frozen_and_pickles(load, load_trajectories):
     run = load({})
     with pytest.raises(ValidationError, match="frozen"):
         run.training.seed = 3
     assert pickle.loads(pickle.dumps(run)) == run
+    assert pickle.loads(pickle.dumps(load_trajectories({}))) == load_trajectories({})
 
 
 @pytest.mark.parametrize("mapping", [None, [], "model: x", 3])
@@ -92,13 +99,13 @@ def test_an_empty_mapping_names_every_missing_key():
     missing = [line.split(":")[0] for line in str(error.value).splitlines() if ": is required, and missing; " in line]
     assert missing == [
         "model.path",
-        "data.train",
         "global_max_length",
         "training.seed",
         "training.max_steps",
         "training.learning_rate",
         "custom.trainer_variant",
         "rollout_matching.pipeline",
+        "data.train",
     ]
 
 

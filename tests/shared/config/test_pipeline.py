@@ -57,11 +57,15 @@ def place(name: str) -> str:
     return f"{DIAGNOSTICS}[0]" if name == "coord_diag" else f"{OBJECTIVE}[{list(CONFIGS).index(name)}]"
 
 
-def test_all_modules_written_out_in_full_are_accepted_and_listed_by_channel(load):
-    pipeline = load(lists_with("bbox_geo", entry("bbox_geo") | {"channels": ["B"]})).rollout_matching.pipeline
+def test_all_modules_written_out_in_full_are_accepted_and_listed_by_channel(load, load_trajectories):
+    lists = lists_with("bbox_geo", entry("bbox_geo") | {"channels": ["B"]})
+    pipeline = load(lists | {f"{place('policy_gradient')}.enabled": False}).rollout_matching.pipeline
     assert [one.name for one in pipeline.active(Channel.A)] == ["token_ce", "coord_reg"]
-    assert [one.name for one in pipeline.active(Channel.B)] == ["token_ce", "coord_reg", "bbox_geo", "policy_gradient"]
+    assert [one.name for one in pipeline.active(Channel.B)] == ["token_ce", "coord_reg", "bbox_geo"]
     assert [one.name for one in pipeline.active_diagnostics(Channel.B)] == ["coord_diag"]
+    pipeline = load_trajectories({OBJECTIVE: [entry("policy_gradient")]}).rollout_matching.pipeline
+    assert [one.name for one in pipeline.active(Channel.B)] == ["policy_gradient"]
+    assert pipeline.active(Channel.A) == ()
 
 
 @pytest.mark.parametrize("key", ["name", "enabled", "weight", "channels", "config"])

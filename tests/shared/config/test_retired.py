@@ -1,4 +1,4 @@
-"""Removed and moved keys fail by name, and name their successor; keys of later versions say so."""
+"""Removed and moved keys fail by name, and name their successor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ BBOX_GEO = f"{MATCHING}.pipeline.objective[2].config"
 BBOX_GEO_ENTRY = {"name": "bbox_geo", "enabled": True, "weight": 1.0, "channels": ["B"], "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0}}
 
 REMOVED = "was removed; "
-LATER = "is not in this version; "
 
 # Key, value, and what its one line says after `key: `.
 LEGACY = [
@@ -92,8 +91,6 @@ LEGACY = [
             "soft_ce_truncate": "target_truncate",
         }.items()
     ),
-    # Later versions.
-    ("environment.env_id", "wordle", [LATER, "remove the section"]),
 ]
 
 
