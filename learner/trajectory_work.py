@@ -5,6 +5,7 @@ The environment runs elsewhere (`rollout_actors.environments.runner`) and has th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -71,7 +72,10 @@ class TrajectoryWork:
 
     def score(self, answers: Sequence[Answer]) -> list[EnvironmentRollout]:
         """They come with their rewards."""
-        return [rollout for answer in answers for rollout in answer]
+        outcomes = [rollout for answer in answers for rollout in answer]
+        for rollout in outcomes:
+            _require_reward(rollout)
+        return outcomes
 
     def require_same(self) -> None:
         """The data are the environment's."""
@@ -108,6 +112,12 @@ class TrajectoryStep:
 
     def segments(self, answers: Sequence[Answer], *, version: int) -> Iterator[Segment]:
         """The examples of each rollout in order: one where its calls extend each other, none where it failed."""
+        # All of the round at once: it is of one version, whichever environments and engines it came from.
+        rollouts = [rollout for group in answers for rollout in group]
+        sampled = [_Sampled.of(rollout, example) for rollout in rollouts for example in rollout.examples]
+        for rollout in rollouts:
+            _require_reward(rollout)
+        check_weight_versions(sampled, version, max_staleness=self._work.config.rollout_matching.max_staleness)
         for group in answers:
             keeps = has_signal([rollout.reward for rollout in group if rollout.error is None])
             is_left_out = self._work.environment.drop_equal_groups and not keeps
@@ -123,9 +133,12 @@ class TrajectoryStep:
 
     def require_complete(self) -> None:
         assert self._num_taken == len(self._share), f"{self._num_taken} of {len(self._share)} rollouts came back"
-        if self._failure is not None and self._num_failed == self._num_taken:
-            told = f"all {self._num_taken} rollouts of step {self._plan.step} failed, the first of them: {self._failure.error}; check the environment"
-            raise RolloutError(told, actor=self._failure.actor, phase="environment")
+        # Over all ranks: how many there are must not decide what ends a run.
+        num_sound = self._work.ranks.sum(self._num_taken - self._num_failed)
+        if self._failure is not None and not num_sound:
+            first = self._failure
+            told = f"all {self._plan.num_samples} rollouts of step {self._plan.step} failed, the one at position {first.position} with: {first.error}"
+            raise RolloutError(f"{told}; check the environment", actor=first.actor, phase="environment")
 
     def _take(self, rollout: EnvironmentRollout, version: int) -> None:
         """Check it, count it and write it down."""
@@ -135,11 +148,10 @@ class TrajectoryStep:
         if rollout.error is not None:
             self._num_failed += 1
             self._failure = self._failure or rollout
-        sampled = [_Sampled.of(rollout, example) for example in rollout.examples]
-        check_weight_versions(sampled, version, max_staleness=self._work.config.rollout_matching.max_staleness)
         self._tally.add_environment_rollout(rollout)
-        if sampled:
-            self._tally.add_staleness(version - min(one.weight_version for one in sampled))
+        versions = [example.weight_version for example in rollout.examples if example.weight_version is not None]
+        if versions:
+            self._tally.add_staleness(version - min(versions))
         if self._work.log is not None:
             self._work.log.write(rollout)
 
@@ -173,6 +185,12 @@ class _Sampled(NamedTuple):
             told = f"example {rollout.example}: the engine did not say which weights sampled it; use engines of the run or `python -m launch.serve`"
             raise RolloutError(told, actor=rollout.actor, phase="check")
         return cls(str(rollout.example), rollout.actor, example.weight_version)
+
+
+def _require_reward(rollout: EnvironmentRollout) -> None:
+    if not math.isfinite(rollout.reward):
+        told = f"example {rollout.example}, position {rollout.position}: has the reward {rollout.reward}; a rubric must give finite numbers"
+        raise RolloutError(told, actor=rollout.actor, phase="score")
 
 
 def _fixed(tokens: LoadedTokens) -> Segment:

@@ -36,7 +36,8 @@ class StepWork(Protocol):
         ...
 
     def require_complete(self) -> None:
-        """Every position has had its turn."""
+        """Every position has had its turn. RolloutError where nothing came of any, on any rank. Perhaps a collective: every rank calls it once in a step,
+        before it learns the rows of `finish_step`."""
         ...
 
 

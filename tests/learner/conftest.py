@@ -41,3 +41,13 @@ def rank_config(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest
         "learner__cpu_threads": 1,
     }
     return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **settings | changes)
+
+
+@pytest.fixture(scope="session")
+def demo_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The language model of the demo of environments, with its random weights."""
+    from launch.make_demo_lm import make_demo_lm
+
+    folder = tmp_path_factory.mktemp("lm") / "model"
+    make_demo_lm(folder, seed=17)
+    return folder

@@ -1,0 +1,542 @@
+"""A learner of trajectories, step by step, with rollouts that no environment had to run (DESIGN 5, decisions 6, 7, 10, 13 and 17; 8, `policy_gradient`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from statistics import fmean, pstdev
+
+import pytest
+import torch
+from trajectory_support import EXAMPLES, GROUP, SCRIPTED, begin, finish_step, logprobs_of, make_learner, rollouts_for, trajectory_config, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch.progress_line import progress_line
+from learner.step_log import step_path
+from shared.dataset import SampleStream
+from shared.errors import ConfigError, RolloutError
+from shared.rollouts import DecodeMode
+from shared.schedule import RunSchedule
+from shared.trajectory import ExampleCounts
+
+ROLLOUTS = 3 * GROUP
+
+
+@pytest.fixture
+def config(demo_lm, tmp_path_factory):
+    return lambda **changes: trajectory_config(demo_lm, tmp_path_factory.mktemp("run"), **changes)
+
+
+def begun(config, step=0, examples=EXAMPLES, **how):
+    """A fresh learner with a step begun, and the answers to it."""
+    learner = make_learner(config, examples)
+    return learner, begin(learner, RunSchedule(config).plan(step), **how)
+
+
+class Learned:
+    """One step of a fresh learner: its report, the gradient of its update, divided and clipped, and the weights after it."""
+
+    def __init__(self, config, groups=None, rounds=None, **how):
+        self.learner, answers = begun(config, **how)
+        self.answers = answers if groups is None else groups(answers)
+        self.gradients = {}
+        self.learner.updater.optimizer.register_step_pre_hook(self._note)
+        for round_ in rounds or [range(len(self.answers))]:
+            self.learner.accumulate([self.answers[place] for place in round_])
+        self.report = finish_step(self.learner)
+        self.metrics = self.report.metrics
+        self.weights = weights_of(self.learner)
+
+    def _note(self, *_):
+        self.gradients = {name: parameter.grad.clone() for name, parameter in self.learner.loaded.model.named_parameters() if parameter.grad is not None}
+
+    @property
+    def timeless(self):
+        return {name: value for name, value in self.metrics.items() if not name.startswith("time/")}
+
+
+def of_rollouts(change):
+    """A change of every group, given one of a rollout."""
+    return lambda groups: [tuple(map(change, group)) for group in groups]
+
+
+def only(position, **changes):
+    """Of one rollout."""
+    return of_rollouts(lambda rollout: replace(rollout, **changes) if rollout.position == position else rollout)
+
+
+def of_examples(position, change):
+    """A change of every example of one rollout."""
+    return of_rollouts(
+        lambda rollout: replace(rollout, examples=tuple(change(example) for example in rollout.examples)) if rollout.position == position else rollout
+    )
+
+
+def assert_same_update(one, other, atol=1e-6):
+    assert one.gradients.keys() == other.gradients.keys()
+    for name, gradient in one.gradients.items():
+        torch.testing.assert_close(other.gradients[name], gradient, rtol=0, atol=atol)
+    assert other.metrics["loss/total"] == pytest.approx(one.metrics["loss/total"], abs=1e-6)
+
+
+# Loss and gradient
+
+
+def slowly(model, answers, config, num_samples):
+    """DESIGN 8, token by token: `-min(ratio A, clip(ratio) A)`, ratio truncated at `ratio_cap`; means within segments, segments over the step's rollouts."""
+    rule = config.rollout_matching.pipeline.objective[0].config
+    total = torch.zeros((), dtype=torch.float64)
+    for rollout in (rollout for group in answers for rollout in group):
+        for example in rollout.examples:
+            rewards = [other.reward for group in answers for other in group if rollout in group and other.error is None]
+            advantage = rollout.reward - fmean(rewards)
+            if rule.advantage_std:
+                advantage /= pstdev(rewards)
+            learner = model(input_ids=torch.tensor([example.token_ids])).logits[0].double().log_softmax(-1)
+            terms = []
+            for place, token_id in enumerate(example.token_ids):
+                if example.mask[place]:
+                    given = advantage if example.token_advantages is None else example.token_advantages[place]
+                    log_ratio = learner[place - 1, token_id] - example.logprobs[place]
+                    ratio = torch.exp(log_ratio) if log_ratio < math.log(rule.ratio_cap) else torch.tensor(rule.ratio_cap, dtype=torch.float64)
+                    clipped = min(max(ratio, torch.tensor(1 - rule.clip_low)), torch.tensor(1 + rule.clip_high))
+                    terms.append(-min(ratio * given, clipped * given))
+            divisor = len(terms) if rule.normalize == "segment" else config.rollout_matching.max_new_tokens
+            total = total + sum(terms) / divisor
+    return total / num_samples
+
+
+@pytest.mark.parametrize("advantage_std", [False, True])
+@pytest.mark.parametrize("normalize", ["segment", "constant"])
+def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(config, demo_lm, normalize, advantage_std):
+    settings = config(objective={"normalize": normalize, "advantage_std": advantage_std}, training__max_grad_norm=None)
+    step = Learned(settings, drift=2.0, fails={5})
+    model = AutoModelForCausalLM.from_pretrained(demo_lm)
+    loss = slowly(model, step.answers, settings, ROLLOUTS)
+    loss.backward()
+    assert step.metrics["loss/total"] == step.metrics["loss/policy_gradient"] == pytest.approx(loss.item(), abs=1e-6)
+    assert 0.05 < step.metrics["policy/clipped_share"] < 0.9, "the case needs tokens on both sides of the clip"
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert step.gradients.keys() == gradients.keys()
+    assert step.metrics["optim/grad_norm"] > 0.1
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(step.gradients[name], gradient, rtol=0, atol=2e-6)
+
+
+def test_a_model_with_a_vision_tower_learns_trajectories_of_text_and_keeps_its_tower_as_it_is(config, demo_checkpoint):
+    settings = config(model__path=str(demo_checkpoint))
+    step, before = Learned(settings), weights_of(make_learner(settings))
+    assert step.metrics["rollout/num_compared_tokens"] > 0
+    assert step.metrics["loss/total"] != 0
+    changed = {name for name, weight in step.weights.items() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if ".visual." not in name}
+    assert step.learner.publisher.offer() is not None
+
+
+def test_a_step_whose_advantage_is_its_own_is_learned_by_it(config):
+    """Rewards of single calls, where a rubric gives them, take the place of the rollout's."""
+
+    def own(example):
+        return replace(example, token_advantages=[-0.75 if place > 8 else 0.5 for place in range(len(example.token_ids))])
+
+    settings = config()
+    whole, by_token = Learned(settings), Learned(config(), groups=of_examples(1, own))
+    assert whole.metrics["loss/total"] != pytest.approx(by_token.metrics["loss/total"], abs=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    assert by_token.metrics["loss/total"] == pytest.approx(slowly(model, by_token.answers, settings, ROLLOUTS).item(), abs=1e-6)
+
+
+def test_a_step_does_not_depend_on_how_it_was_cut_into_rounds(config):
+    whole = Learned(config())
+    for rounds in ([[0], [1], [2]], [[0, 1], [2]], [[0], [1, 2]]):
+        cut = Learned(config(), rounds=rounds)
+        assert cut.timeless == whole.timeless
+        assert all(torch.equal(cut.weights[name], weight) for name, weight in whole.weights.items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__packing": False},
+        {"training__packing_window": 1},
+        {"training__packing_window": 100},
+        {"global_max_length": 400},
+        # Fewer than the segments of the step: a row is taken where it is full.
+        {"training__packing_buffer": 3, "training__packing_window": 100},
+        {"training__packing_buffer": 1},
+    ],
+    ids=str,
+)
+def test_a_step_does_not_depend_on_packing_and_rows(config, changes):
+    one, other = Learned(config()), Learned(config(**changes))
+    assert one.metrics["packing/num_segments"] == other.metrics["packing/num_segments"] == 16
+    assert_same_update(one, other)
+    counted = [name for name in one.metrics if name.startswith(("rollout/num", "reward/", "policy/"))]
+    assert {name: other.metrics[name] for name in counted} == pytest.approx({name: one.metrics[name] for name in counted}, abs=1e-5)
+
+
+def test_the_same_run_gives_the_same_bits_twice(config):
+    first, second = (Learned(config()) for _ in range(2))
+    assert first.timeless == second.timeless
+    assert all(torch.equal(second.weights[name], weight) for name, weight in first.weights.items())
+
+
+# Failed rollouts, groups without signal, steps without anything
+
+
+def test_a_failed_rollout_teaches_nothing_and_counts_in_the_denominator(config):
+    """The others of its group are as they would be without it; what the step is divided by stays."""
+    settings = config(training__max_grad_norm=None)
+    failed = Learned(settings, fails={4})
+    assert failed.metrics["rollout/num_failed"] == 1
+    assert failed.metrics["rollout/num"] == ROLLOUTS
+    assert failed.metrics["rollout/reward"] == pytest.approx(fmean(rollout.reward for group in failed.answers for rollout in group if rollout.error is None))
+    # Its tokens, had they come along, are in nobody's gradient: there are none to learn.
+    assert failed.answers[1][0].examples == ()
+    sound = [group if place != 1 else group[1:] for place, group in enumerate(failed.answers)]
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    assert failed.metrics["loss/total"] == pytest.approx(slowly(model, sound, settings, ROLLOUTS).item(), abs=1e-6)
+
+
+def flat_in_the_middle(position):
+    """The second of the three groups is all equal."""
+    return 0.5 if position // GROUP == 1 else (0.0, 1.0, 0.25)[position % 3]
+
+
+def test_groups_whose_rewards_are_equal_can_be_left_out_which_changes_no_update_and_is_counted(config):
+    kept = Learned(config(), reward=flat_in_the_middle)
+    left_out = Learned(config(environment__drop_equal_groups=True), reward=flat_in_the_middle)
+    assert_same_update(kept, left_out)
+    counts = ("rollout/num", "rollout/num_groups", "rollout/num_groups_without_signal", "rollout/num_left_out", "packing/num_segments")
+    assert [kept.metrics[name] for name in counts] == [12, 3, 1, 0, 16]
+    assert [left_out.metrics[name] for name in counts] == [12, 3, 1, GROUP, 11]
+    assert kept.metrics["rollout/no_signal_share"] == left_out.metrics["rollout/no_signal_share"] == pytest.approx(1 / 3)
+    assert left_out.metrics["rollout/reward"] == kept.metrics["rollout/reward"]
+
+
+def test_a_group_of_which_one_rollout_alone_has_not_failed_says_nothing(config):
+    step = Learned(config(environment__drop_equal_groups=True), fails={4, 5, 6})
+    assert step.metrics["rollout/num_groups_without_signal"] == 1
+    assert step.metrics["packing/num_segments"] == 11
+
+
+@pytest.mark.parametrize("reason", ["nothing was sampled", "no group has a signal"])
+def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_and_a_progress_line(config, reason):
+    if reason == "nothing was sampled":
+        nothing = {"num_tokens": 0, "num_splits": 0, "examples": (), "is_truncated": True}
+        step = Learned(config(), groups=of_rollouts(lambda rollout: replace(rollout, **nothing)))
+    else:
+        step = Learned(config(environment__drop_equal_groups=True), reward=lambda _: 0.5)
+    before = weights_of(make_learner(config()))
+    assert all(torch.equal(weight, before[name]) for name, weight in step.weights.items())
+    assert (step.learner.num_updates, step.metrics["optim/grad_norm"]) == (1, 0.0)
+    assert (step.metrics["loss/total"], step.metrics["packing/num_rows"], step.metrics["packing/num_segments"]) == (0.0, 0, 0)
+    line = progress_line(step.report, step.metrics | {"time/step_s": 1.0}, 3)
+    assert line.startswith("step    1/3 B  loss  0.0000  rows 0  reward 0.5")
+    assert "logp not compared" in line
+    assert ("truncated 12" in line) is (reason == "nothing was sampled")
+
+
+def test_a_step_whose_rollouts_have_all_failed_ends_the_run_with_the_first_error(config):
+    learner, groups = begun(config(), fails=range(ROLLOUTS))
+    before = weights_of(learner)
+    learner.accumulate(only(0, error="ValueError: temperature: 0.7 was asked for")(groups))
+    told = r"all 12 rollouts of step 0 failed, the one at position 0 with: ValueError: temperature: 0\.7 was asked for; check the environment"
+    with pytest.raises(RolloutError, match=told) as caught:
+        learner.finish_step()
+    assert (caught.value.actor, caught.value.phase) == (SCRIPTED, "environment")
+    assert learner.num_updates == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(learner).items())
+
+
+# What contradicts the learner
+
+
+def learned_of(config, change, **how):
+    learner, groups = begun(config, **how)
+    learner.accumulate(change(groups))
+    learner.finish_step()
+
+
+def test_a_rollout_of_other_weights_ends_the_run(config):
+    with pytest.raises(RolloutError, match=rf"check on {SCRIPTED}: sample \d+: generated with weight version 7, the learner holds 0; a sync was skipped"):
+        learned_of(config(), of_examples(3, lambda example: replace(example, weight_version=7)))
+
+
+def test_an_engine_that_does_not_say_which_weights_sampled_ends_the_run(config):
+    with pytest.raises(RolloutError, match=r"example \d+: the engine did not say which weights sampled it; use engines of the run"):
+        learned_of(config(), of_examples(3, lambda example: replace(example, weight_version=None)))
+
+
+def test_log_probabilities_of_the_first_turn_that_are_not_the_learners_end_the_run(config):
+    def damaged(example):
+        place = example.mask.index(1)
+        return replace(example, logprobs=[*example.logprobs[:place], example.logprobs[place] - 0.01, *example.logprobs[place + 1 :]])
+
+    with pytest.raises(RolloutError, match=r"response token 0 \(id \d+\) has log-probability .* in the engine and .* in the learner") as caught:
+        learned_of(config(), of_examples(1, damaged))
+    assert caught.value.actor == SCRIPTED
+
+
+def test_those_of_later_turns_are_measured(config):
+    assert Learned(config(), drift=0.0).metrics["policy/logprob_difference"] < 1e-5
+    assert Learned(config(), drift=1.0).metrics["policy/logprob_difference"] > 0.05
+
+
+@pytest.mark.parametrize("turn", [0, -1])
+def test_a_log_probability_that_is_no_number_ends_the_run(config, turn):
+    def damaged(example):
+        place = [place for place, is_learned in enumerate(example.mask) if is_learned][turn]
+        return replace(example, logprobs=[math.nan if at == place else value for at, value in enumerate(example.logprobs)])
+
+    with pytest.raises(RolloutError, match=r"token \d+ has the log-probability nan; the endpoint must return finite ones") as caught:
+        learned_of(config(), of_examples(1, damaged))
+    assert caught.value.actor == SCRIPTED
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("advantage_std", [False, True])
+def test_a_reward_that_is_no_number_ends_the_run(config, reward, advantage_std):
+    with pytest.raises(RolloutError, match=rf"score on {SCRIPTED}: example \d+, position 6: has the reward {reward}; a rubric must give finite numbers"):
+        learned_of(config(objective={"advantage_std": advantage_std}), lambda groups: groups, reward=lambda position: reward if position == 6 else 0.5)
+
+
+def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
+    learner, groups = begun(config())
+    with pytest.raises(RolloutError, match=r"position 6: has the reward nan"):
+        learner.score(only(6, reward=math.nan)(groups))
+
+
+def test_an_advantage_that_is_no_number_or_missing_ends_the_run(config):
+    with pytest.raises(RolloutError, match=r"score on .* the advantage nan; its reward functions must return finite numbers"):
+        learned_of(config(), of_examples(2, lambda example: replace(example, advantage=math.nan)))
+    with pytest.raises(RolloutError, match="has no advantage, because its rollouts were not scored"):
+        learned_of(config(), of_examples(2, lambda example: replace(example, advantage=None)))
+
+
+def test_a_segment_that_fits_no_row_is_refused_with_its_length(config):
+    with pytest.raises(ConfigError, match=r"global_max_length: .* has \d+ tokens, a row holds 10; raise global_max_length"):
+        learned_of(config(global_max_length=10), lambda groups: groups)
+
+
+# Staleness (DESIGN 5, decision 13)
+
+STALE = {"rollout_matching__max_staleness": 1}
+
+
+def stale_steps(config):
+    """Two: the second's first round is generated with the weights from before the first's update."""
+    learner, schedule = make_learner(config), RunSchedule(config)
+    first = begin(learner, schedule.plan(0))
+    learner.accumulate(first[:2])
+    second_requests = learner.next_requests(schedule.plan(1))
+    early = rollouts_for(learner, second_requests[:1], version=0)
+    learner.accumulate(first[2:])
+    reports = [finish_step(learner)]
+    learner.publisher.done()
+    learner.accumulate(early)
+    learner.accumulate(rollouts_for(learner, second_requests[1:], version=1))
+    return learner, [*reports, finish_step(learner)]
+
+
+def test_stale_rollouts_are_learned_and_counted_and_their_log_probabilities_are_not_compared(config):
+    learner, (first, second) = stale_steps(config(**STALE))
+    assert (first.metrics["rollout/staleness"], first.metrics["rollout/staleness_max"]) == (0.0, 0)
+    assert (second.metrics["rollout/staleness"], second.metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1)
+    assert second.metrics["packing/num_segments"] == 16
+    assert second.metrics["rollout/num_compared_tokens"] < first.metrics["rollout/num_compared_tokens"]
+    assert learner.num_updates == 2
+
+
+def test_the_log_of_each_step_has_its_own_rollouts_though_the_next_has_begun(config):
+    settings = config(**STALE)
+    stale_steps(settings)
+    for step in (0, 1):
+        assert [(line["step"], line["position"]) for line in logged(settings, step)] == [(step, position) for position in range(ROLLOUTS)]
+
+
+def test_a_rollout_two_versions_old_ends_the_run(config):
+    learner, groups = begun(config(**STALE))
+    learner.publisher.done()
+    learner.publisher.done()
+    with pytest.raises(RolloutError, match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"):
+        learner.accumulate(groups)
+
+
+def test_a_round_is_of_one_version_whichever_environment_it_came_from(config):
+    """An engine that missed a sync goes on with weights that are not too old, which nothing else would tell."""
+    learner, groups = begun(config(**STALE), version=1)
+    learner.publisher.done()
+    mixed = of_examples(5, lambda example: replace(example, weight_version=0))(groups)
+    with pytest.raises(RolloutError, match=r"generated with weight version 0, and sample \d+ of the same round with 1 .*; an engine missed a sync"):
+        learner.accumulate(mixed)
+
+
+def test_stale_or_not_the_same_run_gives_the_same_weights_twice(config):
+    first, second = (weights_of(stale_steps(config(**STALE))[0]) for _ in range(2))
+    assert all(torch.equal(second[name], weight) for name, weight in first.items())
+
+
+# Requests
+
+
+def drawn(learner, config, steps=3):
+    requests = []
+    for plan in list(RunSchedule(config).plans())[:steps]:
+        asked = learner.next_requests(plan)
+        requests.append(asked)
+        learner.accumulate(rollouts_for(learner, asked, version=0, drift=0.0))
+        learner.finish_step()
+    return requests
+
+
+def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_rows_in_the_seeded_order(config):
+    settings = config()
+    requests = drawn(make_learner(settings), settings)
+    stream = SampleStream(EXAMPLES.train, seed=settings.training.seed, shuffle=True)
+    for step, asked in enumerate(requests):
+        groups = [group for request in asked for group in request.groups]
+        assert [group.example for group in groups] == stream.take(3)
+        assert [position for group in groups for position in group.positions] == list(range(ROLLOUTS))
+        assert {len(group.positions) for group in groups} == {GROUP}
+        for request in asked:
+            assert (request.step, request.run_seed, request.is_held_out) == (step, settings.training.seed, False)
+            assert (request.decode.mode, request.decode.temperature, request.decode.return_logprobs) == (DecodeMode.SAMPLE, 1.0, True)
+
+
+def test_the_same_configuration_asks_the_same(config):
+    first, second, other = (drawn(make_learner(settings), settings) for settings in (config(), config(), config(training__seed=18)))
+    assert first == second
+    assert first != other
+
+
+def test_more_examples_than_the_environment_has_are_drawn_again(config):
+    """Also within a step: an example may be there twice, as two groups."""
+    learner = make_learner(config(), ExampleCounts(train=2, held_out=1))
+    asked = learner.next_requests(RunSchedule(config()).plan(0))
+    examples = [request.groups[0].example for request in asked]
+    assert sorted(examples[:2]) == [0, 1]
+    learner.accumulate(rollouts_for(learner, asked))
+    assert finish_step(learner).metrics["rollout/num_groups"] == 3
+
+
+def test_rollouts_that_come_back_in_another_order_are_a_programmers_mistake(config):
+    learner, groups = begun(config())
+    with pytest.raises(AssertionError, match="expected position 0, got 4: rounds arrive in order"):
+        learner.accumulate(groups[1:])
+
+
+def test_a_step_of_which_rollouts_are_missing_is_a_programmers_mistake(config):
+    learner, groups = begun(config())
+    learner.accumulate(groups[:2])
+    with pytest.raises(AssertionError, match="8 of 12 rollouts came back"):
+        learner.finish_step()
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 7, 9])
+def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config, number):
+    learner = make_learner(config(), ExampleCounts(train=20, held_out=number))
+    requests = learner.held_out_requests(2)
+    groups = [group for request in requests for group in request.groups]
+    assert [group.example for group in groups] == list(range(number))
+    assert [list(group.positions) for group in groups] == [[place] for place in range(number)]
+    assert max(len(request.groups) for request in requests) <= GROUP
+    for request in requests:
+        assert (request.step, request.is_held_out, request.decode.mode, request.decode.temperature) == (2, True, DecodeMode.GREEDY, 0.0)
+
+
+def test_what_held_out_rollouts_are_worth_they_bring_along(config):
+    learner, groups = begun(config())
+    assert learner.score(groups) == [rollout for group in groups for rollout in group]
+    assert learner.score([]) == []
+
+
+# What is written down
+
+
+def logged(config, step):
+    return [json.loads(line) for line in step_path(config.telemetry.run_dir / "rollouts", step).read_text().splitlines()]
+
+
+def test_every_rollout_is_a_line_with_its_tokens_rewards_and_messages(config):
+    settings = config()
+    step = Learned(settings, fails={2})
+    lines = logged(settings, 0)
+    rollouts = [rollout for group in step.answers for rollout in group]
+    assert [(line["position"], line["example"], line["reward"], line["error"]) for line in lines] == [
+        (rollout.position, rollout.example, rollout.reward, rollout.error) for rollout in rollouts
+    ]
+    first, failed = lines[1], lines[2]
+    (example,) = rollouts[1].examples
+    assert first["examples"] == [
+        {
+            "token_ids": example.token_ids,
+            "mask": example.mask,
+            "logprobs": example.logprobs,
+            "reward": example.reward,
+            "advantage": example.advantage,
+            "token_advantages": None,
+            "weight_version": 0,
+            "turns": [0, 1],
+        }
+    ]
+    assert first["completion"] == [{"role": "assistant", "content": "position 1"}]
+    assert first["metrics"] == {"exact": rollouts[1].reward}
+    assert (failed["error"], failed["examples"]) == ("ZeroDivisionError: no such luck", [])
+
+
+def test_groups_that_are_left_out_are_written_down_all_the_same(config):
+    settings = config(environment__drop_equal_groups=True)
+    Learned(settings, reward=flat_in_the_middle)
+    assert [line["position"] for line in logged(settings, 0)] == list(range(ROLLOUTS))
+
+
+def test_a_run_that_keeps_no_rollouts_writes_none(config):
+    settings = config(telemetry={"run_dir": str(config().telemetry.run_dir / "without"), "rollouts": False})
+    Learned(settings)
+    assert not (settings.telemetry.run_dir / "rollouts").exists()
+
+
+def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it(config):
+    """Those of another environment of a group do not."""
+    step = Learned(config(), groups=only(0, metrics={"other": 3.0}))
+    rewards = [rollout.reward for group in step.answers for rollout in group if rollout.position != 0]
+    assert step.metrics["reward/exact"] == pytest.approx(fmean(rewards))
+    assert step.metrics["reward/other"] == 3.0
+
+
+def test_the_timeline_has_a_span_for_each_environment_actor_of_a_round(config):
+    """Of two actors, whose rollouts began at 100 s + position and took half a second."""
+    step = Learned(config(), groups=of_rollouts(lambda rollout: replace(rollout, actor=f"environment-{rollout.position // 8}")))
+    spans = [span for span in step.report.spans if span.name == "rollouts"]
+    assert [(span.track, span.start_s, span.end_s) for span in spans] == [("environment-0", 100.0, 107.5), ("environment-1", 108.0, 111.5)]
+    assert [(span.args["first_position"], span.args["last_position"]) for span in spans] == [(0, 7), (8, 11)]
+    assert sum(span.args["tokens"] for span in spans) == step.metrics["rollout/num_tokens"]
+    assert step.metrics["time/generate_s"] == 11.5
+
+
+# Weights
+
+
+def test_a_checkpoint_loads_elsewhere_with_the_weights_of_its_step(config, tmp_path):
+    step = Learned(config())
+    step.learner.publisher.save(tmp_path / "checkpoint")
+    elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert all(torch.equal(parameter, step.weights[name]) for name, parameter in elsewhere.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").chat_template is not None
+
+
+def test_a_sync_is_proved_by_a_sequence_that_stays_the_same(config):
+    """From all over the vocabulary: tokens that no example of the environment has are proved too."""
+    learner, schedule = make_learner(config()), RunSchedule(config())
+    probe, logprobs = learner.publisher.offer().canary, learner.publisher.canary.logprobs()
+    assert probe.token_ids == probe.expanded_token_ids
+    assert set(probe.token_ids) == set(range(len(learner.loaded.tokenizer))), "the demo's vocabulary is a small one"
+    assert logprobs == pytest.approx(logprobs_of(learner, probe.token_ids)[1:], abs=1e-5)
+    learner.publisher.done()
+    assert learner.publisher.version == 1
+    learner.accumulate(begin(learner, schedule.plan(0), version=1))
+    learner.finish_step()
+    assert learner.publisher.offer().canary.token_ids == probe.token_ids
+    assert learner.publisher.canary.logprobs() != pytest.approx(logprobs, abs=1e-4)

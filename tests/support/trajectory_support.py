@@ -1,0 +1,170 @@
+"""A learner of trajectories without engines: its configuration, and rollouts of an environment that nobody had to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from config_support import mapping
+
+from learner.learner import Learner
+from learner.place import LearnerPlace, ReceiverGroup
+from shared.config import RunConfig, load_config
+from shared.reports import StepReport, merge_reports
+from shared.schedule import StepPlan
+from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, TrainingExample
+from shared.transports import Transport
+
+ALONE = LearnerPlace(Transport.GLOO, (ReceiverGroup(1),))
+EXAMPLES = ExampleCounts(train=20, held_out=7)
+GROUP = 4
+"""Rollouts of an example."""
+SCRIPTED = "scripted-environment"
+"""Whose rollouts they are."""
+
+Group = tuple[EnvironmentRollout, ...]
+
+_OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "segment", "advantage_std": False}
+
+
+def trajectory_config(checkpoint: Path, run_dir: Path, *, objective: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
+    """Three steps of three examples, four rollouts each, in rows of 48 tokens; `objective` changes keys of the policy gradient's."""
+    entry = {"name": "policy_gradient", "enabled": True, "weight": 1.0, "channels": ["B"], "config": _OBJECTIVE | (objective or {})}
+    settings = {
+        "global_max_length": 48,
+        "training__max_steps": 3,
+        "training__effective_batch_size": 3 * GROUP,
+        "training__packing_window": 4,
+        "training__adam_epsilon": 1e-4,
+        "custom__trainer_variant": "trajectory_pg",
+        "environment__id": "copy_digits",
+        "environment__rollouts_per_example": GROUP,
+        "rollout_matching__pipeline": {"objective": [entry], "diagnostics": []},
+        "rollout_matching__decoding": {"temperature": 1.0},
+        "rollout_matching__max_new_tokens": 8,
+        "learner__cpu_threads": 1,
+    }
+    values = mapping(checkpoint, checkpoint, run_dir, **settings | changes)
+    # The environment has data of its own, and there is no channel A.
+    del values["data"]
+    values["stage2_ab"] = {"channel_b": {"enable_pipeline": True}}
+    return load_config(values)
+
+
+def make_learner(config: RunConfig, examples: ExampleCounts = EXAMPLES, place: LearnerPlace = ALONE, rendezvous: Any = None) -> Learner:
+    return Learner(config, place, rendezvous, examples)
+
+
+def finish_step(learner: Learner) -> StepReport:
+    """The step as its only rank reports it."""
+    return merge_reports([learner.finish_step()])
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in learner.loaded.model.named_parameters()}
+
+
+def begin(learner: Learner, plan: StepPlan, **how: Any) -> list[Group]:
+    """Begin a step, and answer its requests: see `rollouts_for`."""
+    return rollouts_for(learner, learner.next_requests(plan), **how)
+
+
+def rollouts_for(
+    learner: Learner,
+    requests: Sequence[EnvironmentRequest],
+    *,
+    version: int = 0,
+    reward: Callable[[int], float] | None = None,
+    fails: Collection[int] = (),
+    drift: float = 0.3,
+) -> list[Group]:
+    """One group each, whose tokens follow from its example and the step. By the position's remainder of 3: a rollout of one turn; of two, which are one
+    example; of two that are one example each.
+
+    First turns have the log-probabilities that the learner's weights give them; those of second turns are off by about `drift`, as of other weights.
+
+    Args:
+        reward: of a position; None: from a list, mixed.
+        fails: positions of rollouts that have failed.
+    """
+    return [_group(learner, request, version, reward or _mixed_reward, fails, drift) for request in requests]
+
+
+def _mixed_reward(position: int) -> float:
+    return (0.25, 1.0, 0.0, 0.5, 0.75)[position % 5]
+
+
+def _group(learner: Learner, request: EnvironmentRequest, version: int, reward: Callable[[int], float], fails: Collection[int], drift: float) -> Group:
+    (group,) = request.groups
+    rewards = tuple(reward(position) for position in group.positions if position not in fails)
+    rollouts = []
+    for position in group.positions:
+        examples = _examples(learner, request.step, group.example, position, version, drift)
+        has_failed = position in fails
+        rollouts.append(
+            EnvironmentRollout(
+                position=position,
+                example=group.example,
+                reward=0.0 if has_failed else reward(position),
+                metrics={"exact": 0.0 if has_failed else reward(position)},
+                error="ZeroDivisionError: no such luck" if has_failed else None,
+                is_truncated=False,
+                num_turns=1 if position % 3 == 0 else 2,
+                num_tokens=sum(example.num_learned for example in examples),
+                num_splits=len(examples) - 1,
+                examples=()
+                if has_failed
+                else tuple(
+                    replace(example, reward=reward(position), advantage=reward(position) - fmean(rewards), group_rewards=rewards) for example in examples
+                ),
+                prompt=[{"role": "user", "content": f"example {group.example}"}],
+                completion=[{"role": "assistant", "content": f"position {position}"}],
+                actor=SCRIPTED,
+                started_s=100.0 + position,
+                generate_s=0.5,
+            )
+        )
+    return tuple(rollouts)
+
+
+def _examples(learner: Learner, step: int, example: int, position: int, version: int, drift: float) -> list[TrainingExample]:
+    random = np.random.default_rng([step, position])
+    prompt = _ids(learner, 4 + example % 5, np.random.default_rng(example))
+    first, between, second = (_ids(learner, count, random) for count in (random.integers(1, 5), 3, random.integers(1, 4)))
+    fields = {"reward": 0.0, "example_id": example, "weight_version": version, "rollout": position}
+    turns = [(prompt, first)] if position % 3 == 0 else [(prompt, first), (between if position % 3 == 2 else [*prompt, *first, *between], second)]
+    if position % 3 == 1:
+        token_ids = [*prompt, *first, *between, *second]
+        mask = [0] * len(prompt) + [1] * len(first) + [0] * len(between) + [1] * len(second)
+        logprobs = _masked(logprobs_of(learner, token_ids), mask)
+        for place in range(len(token_ids) - len(second), len(token_ids)):
+            logprobs[place] += float(random.normal(0.0, drift))
+        return [TrainingExample(token_ids, logprobs, mask, steps=(0, 1), **fields)]
+    made = []
+    for number, (prompt_ids, sampled) in enumerate(turns):
+        token_ids, mask = [*prompt_ids, *sampled], [0] * len(prompt_ids) + [1] * len(sampled)
+        made.append(TrainingExample(token_ids, _masked(logprobs_of(learner, token_ids), mask), mask, steps=(number,), **fields))
+    return made
+
+
+def _ids(learner: Learner, count: int, random: np.random.Generator) -> list[int]:
+    allowed = [token_id for token_id in range(len(learner.loaded.tokenizer)) if token_id not in learner.loaded.banned_token_ids]
+    return random.choice(allowed, count).tolist()
+
+
+def _masked(values: Sequence[float], mask: Sequence[int]) -> list[float]:
+    return [value if is_learned else 0.0 for value, is_learned in zip(values, mask, strict=True)]
+
+
+@torch.no_grad()
+def logprobs_of(learner: Learner, token_ids: Sequence[int]) -> list[float]:
+    """[L], 0 at the first: as an engine with the learner's weights gives them at temperature 1."""
+    logits = learner.loaded.model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()
+    logits[:, list(learner.loaded.banned_token_ids)] = -torch.inf
+    logprobs = logits[:-1].log_softmax(-1)[range(len(token_ids) - 1), token_ids[1:]]
+    return [0.0, *logprobs.tolist()]
