@@ -1,11 +1,13 @@
 """What orchestrating rollouts costs, and what interleaving saves.
 
-`python -m benchmarks.environments [--rollouts 1000] [--turns 3] [--repetitions 7]`. Two measurements, of clients that run in this process:
+`python -m benchmarks.environments [--rollouts 1000] [--turns 3] [--repetitions 7]`. Three measurements, of clients that run in this process:
 
 1. Six rollouts of 0.1 s generation and 0.1 s scoring, two at a time: interleaved and in two phases, whose results have to be equal.
 2. Overhead per turn: many rollouts at once against a client that answers at once with what vLLM returns (64 token ids of the prompt and 16 sampled ones with
    their log-probabilities), one asynchronous reward function. Wall time over the number of turns, and every result is checked; processor time beside it, for
    a machine that is busy with something else. Then the same with a reward function that runs in a thread.
+3. The garbage collector's part: the same with an answer of its own for every call, as an endpoint gives it, under several settings of the collector, which take
+   turns. Processor time per turn, in which making the answer is included.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import asyncio
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from openai.types.chat import ChatCompletion
@@ -41,10 +44,10 @@ def response() -> ChatCompletion:
 
 
 class Client:
-    """`chat.completions.create` of openai's clients: one answer, after some time or at once."""
+    """`chat.completions.create` of openai's clients: one answer, or where `makes_anew`, one like it for each call; after some time or at once."""
 
-    def __init__(self, delay_s: float = 0.0) -> None:
-        self._delay_s, self._response = delay_s, response()
+    def __init__(self, delay_s: float = 0.0, *, makes_anew: bool = False) -> None:
+        self._delay_s, self._response, self._makes_anew = delay_s, response(), makes_anew
         self.chat = self.completions = self
         self.num_calls = 0
 
@@ -52,7 +55,7 @@ class Client:
         self.num_calls += 1
         if self._delay_s:
             await asyncio.sleep(self._delay_s)
-        return self._response
+        return response() if self._makes_anew else self._response
 
 
 class Talk(MultiTurnEnv):
@@ -90,11 +93,11 @@ def interleaving() -> tuple[float, float]:
     return fast_s, slow_s
 
 
-def overhead(num_rollouts: int, num_turns: int, reward: Callable[..., Any]) -> tuple[float, float]:
+def overhead(num_rollouts: int, num_turns: int, reward: Callable[..., Any], *, makes_anew: bool = False) -> tuple[float, float]:
     """Milliseconds per turn: wall time and processor time."""
     environment = Talk(max_turns=num_turns, rubric=Rubric([reward]))
     rows = [{"question": f"2 + {i}", "answer": "4", "info": {"i": i}} for i in range(num_rollouts)]
-    client = Client()
+    client = Client(makes_anew=makes_anew)
 
     async def timed() -> tuple[float, float, GenerateOutputs]:
         began_s, cpu_s = time.perf_counter(), time.process_time()
@@ -106,6 +109,57 @@ def overhead(num_rollouts: int, num_turns: int, reward: Callable[..., Any]) -> t
     check(results, num_rollouts, num_turns, client.num_calls)
     num = num_rollouts * num_turns
     return 1000 * spent_s / num, 1000 * cpu_s / num
+
+
+@contextmanager
+def as_python_sets_it() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What is there is never looked at again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def rarer() -> Iterator[None]:
+    """Likewise, and the young are looked at after 50,000 more objects, not after 700."""
+    former = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        with frozen():
+            yield
+    finally:
+        gc.set_threshold(*former)
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+COLLECTORS = {"as Python sets it": as_python_sets_it, "gc.freeze()": frozen, "gc.freeze(), gc.set_threshold(50_000, 20, 100)": rarer, "gc.disable()": off}
+
+
+def collectors(num_rollouts: int, num_turns: int, repetitions: int) -> dict[str, list[float]]:
+    """Milliseconds of processor time per turn under each setting, of several runs."""
+    spent: dict[str, list[float]] = {name: [] for name in COLLECTORS}
+    for _ in range(repetitions):
+        for name, setting in COLLECTORS.items():
+            with setting():
+                spent[name].append(overhead(num_rollouts, num_turns, ends_well, makes_anew=True)[1])
+            gc.collect()
+    return spent
 
 
 def check(results: GenerateOutputs, num_rollouts: int, num_turns: int, num_calls: int) -> None:
@@ -141,6 +195,9 @@ def main() -> None:
             f"{args.rollouts} rollouts of {args.turns} turns, {name} reward function: {statistics.median(wall):.3f} ms of overhead per turn"
             f" (median of {args.repetitions}; {min(wall):.3f} to {max(wall):.3f}), {statistics.median(cpu):.3f} ms of processor time"
         )
+    print(f"{args.rollouts} rollouts of {args.turns} turns, an answer for every call, {len(gc.get_objects()):,} objects before; processor time per turn:")
+    for name, cpu in collectors(args.rollouts, args.turns, args.repetitions).items():
+        print(f"    {name}: {statistics.median(cpu):.3f} ms ({min(cpu):.3f} to {max(cpu):.3f})")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import openai
 from openai.types.chat import ChatCompletion
@@ -36,7 +37,6 @@ limit of time is long. A server that was launched elsewhere has been tried again
 """
 
 
-@runtime_checkable
 class KnowsRollouts(Protocol):
     """A client that wants to know which calls are of one rollout, so that they go to one engine and extend one sequence of tokens."""
 
@@ -45,9 +45,14 @@ class KnowsRollouts(Protocol):
         ...
 
 
+def knows_rollouts(client: Any) -> TypeGuard[KnowsRollouts]:
+    """By what it has, and not by what it answers to: a stand-in that makes whatever attribute it is asked for is no such client."""
+    return inspect.getattr_static(client, "conversation", None) is not None
+
+
 def client_of(client: Any, state: State) -> Any:
     """The one that the calls of this rollout go to."""
-    return client.conversation(state) if isinstance(client, KnowsRollouts) else client
+    return client.conversation(state) if knows_rollouts(client) else client
 
 
 def overlong_answer(model: str) -> ChatCompletion:

@@ -110,7 +110,7 @@ class Environment(ABC):
     def _new_state(self, own: dict[str, Any]) -> State:
         if own.get("example_id") is None:
             own["example_id"] = own.get("id", 0)
-        return whole(State(input=own, id=own["example_id"]))
+        return whole(State(input=own, id=own.get("id", own["example_id"])))
 
     async def setup_state(self, state: State) -> State:
         """What this environment adds, before the first call of the model."""

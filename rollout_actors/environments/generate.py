@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from rollout_actors.environments.begun import BEGUN, require_state, whole
-from rollout_actors.environments.client import KnowsRollouts
+from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.inputs import Examples, placed, require_own_positions
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
-from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit
+from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of
 from rollout_actors.environments.types import State
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class _Rollouts:
     def __init__(self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any) -> None:
         self._environment, self._call, self._bar = environment, call, bar
         self._inputs = placed(examples)
-        if isinstance(call.client, KnowsRollouts):
+        if knows_rollouts(call.client):
             require_own_positions(self._inputs)
         self._generation, self._scoring = _bounded(call.concurrency.generation), _bounded(call.concurrency.scoring)
         self._done: list[State | None] = [None] * len(self._inputs)
@@ -103,7 +102,7 @@ class _Rollouts:
 
     async def run(self) -> None:
         places = range(len(self._inputs))
-        groups = self._groups()
+        groups = groups_of((one["task"], one["example_id"]) for one in self._inputs)
         # What is scored at once: a rollout by itself, or where rollouts are compared, an example's.
         units = sorted(unit for group in groups for unit in ([group] if self._rubric(group).compares_rollouts else [[place] for place in group]))
         if not self._call.scores:
@@ -116,15 +115,6 @@ class _Rollouts:
             await _all(self._score(unit) for unit in units)
         for group in groups:
             compare_rollouts([self._state(place) for place in group])
-
-    def _groups(self) -> list[list[int]]:
-        """The places of each example."""
-
-        def example(place: int) -> str:
-            # With the task: two environments of a group may number their rows alike.
-            return repr((self._inputs[place]["task"], self._inputs[place]["example_id"]))
-
-        return [list(group) for _, group in groupby(sorted(range(len(self._inputs)), key=lambda place: (example(place), place)), key=example)]
 
     def _rubric(self, unit: Sequence[int]) -> Rubric:
         """Of rollouts of one example."""

@@ -48,6 +48,8 @@ class PromptFormat:
             raise ValueError(f"row {index} has neither prompt nor question, only {', '.join(sorted(row)) or 'nothing'}; give it one of the two")
         example_id = next((row[key] for key in ("example_id", "id") if row.get(key) is not None), index)
         made: RolloutInput = {"prompt": deepcopy(self.prompt(row)), "example_id": example_id, "task": row.get("task") or self.task}
+        if row.get("id") is not None and row["id"] != example_id:
+            made["id"] = row["id"]
         for key in ("answer", "info", "position"):
             if row.get(key) is not None:
                 made[key] = deepcopy(row[key])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -71,6 +71,22 @@ class Rubric:
         values = [await reward.of_rollout(state, self.class_objects) for reward in self._rewards]
         self._credit(state, values)
 
+    async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
+        """Many rollouts, so many at a time (-1: all): each by itself, or where functions compare them, those of each example together. Raises the first error
+        when none is scored any more."""
+        examples = groups_of((state["task"], state["example_id"]) for state in states)
+        units = examples if self.compares_rollouts else [[place] for place in range(len(states))]
+        free = asyncio.Semaphore(max_concurrent if max_concurrent > 0 else max(1, len(units)))
+
+        async def scored(unit: Sequence[int]) -> None:
+            async with free:
+                if self.compares_rollouts:
+                    await self.score_group([states[place] for place in unit])
+                else:
+                    await self.score_rollout(states[unit[0]])
+
+        await _each([scored(unit) for unit in units])
+
     async def score_group(self, states: Sequence[State]) -> None:
         """Of all rollouts of one example: the same, and their `advantage`, which is the reward without the group's mean."""
         columns = [await reward.of_group(states, self.class_objects) for reward in self._rewards]
@@ -128,6 +144,14 @@ class RubricGroup(Rubric):
             credit(state, totals[place])
 
 
+def groups_of(names: Iterable[Any]) -> list[list[int]]:
+    """The places of each name among them. An example's name is its task and its id: two environments may number their rows alike."""
+    groups: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        groups.setdefault(repr(name), []).append(place)  # an id may be of any type
+    return list(groups.values())
+
+
 def credit(state: State, reward: float) -> None:
     """The rollout's reward, which is that of its steps too, where they have none of their own (but the same object that the rollout had before)."""
     former, state["reward"] = state["reward"], reward
@@ -168,16 +192,19 @@ class _Reward:
     weight: float
     arguments: tuple[str, ...]
     """The names that it asks for."""
+    required: tuple[str, ...]
+    """Those without a default."""
     takes_all: bool
     is_of_group: bool
 
     @classmethod
     def of(cls, function: RewardFunction, weight: float) -> _Reward:
         parameters = inspect.signature(function).parameters.values()
-        named = tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+        given = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        named, required = tuple(one.name for one in given), tuple(one.name for one in given if one.default is one.empty)
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         name = getattr(function, "__name__", type(function).__name__)
-        return cls(function, name, float(weight), named, takes_all, any(argument in PLURALS for argument in named))
+        return cls(function, name, float(weight), named, required, takes_all, any(argument in PLURALS for argument in named))
 
     async def of_rollout(self, state: State, objects: Mapping[str, Any]) -> float:
         return _number(await self._called({**_fields(state), "state": state, **objects}), self.name)
@@ -195,6 +222,9 @@ class _Reward:
         return [_number(value, self.name) for value in values]
 
     async def _called(self, there: Mapping[str, Any]) -> Any:
+        if missing := [name for name in self.required if name not in there]:
+            known = ", ".join(sorted(there))
+            raise TypeError(f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add others to the rubric's class_objects")
         arguments = there if self.takes_all else {name: there[name] for name in self.arguments if name in there}
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)

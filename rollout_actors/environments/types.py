@@ -22,6 +22,8 @@ class _RequiredInput(TypedDict):
 class RolloutInput(_RequiredInput, total=False):
     """One row of a dataset, as a rollout begins with it."""
 
+    id: Any
+    """The row's own beside an `example_id`, where it has both; `state["id"]`."""
     answer: str
     info: dict[str, Any]
     position: int

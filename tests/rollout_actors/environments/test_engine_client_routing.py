@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from environment_support import Talk, generated, rows, user
 from scripted_client import ScriptedClient
 from scripted_engines import Says, ScriptedEngines, client_over, demo_tokenizer, state_at
 
-from rollout_actors.environments.client import KnowsRollouts
+from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.types import State
 from shared.errors import RolloutError, UnreachableError
 from shared.seeds import request_seed
@@ -31,7 +32,13 @@ def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:
 
 
 def test_the_client_knows_rollouts(tokenizer: Any) -> None:
-    assert isinstance(client_over(ScriptedEngines([]), tokenizer), KnowsRollouts)
+    assert knows_rollouts(client_over(ScriptedEngines([]), tokenizer))
+
+
+def test_a_stand_in_that_has_every_attribute_it_is_asked_for_is_no_client_that_knows_rollouts() -> None:
+    client = MagicMock()
+    client.chat.completions.create = ScriptedClient(["a", "b"]).chat.completions.create
+    assert [generated(Talk(max_turns=1), rows(1), client).state[0]["error"] for _ in range(2)] == [None, None]
 
 
 def test_all_calls_of_a_rollout_go_to_the_engine_of_its_position(tokenizer: Any) -> None:

@@ -227,6 +227,8 @@ def test_ids_are_recorded_in_the_state():
     given = [{"question": "a", "id": "x"}, {"question": "b", "example_id": "y"}]
     results = generated(SingleTurnEnv(), given, ScriptedClient(echo))
     assert [state["id"] for state in results.state] == [state["example_id"] for state in results.state] == ["x", "y"]
+    (both,) = generated(SingleTurnEnv(), [{"question": "a", "id": "x", "example_id": 7}], ScriptedClient(echo)).state
+    assert (both["id"], both["example_id"]) == ("x", 7), "a column of ids is carried through to the state"
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])

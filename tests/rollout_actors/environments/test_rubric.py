@@ -141,6 +141,40 @@ def test_a_function_of_one_rollout_is_of_no_group():
     assert not Rubric([lambda completion, answer, **kwargs: 1.0]).compares_rollouts
 
 
+def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
+    def right(completion, grader, strictness=1):
+        return 1.0
+
+    with pytest.raises(
+        TypeError, match=r"reward function right asks for grader; there are advantage, answer, .*turn; add others to the rubric's class_objects"
+    ):
+        scored(Rubric([right]), state())
+
+
+def test_score_rollouts_scores_each_by_itself_so_many_at_a_time():
+    under_way, most = [0], [0]
+
+    async def right(completion, answer):
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        await asyncio.sleep(0.001)
+        under_way[0] -= 1
+        return completion[-1]["content"] == answer
+
+    for bound, expected in ((2, 2), (-1, 6)):
+        most[0] = 0
+        states = [state(str(i)) for i in range(6)]
+        asyncio.run(Rubric([right]).score_rollouts(states, max_concurrent=bound))
+        assert [one["reward"] for one in states] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0] and most == [expected]
+    asyncio.run(Rubric([right]).score_rollouts([]))
+
+
+def test_score_rollouts_compares_those_of_each_example():
+    states = [state(said, example_id, task=task) for said, example_id, task in (("a", 0, "t"), ("b", 1, "t"), ("cc", 0, "t"), ("d", 0, "u"))]
+    asyncio.run(RubricGroup([Rubric([lambda completions: [float(len(one[-1]["content"])) for one in completions]])]).score_rollouts(states))
+    assert [one["advantage"] for one in states] == [-0.5, 0.0, 0.5, 0.0]
+
+
 def test_a_group_gets_rewards_metrics_and_the_advantage_over_its_mean():
     def longest(completions):
         sizes = [len(completion[-1]["content"]) for completion in completions]
