@@ -83,19 +83,23 @@ class Canary:
 
     def logprobs(self) -> tuple[float, ...]:
         """One forward of the model."""
-        prompt, device = self._prompt, self._loaded.device
-        modality = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(len(self._response_ids))])
-        ids_1T = torch.tensor([(*prompt.token_ids, *self._response_ids)], device=device)
+        device = self._loaded.device
+        ids_1T = torch.tensor([(*self._prompt.token_ids, *self._response_ids)], device=device)
         with torch.no_grad():
-            logits_TV = self._loaded.model(
-                input_ids=ids_1T,
-                mm_token_type_ids=modality[None].to(device),
-                pixel_values=prompt.pixel_values_RD.to(device, self._loaded.model.dtype),
-                image_grid_thw=prompt.image_grid_I3.to(device),
-                use_cache=False,
-            ).logits[0]
+            logits_TV = self._loaded.model(input_ids=ids_1T, **self._image_arguments(), use_cache=False).logits[0]
             logprobs = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(1, ids_1T[0, 1:, None])[:, 0]
         return _finite(logprobs.tolist())
+
+    def _image_arguments(self) -> dict[str, torch.Tensor]:
+        """Nothing without images: a text model takes none, and no vision tower takes none of no images."""
+        prompt, device = self._prompt, self._loaded.device
+        if not len(prompt.image_grid_I3):
+            return {}
+        return {
+            "mm_token_type_ids": torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(len(self._response_ids))])[None].to(device),
+            "pixel_values": prompt.pixel_values_RD.to(device, self._loaded.model.dtype),
+            "image_grid_thw": prompt.image_grid_I3.to(device),
+        }
 
 
 def _finite(logprobs: list[float]) -> tuple[float, ...]:

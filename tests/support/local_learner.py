@@ -16,14 +16,16 @@ from launch.driver import Queue, train
 from launch.telemetry import StepRecord
 from learner.learner import Learner
 from learner.place import LearnerPlace, ReceiverGroup
+from rollout_actors.environments.pool import EnvironmentPool
 from rollout_actors.pool import ActorPool
 from shared.config import RunConfig
 from shared.evaluation import Evaluation
 from shared.protocols import ByRank
 from shared.reports import StepReport, merge_reports
-from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
 from shared.timeline import Span
+from shared.trajectory import ExampleCounts
 from shared.transports import Transport
 from shared.weight_sync import SendReport
 
@@ -33,9 +35,9 @@ class LocalLearner:
 
     offers_adapter = falls_back = False
 
-    def __init__(self, config: RunConfig, *, receiver_ranks: int) -> None:
-        self.learner = Learner(config, LearnerPlace(Transport.GLOO, (ReceiverGroup(receiver_ranks),)))
-        self.rollouts: list[Rollout] = []
+    def __init__(self, config: RunConfig, *, receiver_ranks: int, examples: ExampleCounts | None = None) -> None:
+        self.learner = Learner(config, LearnerPlace(Transport.GLOO, (ReceiverGroup(receiver_ranks),)), examples=examples)
+        self.rollouts: list[Any] = []
         self.sent_s: list[float] = []
         """When each sync's weights were out, Unix time."""
         self._threads = ThreadPoolExecutor(1)
@@ -119,7 +121,8 @@ class Job:
     """One run of the page: what was reported, every rollout, and when each sync's weights were out."""
 
     reports: Reports
-    rollouts: list[Rollout]
+    rollouts: list[Any]
+    """Or of an environment, its answers."""
     sent_s: list[float]
 
 
@@ -129,16 +132,16 @@ class NoCheckpoints:
     def after_step(self, num_steps: int) -> None:
         pass
 
-    def after_report(self, num_steps: int, f1: float) -> None:
+    def after_report(self, num_steps: int, score: float) -> None:
         pass
 
     def at_end(self, num_steps: int) -> None:
         pass
 
 
-def run_job(config: RunConfig, pool: ActorPool, num_actors: int, queue: Queue) -> Job:
-    """The whole page over these actors."""
-    learner, reports = LocalLearner(config, receiver_ranks=num_actors), Reports()
+def run_job(config: RunConfig, pool: ActorPool | EnvironmentPool, num_actors: int, queue: Queue, examples: ExampleCounts | None = None) -> Job:
+    """The whole page over these actors; `examples` are those of the environment, where there is one."""
+    learner, reports = LocalLearner(config, receiver_ranks=num_actors, examples=examples), Reports()
     try:
         train(learner, pool, RunSchedule(config), queue, reports, NoCheckpoints())
     finally:
@@ -146,10 +149,10 @@ def run_job(config: RunConfig, pool: ActorPool, num_actors: int, queue: Queue) -
     return Job(reports, learner.rollouts, learner.sent_s)
 
 
-def _put(requests: Sequence[RolloutRequest]) -> ByRank:
+def _put(requests: Sequence[Any]) -> ByRank:
     return [[ray.put(request) for request in requests]]
 
 
-def _get(done: ByRank) -> list[Rollout]:
+def _get(done: ByRank) -> list[Any]:
     (shares,) = done
     return list(itertools.chain(*ray.get(list(shares))))
