@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from shared.chunking import RoundPart, chunk_size, cut_rounds, rank_rounds, rank_share, round_parts, split_contiguous, split_over, split_weighted
+from shared.chunking import RoundPart, chunk_size, cut_rounds, rank_rounds, rank_share, round_chunk, round_parts, split_contiguous, split_over, split_weighted
 
 
 def test_vllm_server_mode_fails_fast_when_cap_is_infeasible():
@@ -82,6 +82,51 @@ def test_rounds_are_the_fewest_in_which_no_rank_has_more_than_its_chunk():
             assert [i for round_ in rounds for i in round_[rank]] == list(range(share))
         assert all(len(part) <= chunk for round_ in rounds for part in round_)
         assert len(rounds) == -(-max(first, second) // chunk)
+
+
+def test_the_shares_of_the_ranks_have_whole_groups_and_the_first_have_one_more():
+    assert [rank_share(40, 3, rank, together=8) for rank in range(3)] == [range(16), range(16, 32), range(32, 40)]
+    for size, groups, num_ranks in product(range(1, 6), range(8), range(1, 5)):
+        shares = [rank_share(size * groups, num_ranks, rank, together=size) for rank in range(num_ranks)]
+        assert [i for share in shares for i in share] == list(range(size * groups))
+        assert all(share.start % size == share.stop % size == 0 for share in shares)
+        assert [len(share) // size for share in shares] == [len(rank_share(groups, num_ranks, rank)) for rank in range(num_ranks)]
+
+
+def test_a_total_that_is_no_whole_groups_is_a_programmers_error():
+    """The configuration is refused before (`shared.config.trajectory_checks`)."""
+    with pytest.raises(AssertionError, match="30 are no groups of 8"):
+        rank_share(30, 2, 0, together=8)
+
+
+@pytest.mark.parametrize(("decode_batch_size", "chunk"), [(1, 8), (2, 8), (3, 8), (5, 8), (6, 16), (8, 24), (100, 296)])
+def test_a_rank_asks_for_as_many_whole_groups_as_there_is_room_for_and_for_one_at_least(decode_batch_size, chunk):
+    assert round_chunk(decode_batch_size, [1, 1, 1], 1, together=8) == chunk
+    assert round_chunk(2 * decode_batch_size, [1, 1, 1], 2, together=8) == chunk
+
+
+def test_a_group_does_not_make_up_for_devices_that_are_fewer_than_the_learner_ranks():
+    with pytest.raises(ValueError, match="decode_batch_size 1 x 2 rollout devices is less than 4 learner ranks"):
+        round_chunk(1, [2], 4, together=8)
+
+
+def test_rounds_are_the_fewest_of_whole_groups():
+    assert rank_rounds([32], 16, together=8) == [[range(16)], [range(16, 32)]]
+    assert rank_rounds([24, 16], 8, together=8) == [[range(8), range(8)], [range(8, 16), range(8, 16)], [range(16, 24), range(16, 16)]]
+    for size, first, second, room in product(range(1, 5), range(7), range(7), range(1, 5)):
+        shares = [first * size, second * size]
+        rounds = rank_rounds(shares, room * size, together=size)
+        for rank, share in enumerate(shares):
+            assert [i for round_ in rounds for i in round_[rank]] == list(range(share))
+        assert all(part.start % size == part.stop % size == 0 for round_ in rounds for part in round_)
+        assert len(rounds) == -(-max(first, second) // room)
+
+
+def test_groups_of_one_change_nothing():
+    for first, second, chunk in product(range(9), range(9), range(1, 5)):
+        assert rank_rounds([first, second], chunk, together=1) == rank_rounds([first, second], chunk)
+        assert rank_share(first, chunk, 0, together=1) == rank_share(first, chunk, 0)
+        assert round_chunk(chunk, [1, 2], 2, together=1) == chunk_size(chunk, [1, 2], 2)
 
 
 def test_a_step_is_cut_into_rounds_of_each_ranks_own_requests_in_order():

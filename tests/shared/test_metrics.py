@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.grounding.objects import DropReason
-from shared.metrics import BY_NAME, METRICS, MetricTotals, Reduction, markdown
+from shared.metrics import BY_NAME, METRICS, REWARD_FAMILY, MetricTotals, Reduction, markdown, metric_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -74,3 +74,50 @@ def test_a_name_outside_the_table_or_of_another_reduction_cannot_be_logged():
         MetricTotals().add("rollout/num_typo", 1)
     with pytest.raises(AssertionError, match="reduced by max"):
         MetricTotals().add("rollout/logprob_max_abs", 1)
+
+
+def rewards(**values):
+    """What a rank has of each reward function: a value per rollout."""
+    totals = MetricTotals()
+    for name, each in values.items():
+        totals.add_to_mean(f"{REWARD_FAMILY}{name}", sum(each), len(each))
+    totals.add_to_mean("rollout/reward", 1.0, 2)
+    totals.add("rollout/num_failed", 0)
+    return totals
+
+
+def test_a_reward_functions_numbers_have_its_name_behind_the_familys():
+    """An environment chooses the names; those of a group's environments may be on one rank and not on another."""
+    first, second = rewards(correct=[1.0, 0.0], format_reward=[0.5]), rewards(correct=[1.0], num_turns=[2.0, 4.0])
+    first.merge([second])
+    values = first.as_dict()
+    assert values["reward/correct"] == pytest.approx(2 / 3), "over all rollouts, not a mean of the ranks' means"
+    assert (values["reward/format_reward"], values["reward/num_turns"]) == (0.5, 3.0)
+
+
+def test_the_family_stands_in_its_place_of_the_table_by_name():
+    totals = rewards(zeal=[1.0], correct=[1.0], format_reward=[1.0])
+    assert list(totals.as_dict()) == ["rollout/reward", "reward/correct", "reward/format_reward", "reward/zeal", "rollout/num_failed"]
+
+
+def test_a_run_without_environments_has_no_number_of_the_family():
+    assert not any(name.startswith(REWARD_FAMILY) for name in rank([1], [1], [1], 0.0).as_dict())
+
+
+def test_the_table_says_what_a_metric_is_whatever_the_reward_functions_are_called():
+    assert metric_of("reward/correct") == metric_of("reward/num_tool_calls/search") == BY_NAME["reward/<function>"]
+    assert metric_of("rollout/reward") == BY_NAME["rollout/reward"]
+    assert metric_of("rollout/num_typo") is None
+    assert metric_of("rewards/correct") is None
+    assert "| `reward/<function>` | mean | " in markdown()
+
+
+def test_a_reward_function_gives_a_mean_and_nothing_else():
+    with pytest.raises(AssertionError, match="reward/correct is reduced by mean, not sum"):
+        MetricTotals().add("reward/correct", 1.0)
+
+
+def test_a_function_of_no_rollout_is_absent():
+    totals = MetricTotals()
+    totals.add_to_mean("reward/correct", 0.0, 0)
+    assert totals.as_dict() == {}

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from config_support import configuration
 
+from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT
 from shared.schedule import RunSchedule
 
 
@@ -31,6 +32,31 @@ def test_without_a_warm_up_the_first_report_is_of_the_weights_that_the_run_start
 
 def test_without_validation_data_there_is_none():
     assert reports(schedule(data__val=None)) == []
+
+
+def of_environment(**changes) -> RunSchedule:
+    defaults = {
+        "data__train": None,
+        "data__val": None,
+        "custom__trainer_variant": "trajectory_pg",
+        "environment__id": "guess_number",
+        "rollout_matching__decoding": {"temperature": 1.0},
+        "rollout_matching__pipeline__objective": [EXAMPLE_POLICY_GRADIENT],
+    }
+    return schedule(**defaults | changes)
+
+
+@pytest.mark.parametrize(("eval_steps", "due"), [(None, [0, 10]), (4, [0, 4, 8, 10])])
+@pytest.mark.parametrize("number", [None, 5])
+def test_of_an_environment_reports_are_due_unless_no_held_out_example_is_asked_for(eval_steps, due, number):
+    """The first is of the weights that the run starts from: there is no warm-up of channel A."""
+    assert reports(of_environment(training__eval_steps=eval_steps, environment__num_eval_examples=number)) == due
+
+
+def test_of_an_environment_without_held_out_examples_there_is_none_and_every_step_is_of_rollouts():
+    run = of_environment(environment__num_eval_examples=0)
+    assert reports(run) == []
+    assert {(plan.channel, plan.num_samples) for plan in run.plans()} == {("B", 8)}
 
 
 def test_weights_are_sent_before_every_report_and_before_every_step_that_generates():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
+from shared.chunking import rank_share
 from shared.config.batch_algebra import batch_algebra
 from shared.config.derive import EnginePlace, RowRule, engines_in, is_sharded, remarks, rollout_servers
 from shared.config.pipeline import Channel
@@ -104,6 +107,56 @@ def test_without_packing_the_aligned_variant_has_a_row_per_segment(load):
 def test_the_aligned_variant_rounds_its_raw_rollouts_up_to_whole_micro_steps(load, wanted, accumulation, rollouts):
     algebra = batch_algebra(load({**ALIGNED, "training.effective_batch_size": wanted}))
     assert (algebra.gradient_accumulation_steps, algebra.effective_batch_size, algebra.raw_rollouts_per_step) == (accumulation, rollouts, rollouts)
+
+
+def test_the_algebra_of_an_environment_counts_examples_and_keeps_their_rollouts_together(load_trajectories):
+    """Three actors that decode 6 have room for 18, of which two examples of 8 fill 16; each rollout asks the actor of its position, again and again."""
+    algebra = batch_algebra(load_trajectories({}))
+    assert (algebra.group_size, algebra.chunk, algebra.round_sizes) == (8, 16, (16, 16))
+    assert (algebra.a_steps, algebra.b_steps, algebra.warmup_steps, algebra.row_rule) == (0, 100, 0, RowRule.STEP)
+    assert algebra.describe() == (
+        "updates         100, one per step, all channel B",
+        "channel-B step  32 raw rollouts = 4 examples x 8 rollouts, in 2 rounds (16 + 16); per learner rank 32",
+        "round           at most 16 rollouts over 3 actors of 1 device, at most 6 per device at a time; shares per actor 6+5+5 | 5+6+5",
+        "rows            packed to at most 2048 tokens, taken after every 8 segments and at the step's end",
+    )
+
+
+def test_a_step_of_one_example_is_one_round(load_trajectories):
+    algebra = batch_algebra(load_trajectories({"environment.rollouts_per_example": 32, "rollout_matching.decode_batch_size": 1}))
+    assert algebra.describe()[1:3] == (
+        "channel-B step  32 raw rollouts = 1 example x 32 rollouts, in 1 round (32); per learner rank 32",
+        "round           at most 32 rollouts over 3 actors of 1 device, at most 1 per device at a time; shares per actor 11+11+10",
+    )
+
+
+@pytest.mark.parametrize(("size", "examples"), product((2, 5, 16), (4, 7, 12)))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("decode_batch_size", [1, 6, 64])
+@pytest.mark.parametrize("devices", [(1,), (1, 1, 1), (2, 2), (1, 4)])
+def test_every_position_of_an_environment_is_learned_once_and_in_order_and_no_example_is_cut(
+    load_trajectories, size, examples, ranks, decode_batch_size, devices
+):
+    """`devices` are as servers tell them, which may be of different sizes."""
+    servers = {"servers": [{"base_url": f"http://server-{index}:8000", "group_port": 0} for index in range(len(devices))]}
+    asked = {"rollout_matching.vllm.mode": "server", "rollout_matching.vllm.server": servers, "rollout_matching.decode_batch_size": decode_batch_size}
+    batch = {"environment.rollouts_per_example": size, "stage2_ab.channel_b.rollouts_per_step": size * examples, "learner.world_size": ranks}
+    run = load_trajectories({**asked, **batch})
+    if decode_batch_size * sum(devices) < ranks:
+        with pytest.raises(ValueError, match="decode_batch_size"):
+            batch_algebra(run, devices)
+        return
+    algebra = batch_algebra(run, devices)
+    for rank in range(ranks):
+        assert [i for round_ in algebra.rounds for i in round_[rank]] == list(rank_share(size * examples, ranks, rank, together=size))
+    parts = [part for round_ in algebra.rounds for part in round_]
+    assert sorted(i for part in parts for i in part) == list(range(size * examples))
+    assert all(part.start % size == part.stop % size == 0 for part in parts)
+    assert all(len(part) <= algebra.chunk for part in parts)
+    assert algebra.chunk * ranks <= max(decode_batch_size * sum(devices), size * ranks)
+    for round_, shares in zip(algebra.rounds, algebra.shares, strict=True):
+        engines = [i % len(devices) for part in round_ for i in part]
+        assert list(shares) == [engines.count(engine) for engine in range(len(devices))]
 
 
 @pytest.mark.parametrize("changes", [{}, {"custom.trainer_variant": "stage1_sft"}, {"stage2_ab.schedule.b_ratio": 0.29}, ALIGNED])
