@@ -11,7 +11,6 @@ from rich.text import Text
 
 from launch.eval_record import Evaluation
 from rollout_actors.environments.client import merged
-from rollout_actors.environments.dataset_utils import field_of
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
 from rollout_actors.environments.parsers import text_of
@@ -73,17 +72,6 @@ def results_of(rollouts: Sequence[FinishedRollout], evaluation: Evaluation, envi
         state_columns=list(evaluation.state_columns),
     )
     return GenerateOutputs.of(states, metadata)
-
-
-def present(path: str, states: Sequence[State]) -> bool:
-    """Whether a state has this field."""
-    for state in states:
-        try:
-            field_of(state, path)
-        except KeyError:
-            continue
-        return True
-    return False
 
 
 def show_rollout(one: FinishedRollout, console: Console) -> None:

@@ -21,9 +21,10 @@ from launch.command import EXPLAINED
 from launch.eval_arguments import OUTPUT, EvalOptions
 from launch.eval_endpoint import Endpoint, check_there, checked_model, endpoint_of, watch
 from launch.eval_record import Evaluation, missing_places, new_folder
-from launch.eval_results import RolloutNotes, present, results_of, show_rollout
+from launch.eval_results import RolloutNotes, results_of, show_rollout
 from launch.eval_sampling import sampling_of
 from launch.eval_summary import summary_tables
+from rollout_actors.environments.dataset_utils import present
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.inputs import Examples
 from rollout_actors.environments.outputs import RESULTS
