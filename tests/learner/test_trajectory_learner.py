@@ -533,7 +533,7 @@ def test_a_sync_is_proved_by_a_sequence_that_stays_the_same(config):
     probe, logprobs = learner.publisher.offer().canary, learner.publisher.canary.logprobs()
     assert probe.token_ids == probe.expanded_token_ids
     assert set(probe.token_ids) == set(range(len(learner.loaded.tokenizer))), "the demo's vocabulary is a small one"
-    assert logprobs == pytest.approx(logprobs_of(learner, probe.token_ids)[1:], abs=1e-5)
+    assert logprobs == pytest.approx(logprobs_of(learner.loaded.model, probe.token_ids)[1:], abs=1e-5)
     learner.publisher.done()
     assert learner.publisher.version == 1
     learner.accumulate(begin(learner, schedule.plan(0), version=1))

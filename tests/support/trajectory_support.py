@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -82,6 +82,7 @@ def rollouts_for(
     reward: Callable[[int], float] | None = None,
     fails: Collection[int] = (),
     drift: float = 0.3,
+    model: Any = None,
 ) -> list[Group]:
     """One group each, whose tokens follow from its example and the step. By the position's remainder of 3: a rollout of one turn; of two, which are one
     example; of two that are one example each.
@@ -91,20 +92,39 @@ def rollouts_for(
     Args:
         reward: of a position; None: from a list, mixed.
         fails: positions of rollouts that have failed.
+        model: a whole one with the learner's weights; None: the learner's own.
     """
-    return [_group(learner, request, version, reward or _mixed_reward, fails, drift) for request in requests]
+    engine = _Engine(learner.loaded.model if model is None else model, learner.loaded.banned_token_ids, len(learner.loaded.tokenizer))
+    return [_group(engine, request, version, reward or _mixed_reward, fails, drift) for request in requests]
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    model: Any
+    banned_token_ids: tuple[int, ...]
+    vocabulary: int
+
+    def ids(self, count: int, random: np.random.Generator) -> list[int]:
+        allowed = [token_id for token_id in range(self.vocabulary) if token_id not in self.banned_token_ids]
+        chosen: list[int] = random.choice(allowed, count).tolist()
+        return chosen
+
+    def logprobs(self, token_ids: Sequence[int], mask: Sequence[int]) -> list[float]:
+        """[L], 0 outside the mask."""
+        values = logprobs_of(self.model, token_ids, self.banned_token_ids)
+        return [value if is_learned else 0.0 for value, is_learned in zip(values, mask, strict=True)]
 
 
 def _mixed_reward(position: int) -> float:
     return (0.25, 1.0, 0.0, 0.5, 0.75)[position % 5]
 
 
-def _group(learner: Learner, request: EnvironmentRequest, version: int, reward: Callable[[int], float], fails: Collection[int], drift: float) -> Group:
+def _group(engine: _Engine, request: EnvironmentRequest, version: int, reward: Callable[[int], float], fails: Collection[int], drift: float) -> Group:
     (group,) = request.groups
     rewards = tuple(reward(position) for position in group.positions if position not in fails)
     rollouts = []
     for position in group.positions:
-        examples = _examples(learner, request.step, group.example, position, version, drift)
+        examples = _examples(engine, request.step, group.example, position, version, drift)
         has_failed = position in fails
         rollouts.append(
             EnvironmentRollout(
@@ -132,39 +152,30 @@ def _group(learner: Learner, request: EnvironmentRequest, version: int, reward: 
     return tuple(rollouts)
 
 
-def _examples(learner: Learner, step: int, example: int, position: int, version: int, drift: float) -> list[TrainingExample]:
+def _examples(engine: _Engine, step: int, example: int, position: int, version: int, drift: float) -> list[TrainingExample]:
     random = np.random.default_rng([step, position])
-    prompt = _ids(learner, 4 + example % 5, np.random.default_rng(example))
-    first, between, second = (_ids(learner, count, random) for count in (random.integers(1, 5), 3, random.integers(1, 4)))
+    prompt = engine.ids(4 + example % 5, np.random.default_rng(example))
+    first, between, second = (engine.ids(count, random) for count in (random.integers(1, 5), 3, random.integers(1, 4)))
     fields = {"reward": 0.0, "example_id": example, "weight_version": version, "rollout": position}
     turns = [(prompt, first)] if position % 3 == 0 else [(prompt, first), (between if position % 3 == 2 else [*prompt, *first, *between], second)]
     if position % 3 == 1:
         token_ids = [*prompt, *first, *between, *second]
         mask = [0] * len(prompt) + [1] * len(first) + [0] * len(between) + [1] * len(second)
-        logprobs = _masked(logprobs_of(learner, token_ids), mask)
+        logprobs = engine.logprobs(token_ids, mask)
         for place in range(len(token_ids) - len(second), len(token_ids)):
             logprobs[place] += float(random.normal(0.0, drift))
         return [TrainingExample(token_ids, logprobs, mask, steps=(0, 1), **fields)]
     made = []
     for number, (prompt_ids, sampled) in enumerate(turns):
         token_ids, mask = [*prompt_ids, *sampled], [0] * len(prompt_ids) + [1] * len(sampled)
-        made.append(TrainingExample(token_ids, _masked(logprobs_of(learner, token_ids), mask), mask, steps=(number,), **fields))
+        made.append(TrainingExample(token_ids, engine.logprobs(token_ids, mask), mask, steps=(number,), **fields))
     return made
 
 
-def _ids(learner: Learner, count: int, random: np.random.Generator) -> list[int]:
-    allowed = [token_id for token_id in range(len(learner.loaded.tokenizer)) if token_id not in learner.loaded.banned_token_ids]
-    return random.choice(allowed, count).tolist()
-
-
-def _masked(values: Sequence[float], mask: Sequence[int]) -> list[float]:
-    return [value if is_learned else 0.0 for value, is_learned in zip(values, mask, strict=True)]
-
-
 @torch.no_grad()
-def logprobs_of(learner: Learner, token_ids: Sequence[int]) -> list[float]:
-    """[L], 0 at the first: as an engine with the learner's weights gives them at temperature 1."""
-    logits = learner.loaded.model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()
-    logits[:, list(learner.loaded.banned_token_ids)] = -torch.inf
+def logprobs_of(model: Any, token_ids: Sequence[int], banned_token_ids: Sequence[int] = ()) -> list[float]:
+    """[L], 0 at the first: as an engine with these weights gives them at temperature 1."""
+    logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()
+    logits[:, list(banned_token_ids)] = -torch.inf
     logprobs = logits[:-1].log_softmax(-1)[range(len(token_ids) - 1), token_ids[1:]]
     return [0.0, *logprobs.tolist()]
