@@ -92,7 +92,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("coord_diag/coord_mass", Reduction.MEAN, "Probability of the coord vocabulary at supervised coord slots."),
     # What became of the rollouts.
     Metric("rollout/num", Reduction.SUM, "Raw rollouts."),
-    Metric("rollout/num_tokens", Reduction.SUM, "Response tokens, without the stop token."),
+    Metric("rollout/num_tokens", Reduction.SUM, "Response tokens, without the stop token; of environments, all that were sampled."),
     Metric("rollout/decode_mode", Reduction.STEP, "greedy, sample or beam."),
     Metric("rollout/num_length_limited", Reduction.SUM, "Rollouts that ended at `max_new_tokens`."),
     Metric("rollout/num_repeat_terminated", Reduction.SUM, "Rollouts that the repeat guard ended."),

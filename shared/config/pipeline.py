@@ -34,7 +34,7 @@ EXAMPLE_POLICY_GRADIENT = {
     "enabled": True,
     "weight": 1.0,
     "channels": ["B"],
-    "config": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 5.0, "normalize": "segment", "advantage_std": False},
+    "config": {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "segment", "advantage_std": True},
 }
 """All that trajectories are learned by."""
 

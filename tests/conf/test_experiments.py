@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from launch.composition import as_schema_overrides
 from shared.config import RunConfig, load_config
 from shared.config.batch_algebra import batch_algebra
-from shared.config.derive import engine_devices
+from shared.config.custom import TrainerVariant
+from shared.config.derive import engine_devices, remarks
 from shared.config.explain import sections_in
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule
@@ -24,7 +25,8 @@ from shared.schedule import RunSchedule
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 CHOICES = {f"rollout_matching.{key}" for key in ("rollout_backend", "vllm.mode", "vllm.server.kind", "vllm.enforce_eager", "vllm.kv_cache_memory_bytes")} | {
-    "stage2_ab.channel_b.enable_pipeline"
+    "stage2_ab.channel_b.enable_pipeline",
+    "environment.rollouts_per_example",
 }
 """Written out where a file is about them, or where an experiment takes back what the one it builds on has set."""
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
@@ -94,6 +96,40 @@ def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> 
     expected["training"]["max_steps"] = control.training.max_steps
     expected["telemetry"]["run_dir"] = control.telemetry.run_dir
     assert control.model_dump() == expected
+
+
+def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_samples() -> None:
+    main, run = loaded("+experiment=stage2_3v1"), loaded("+experiment=env_3v1")
+    assert run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
+    assert (run.rollout_matching.vllm, run.learner) == (main.rollout_matching.vllm, main.learner)
+    assert (run.data.train, run.data.val) == (None, None)
+    assert RunSchedule(run).evaluates_before(0), "what the reward rises from"
+    assert remarks(run) == ()
+
+
+def test_the_batch_algebra_of_trajectories_counts_examples() -> None:
+    assert batch_algebra(loaded("+experiment=env_3v1")).describe()[1:] == (
+        "channel-B step  256 raw rollouts = 32 examples x 8 rollouts, in 2 rounds (128 + 128); per learner rank 256",
+        "round           at most 144 rollouts over 3 actors of 1 device, at most 48 per device at a time; shares per actor 43+43+42 | 43+42+43",
+        "rows            packed to at most 512 tokens, taken after every 8 segments and at the step's end",
+    )
+
+
+def test_an_environment_of_ones_own_is_named_on_the_command_line() -> None:
+    own = ["environment.id=./sort_words.py", "environment.args.num_words=6", "environment.num_actors=2"]
+    section = loaded("+experiment=env_3v1", *as_schema_overrides(own)).environment
+    assert section is not None
+    assert (section.id, section.args, section.num_actors) == ("./sort_words.py", {"num_words": 6}, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(backend: str) -> None:
+    choice = ["+experiment=env_3v1", f"backend={backend}", "stage2_ab.channel_b.enable_pipeline=false"]
+    if backend not in ("colocate", "hf"):
+        assert loaded(*choice).environment
+        return
+    with pytest.raises(ConfigError, match=r"^rollout_matching\.(vllm\.mode|rollout_backend): '\w+' generates in the learner"):
+        loaded(*choice)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
