@@ -7,10 +7,23 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scene_support import scene
 
-from shared.trajectory import TrainingExample, count_signal, group_advantages, has_signal, without_flat_groups
+from shared.evaluation import Evaluation, Scene
+from shared.rollouts import DecodeMode, DecodeSettings
+from shared.trajectory import (
+    EnvironmentRequest,
+    EnvironmentRollout,
+    ExampleCounts,
+    ExampleGroup,
+    TrainingExample,
+    count_signal,
+    group_advantages,
+    has_signal,
+    without_flat_groups,
+)
 
 REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=9)
 THREE = {"token_ids": [1, 2, 3], "logprobs": [0.0, -0.5, -1.0], "mask": [0, 1, 1], "reward": 1.0}
@@ -36,12 +49,14 @@ def test_columns_of_another_length_are_a_programmers_error(short):
         TrainingExample(**THREE | short)
 
 
+@settings(deadline=None)
 @given(REWARDS)
 @example([0.1, 0.1, 0.1])
 def test_an_advantage_is_the_reward_without_the_groups_mean(rewards):
     np.testing.assert_allclose(group_advantages(rewards), np.array(rewards) - np.mean(rewards), atol=1e-6)
 
 
+@settings(deadline=None)
 @given(REWARDS)
 def test_with_the_standard_deviation_advantages_have_mean_0_and_deviation_1(rewards):
     advantages = group_advantages(rewards, divided_by_std=True)
@@ -50,6 +65,7 @@ def test_with_the_standard_deviation_advantages_have_mean_0_and_deviation_1(rewa
     assert np.abs(advantages).max() <= len(rewards) ** 0.5 + 1e-6
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 9), st.booleans())
 @example(0.1, 3, True)
 def test_rewards_that_are_all_equal_have_advantages_of_exactly_0(reward, size, divided_by_std):
@@ -92,3 +108,47 @@ def test_an_advantage_is_not_divided_where_the_group_has_no_deviation(rewards):
 def test_an_example_that_was_not_scored_says_so():
     with pytest.raises(ValueError, match="example 7: has no advantage, because its rollouts were not scored"):
         TrainingExample(**THREE, example_id=7).advantages(divided_by_std=False)
+
+
+ROLLOUT = EnvironmentRollout(
+    position=7,
+    example=3,
+    reward=0.5,
+    metrics={"correct": 0.5},
+    error=None,
+    is_truncated=False,
+    num_turns=2,
+    num_tokens=4,
+    num_splits=0,
+    examples=(TrainingExample(**THREE),),
+    prompt=[{"role": "user", "content": "2 + 2"}],
+    completion=[{"role": "assistant", "content": "4"}],
+    actor="environment-0",
+    started_s=0.0,
+    generate_s=1.0,
+)
+REQUEST = EnvironmentRequest(
+    step=2,
+    groups=(ExampleGroup(3, range(8)), ExampleGroup(3, range(8, 16))),
+    decode=DecodeSettings(DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 8, 1, (1,), (), True),
+    run_seed=17,
+)
+
+
+@pytest.mark.parametrize("value", [REQUEST, ROLLOUT, ExampleCounts(train=200, held_out=50)])
+def test_what_learner_and_environments_tell_each_other_is_frozen_and_travels_between_processes(value):
+    assert pickle.loads(pickle.dumps(value)) == value
+    with pytest.raises(AttributeError):
+        setattr(value, "step" if value is REQUEST else "train" if isinstance(value, ExampleCounts) else "reward", 1)
+
+
+def test_an_example_that_a_step_draws_twice_is_two_groups_of_their_own_positions():
+    assert [group.positions for group in REQUEST.groups] == [range(8), range(8, 16)]
+    assert not REQUEST.is_held_out
+
+
+def test_an_evaluation_is_of_scenes_or_of_rollouts():
+    """Whoever makes one orders its outcomes by what both have (`launch.driver.evaluate`)."""
+    of_scenes: Evaluation[Scene] = Evaluation(1, 1, (scene(4, [], []),), wall_s=1.0)
+    of_rollouts: Evaluation[EnvironmentRollout] = Evaluation(1, 1, (ROLLOUT,), wall_s=1.0)
+    assert [outcome.position for outcome in (*of_scenes.outcomes, *of_rollouts.outcomes)] == [4, 7]
