@@ -20,7 +20,7 @@ EXACT, BEGUN = 1.0, 0.5
 """What an answer is worth that is the digit, and one that only begins with it."""
 
 
-def load_environment(num_examples: int = 80, num_eval_examples: int = 40, num_digits: int = 3, base: int = 5, seed: int = 0) -> MultiTurnEnv:
+def load_environment(num_examples: int = 800, num_eval_examples: int = 128, num_digits: int = 3, base: int = 10, seed: int = 0) -> MultiTurnEnv:
     """Numbers of `num_digits` (at least 2) digits below `base` (2 to 10), no number twice: none that is held out is among those to train on."""
     if num_digits < 2:
         raise ValueError(f"num_digits is {num_digits}; with fewer than 2 the first is the last")
