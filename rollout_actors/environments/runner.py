@@ -6,20 +6,25 @@ It takes the learner's `EnvironmentRequest`s, asks the run's own engines, and an
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rollout_actors.environments.call_arguments import CallArguments
+from rollout_actors.environments.client import merged
 from rollout_actors.environments.engine_client import EngineClient, Engines
 from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.messages import sanitize_messages
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
 from rollout_actors.environments.types import State
-from shared.errors import RolloutError
+from shared.errors import RolloutError, UnreachableError
 from shared.rollouts import Rollout, RolloutRequest
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, ExampleGroup, TrainingExample
 
@@ -42,7 +47,7 @@ class RunnerSettings:
     max_concurrent_scoring: int | None = None
     tool_parser: str | None = None
     keeps_messages: bool = True
-    """Prompts and completions travel to the learner, which writes them down."""
+    """Prompts and completions of training travel to the learner, which writes them down. Those of held-out reports do in any case."""
 
 
 class EnvironmentRunner:
@@ -56,12 +61,14 @@ class EnvironmentRunner:
     async def run(self, requests: Sequence[EnvironmentRequest]) -> list[Answer]:
         """One answer per request, in the same order. The requests are of one step. A rollout that fails is data (`EnvironmentRollout.error`).
 
-        Raises RolloutError where an engine fails: its requests are not asked again, and no rollout is blamed for it.
+        Raises RolloutError where an engine fails (its requests are not asked again, and no rollout is blamed for it), and for what no rollout of the
+        environment could do: sampling arguments that contradict the run, images.
         """
         if not requests:
             return []
         first = requests[0]
-        engines = _WatchedEngines(self._engines)
+        self._require_agreement(first)
+        engines = _WatchedEngines(self._engines, self._name)
         client = EngineClient(
             engines,
             self._tokenizer,
@@ -75,35 +82,44 @@ class EnvironmentRunner:
         dataset = self._environment.get_eval_dataset() if first.is_held_out else self._environment.get_dataset()
         done: dict[int, EnvironmentRollout] = {}
         for groups in _calls([group for request in requests for group in request.groups], dataset):
-            for rollout in await engines.unless_one_fails(self._generate(groups, dataset, client)):
+            for rollout in await engines.unless_one_fails(self._generate(_Placed(dataset, groups), client, first)):
                 done[rollout.position] = rollout
         return [tuple(done[position] for group in request.groups for position in group.positions) for request in requests]
 
     async def aclose(self) -> None:
         await self._environment.aclose()
 
-    async def _generate(self, groups: Sequence[ExampleGroup], dataset: Examples, client: EngineClient) -> list[EnvironmentRollout]:
-        started_s = time.time()
-        places = [(group.example, position) for group in groups for position in group.positions]
-        inputs = _Placed(dataset, places)
-        scoring = self._settings.max_concurrent_scoring
-        results = await self._environment.generate(inputs, client, self._settings.model_path, max_concurrent_scoring=scoring, use_tqdm=False)
+    def _require_agreement(self, request: EnvironmentRequest) -> None:
+        """That its calls may ask for what it asks of all of them: or every rollout would fail at its first."""
+        environment, arguments = self._environment, CallArguments(request.decode, {})
+        for one in environment.envs.values() if isinstance(environment, EnvGroup) else (environment,):
+            try:
+                arguments.max_tokens(merged(one.sampling_args, environment.sampling_args, _taken_back(request)))
+            except ValueError as error:
+                raise RolloutError(f"sampling_args of {one.name}: {error}", actor=self._name, phase="environment") from error
+
+    async def _generate(self, inputs: _Placed, client: EngineClient, request: EnvironmentRequest) -> list[EnvironmentRollout]:
+        started_s, settings = time.time(), self._settings
+        results = await self._environment.generate(
+            inputs, client, settings.model_path, _taken_back(request), max_concurrent_scoring=settings.max_concurrent_scoring, use_tqdm=False
+        )
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
-        for example in merge_trajectories_for_training(states).examples:
-            learned[example.rollout].append(example)
+        for made in merge_trajectories_for_training(states).examples:
+            # By its place in the step, which does not depend on how the step is cut into calls.
+            learned[made.rollout].append(replace(made, rollout=inputs.places[made.rollout].position))
+        keeps = settings.keeps_messages or request.is_held_out
         return [
-            self._rollout(state, example, position, of_rollout, started_s)
-            for state, (example, position), of_rollout in zip(states, places, learned, strict=True)
+            self._rollout(state, place, examples, started_s, keeps_messages=keeps)
+            for state, place, examples in zip(states, inputs.places, learned, strict=True)
         ]
 
-    def _rollout(self, state: State, example: int, position: int, learned: list[TrainingExample], started_s: float) -> EnvironmentRollout:
+    def _rollout(self, state: State, place: _Place, learned: list[TrainingExample], started_s: float, *, keeps_messages: bool) -> EnvironmentRollout:
         trajectory = state["trajectory"]
         tokens = [step["tokens"] for step in trajectory if step["tokens"] is not None]
-        keeps = self._settings.keeps_messages
         return EnvironmentRollout(
-            position=position,
-            example=example,
+            position=place.position,
+            example=place.row,
             reward=float(state["reward"] or 0.0),
             metrics=dict(state["metrics"] or {}),
             error=state["error"],
@@ -112,8 +128,8 @@ class EnvironmentRunner:
             num_tokens=sum(len(of_step["completion_ids"]) for of_step in tokens),
             num_splits=int(state.get("num_splits") or 0),
             examples=() if state["error"] is not None else tuple(learned),
-            prompt=sanitize_messages(state["prompt"]) if keeps else None,
-            completion=sanitize_messages(state["completion"]) if keeps else None,
+            prompt=_written(state["prompt"]) if keeps_messages else None,
+            completion=_written(state["completion"]) if keeps_messages else None,
             actor=self._name,
             started_s=started_s,
             generate_s=state["timing"]["total_ms"] / 1000,
@@ -138,22 +154,41 @@ def load_tokenizer(model_path: str) -> Any:
 
 class _WatchedEngines:
     """The run's engines during one call. What one of them fails with ends the call: as a rollout's own error it would be data, and a
-    dead engine would teach."""
+    dead engine would teach. So does what the learner could not learn from."""
 
-    def __init__(self, engines: Engines) -> None:
-        self._engines = engines
+    def __init__(self, engines: Engines, name: str) -> None:
+        """`name` is that of the environment actor."""
+        self._engines, self._name = engines, name
+        self._num_unreached: Counter[tuple[int, int]] = Counter()
+        """Engines that could not be reached, by position and seed of what they were asked."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __len__(self) -> int:
         return len(self._engines)
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+        if request.images:
+            # Rows of the learner would have their placeholders as text.
+            told = f"example {request.sample_id} has an image in a prompt, and trajectories are learned of text alone; use an environment without images"
+            refused = RolloutError(told, actor=self._name, phase="environment")
+            self._note(refused)
+            raise refused
         try:
             return await self._engines.generate(engine, request)
-        except RolloutError as error:
-            if not self._failure.done():
-                self._failure.set_exception(error)
+        except UnreachableError as error:
+            # The client asks the next one, as long as there is one.
+            key = (request.position, request.seed)
+            self._num_unreached[key] += 1
+            if self._num_unreached[key] >= len(self._engines):
+                self._note(error)
             raise
+        except RolloutError as error:
+            self._note(error)
+            raise
+
+    def _note(self, error: RolloutError) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     async def unless_one_fails(self, work: Any) -> Any:
         """What `work` comes to. RolloutError, once all its rollouts have cleaned up, where an engine has failed meanwhile."""
@@ -171,17 +206,34 @@ class _WatchedEngines:
         return task.result()
 
 
+class _Place(NamedTuple):
+    """Of a rollout."""
+
+    row: int
+    position: int
+
+
 class _Placed(Examples):
     """Rows of a dataset as inputs with positions of their own."""
 
-    def __init__(self, dataset: Examples, places: Sequence[tuple[int, int]]) -> None:
-        """`places`: row and position of each."""
-        super().__init__(places, PromptFormat())
-        self._dataset, self._places = dataset, places
+    def __init__(self, dataset: Examples, groups: Sequence[ExampleGroup]) -> None:
+        self.places = [_Place(group.example, position) for group in groups for position in group.positions]
+        super().__init__(self.places, PromptFormat())
+        self._dataset = dataset
 
     def __getitem__(self, index: Any) -> Any:
-        row, position = self._places[index]
+        row, position = self.places[index]
         return {**self._dataset[row], "position": position}
+
+
+def _taken_back(request: EnvironmentRequest) -> dict[str, Any]:
+    """Of the environment's sampling arguments: a report is greedy, whatever it asks of training."""
+    return {"temperature": None} if request.is_held_out else {}
+
+
+def _written(messages: Any) -> Any:
+    """As they travel and are written down, whatever an environment has put into them; None of a rollout that ended before it had any."""
+    return None if messages is None else json.loads(json.dumps(sanitize_messages(messages), default=str))
 
 
 def _calls(groups: Sequence[ExampleGroup], dataset: Examples) -> list[list[ExampleGroup]]:
