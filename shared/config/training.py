@@ -55,7 +55,7 @@ class TrainingSection(Section):
     """Micro-steps per update; null: derived from `effective_batch_size`, or 1 where that is null too."""
 
     eval_steps: PositiveInt | None = None
-    """Evaluate on `data.val`, or the environment's held-out examples, after every this many updates; null: only where the warm-up of channel A ends and at the
+    """Evaluate after every this many updates, on `data.val` or the environment's held-out examples; null: only where the warm-up of channel A ends and at the
     end of the run.
 
     Those two reports are made in any case where there is something to evaluate on; without a warm-up the first is that of the weights the run starts from.

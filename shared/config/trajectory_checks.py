@@ -32,13 +32,12 @@ def engines_can_be_asked(run: RunConfig) -> Iterator[Problem]:
     """Environments ask call by call, whenever they have an answer to what was said before."""
     if run.custom.trainer_variant is not _VARIANT or engines_in(run) is not EnginePlace.RANKS:
         return
-    key, value, remedy = "vllm.mode", run.rollout_matching.vllm.mode, "set actors or server"
-    if run.rollout_matching.rollout_backend == "hf":
-        key, value, remedy = "rollout_backend", "hf", "set vllm, and rollout_matching.vllm.mode: actors or server"
+    is_hf = run.rollout_matching.rollout_backend == "hf"
     yield Problem(
-        f"rollout_matching.{key}",
-        f"'{value}' generates in the learner, in turn with its learning, and environments ask for answers at any time",
-        f"{remedy} (`backend=actors` on the command line, `override /backend: actors` in an experiment)",
+        "rollout_matching.rollout_backend" if is_hf else "rollout_matching.vllm.mode",
+        f"'{'hf' if is_hf else 'colocate'}' generates in the learner, in turn with its learning, and environments ask for answers at any time",
+        f"set {'vllm, and rollout_matching.vllm.mode: ' if is_hf else ''}actors or server "
+        "(`backend=actors` on the command line, `override /backend: actors` in an experiment)",
     )
 
 

@@ -30,7 +30,7 @@ def test_thresholds_score_and_pictures_are_chosen(load):
         ("evaluation.score", "mean", "evaluation.score: must be one of constant, coord_probability, got the text 'mean'; "),
         ("evaluation.worst_scenes", -1, "evaluation.worst_scenes: must be at least 0, got -1; "),
         ("evaluation.iou_threshold", [0.5], "evaluation.iou_threshold: is not a known key; did you mean 'iou_thresholds'?"),
-        ("training.eval_steps", 0, "training.eval_steps: must be greater than 0, got 0; change it (Evaluate on `data.val` after every this many updates"),
+        ("training.eval_steps", 0, "training.eval_steps: must be greater than 0, got 0; change it (Evaluate after every this many updates, on `data.val`"),
     ],
 )
 def test_what_is_no_report_is_refused(problems, path, value, message):
