@@ -15,7 +15,7 @@ BEGUN: ContextVar[list[State] | None] = ContextVar("begun", default=None)
 
 def whole(state: State) -> State:
     """With every field of a rollout, as it begins, that it does not have: an environment's own `init_state` may leave out some."""
-    fields = {
+    fields: dict[str, Any] = {
         "is_completed": False,
         "is_truncated": False,
         "stop_condition": None,

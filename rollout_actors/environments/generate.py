@@ -17,7 +17,7 @@ from rollout_actors.environments.begun import BEGUN, require_state, whole
 from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.inputs import Examples, placed, require_own_positions
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
-from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of
+from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of, require_rewards
 from rollout_actors.environments.types import State
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class _Rollouts:
                     await rubric.score_group(sound)
                 elif sound:
                     await rubric.score_rollout(sound[0])
+                require_rewards(sound, rubric)
             except (Exception, asyncio.CancelledError) as error:  # of one unit, as above
                 _raise_if_cancelled(error)
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)

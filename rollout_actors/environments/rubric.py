@@ -152,6 +152,14 @@ def groups_of(names: Iterable[Any]) -> list[list[int]]:
     return list(groups.values())
 
 
+def require_rewards(states: Sequence[State], rubric: Rubric) -> None:
+    """ValueError where a rubric, which may be of a class of the user's, has left one without a reward that can be compared."""
+    for state in states:
+        reward = state["reward"]
+        if reward is None or not math.isfinite(reward):
+            raise ValueError(f"{type(rubric).__name__} gave the reward {reward}; give a finite number")
+
+
 def credit(state: State, reward: float) -> None:
     """The rollout's reward, which is that of its steps too, where they have none of their own (but the same object that the rollout had before)."""
     former, state["reward"] = state["reward"], reward
@@ -168,9 +176,13 @@ def give_advantages(states: Sequence[State]) -> None:
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
-    """`give_advantages` among the rollouts of one example that have not failed. The reward 0 of one that has is no judgement of what the model did: it is not
-    in the mean of the others, and its own advantage is None."""
-    give_advantages([state for state in states if state["error"] is None])
+    """`give_advantages` among the rollouts of one example that have not failed, unless a rubric of its own kind has given them all theirs.
+
+    The reward 0 of a rollout that failed is no judgement of what the model did: it is not in the mean of the others, and its own advantage is None.
+    """
+    sound = [state for state in states if state["error"] is None]
+    if any(state["advantage"] is None for state in sound):
+        give_advantages(sound)
     for state in states:
         if state["error"] is not None:
             _give_advantage(state, None)

@@ -10,6 +10,7 @@ import pytest
 from environment_support import Talk, generated, rows, rubric_of, said_the_answer, user
 from scripted_client import Answer, ScriptedClient, status_error
 
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.single_turn import SingleTurnEnv
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
@@ -217,6 +218,20 @@ def test_advantages_are_over_the_examples_mean_also_without_group_functions():
     results = generated(SingleTurnEnv(rubric=rubric_of(said_the_answer)), given, ScriptedClient(echo))
     assert [state["advantage"] for state in results.state] == [0.5, -0.5, 0.0]
     assert [state["trajectory"][0]["advantage"] for state in results.state] == [0.5, -0.5, 0.0]
+
+
+def test_advantages_that_a_rubric_of_the_users_own_has_given_stand():
+    class LeaveOneOut(Rubric):
+        async def score_group(self, states):
+            await super().score_group(states)
+            total = sum(state["reward"] for state in states)
+            for state in states:
+                state["advantage"] = state["reward"] - (total - state["reward"]) / (len(states) - 1)
+
+    env = SingleTurnEnv(dataset=rows(1), rubric=LeaveOneOut([lambda completions: ranks(completions)]))
+    client = ScriptedClient(lambda call: str(call.number))
+    results = asyncio.run(env.evaluate(client, "model", rollouts_per_example=3, use_tqdm=False))
+    assert [state["advantage"] for state in results.state] == [-1.5, 0.0, 1.5]
 
 
 # Ids and timing

@@ -9,7 +9,7 @@ from scripted_client import Answer, ScriptedClient, connection_error, overlong_e
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.responses import RETURNS_TOKENS
-from rollout_actors.environments.rubric import RubricGroup
+from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.training_examples import merge_trajectories_for_training, process_trajectories_for_training
 from rollout_actors.environments.types import State
@@ -195,6 +195,19 @@ def test_a_group_function_that_fails_is_its_groups_failure_and_the_others_go_on(
     assert results.metrics == {"right": [0.0, 0.0, 0.5, 0.5], "picky": [0.0, 0.0, 1.0, 0.0]}
     assert [state["trajectory"][0]["reward"] for state in results.state] == results.reward
     assert [state["advantage"] for state in results.state] == [None, None, 0.5, -0.5]
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "None"), (float("nan"), "nan")])
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_a_rubric_of_the_users_own_that_gives_no_reward_fails_its_rollout_and_not_the_batch(given, told, interleave_scoring):
+    class Own(Rubric):
+        async def score_rollout(self, state):
+            state["reward"] = given if state["completion"][-1]["content"] == "q1" else 0.5
+
+    env = SingleTurnEnv(dataset=rows(3), rubric=Own())
+    results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False, interleave_scoring=interleave_scoring))
+    assert results.reward == [0.5, 0.5, 0.0, 0.0, 0.5, 0.5]
+    assert results.state[2]["error"] == f"ValueError: Own gave the reward {told}; give a finite number"
 
 
 async def cancelled_task():
