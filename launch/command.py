@@ -12,6 +12,7 @@ from types import FrameType
 from rich.console import Console
 
 from shared.config import RunConfig
+from shared.config.environment import EnvironmentSection
 from shared.errors import ConfigError, LearnerError, RecordError, RolloutError, StorageError, WeightSyncError
 
 EXPLAINED = (ConfigError, RecordError, RolloutError, WeightSyncError, LearnerError, StorageError, OSError)
@@ -60,6 +61,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         update={
             "model": config.model.model_copy(update={"path": str(Path(config.model.path).resolve())}),
             "data": config.data.model_copy(update=data),
+            "environment": _with_absolute_path(config.environment),
             "telemetry": config.telemetry.model_copy(update={"run_dir": config.telemetry.run_dir.resolve()}),
         }
     )
+
+
+def _with_absolute_path(section: EnvironmentSection | None) -> EnvironmentSection | None:
+    """Where the environment is named by its file."""
+    if section is None or not section.id.endswith(".py"):
+        return section
+    return section.model_copy(update={"id": str(Path(section.id).resolve())})

@@ -148,9 +148,20 @@ _KINDS = (
 
 def _fitting(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> Placement:
     """The placement, if every process has room on some node and all of them have on all nodes. Whether they have at the same time is for the cluster to say."""
-    if problems := [*_too_large(config, placement, nodes)] or [*_too_many(placement, Resources.sum(nodes))]:
+    there = Resources.sum(nodes)
+    if problems := [*_too_large(config, placement, nodes)] or [*_too_many(placement, there)] or [*_environments(config, placement, there)]:
         raise ConfigError(problems)
     return placement
+
+
+def _environments(config: RunConfig, placement: Placement, there: Resources) -> Iterator[str]:
+    """They are placed beside the rest."""
+    section, rest = config.environment, Resources.sum(placement.bundles).cpus
+    if section is not None and section.num_actors * section.cpus_per_actor > there.cpus - rest:
+        yield (
+            f"environment.cpus_per_actor: {section.num_actors} environment actors of {section.cpus_per_actor:g} CPU have no room beside the rest of the run, "
+            f"which takes {rest:g} of the cluster's {there.cpus:g}; lower it, 0 reserves nothing, or join a larger cluster with cluster.address"
+        )
 
 
 def _too_large(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import hydra
 from omegaconf import DictConfig
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from launch.command import explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.data_checks import DataFacts, ImageNeeds, load_data
+from launch.data_checks import DataFacts, ImageNeeds, check_data, load_data
 from launch.device_memory import DeviceMemory, Needs, device_memory
 from launch.memory_estimate import ModelShape, engine_estimate, in_gib, learner_estimate, sequences_in_cache, shared_device_estimate, synced_bytes
 from launch.path_checks import path_problems
@@ -30,10 +30,13 @@ from launch.version_checks import version_problems
 from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig, load_config
 from shared.config.batch_algebra import batch_algebra
-from shared.config.derive import actor_name, engine_devices, rank_name, remarks, rollout_servers
+from shared.config.derive import actor_name, engine_devices, environment_name, rank_name, remarks, rollout_servers
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.transports import Device
+
+if TYPE_CHECKING:
+    from learner.loading import LoadedTokens
 
 T = TypeVar("T")
 
@@ -89,10 +92,7 @@ def preflight(
     findings.lines += (f"note      {remark}" for remark in remarks(config))
     for find in (version_problems, path_problems, port_problems):
         findings.check(partial(find, config))
-    data = findings.attempt(lambda: load_data(config))
-    facts = None if data is None else DataFacts.of(*data)
-    if data is not None:
-        findings.attempt(lambda: _require_learnable(config, *data))
+    facts = _data(config, findings)
     shape = findings.attempt(lambda: ModelShape.read(Path(config.model.path)))
     nodes = findings.attempt(lambda: nodes_of(config))
     placement = None if nodes is None else findings.attempt(lambda: plan_placement(config, nodes))
@@ -107,14 +107,33 @@ def preflight(
     return findings
 
 
+def _data(config: RunConfig, findings: Findings) -> DataFacts | None:
+    """What the learner would find in samples, or in the environment and the checkpoint; None where they are not sound."""
+    if config.environment is not None:
+        facts = findings.attempt(lambda: check_data(config))
+        findings.lines += () if facts is None else facts.describe()
+        findings.attempt(lambda: _load_tokens(config))
+        return facts
+    data = findings.attempt(lambda: load_data(config))
+    if data is None:
+        return None
+    findings.attempt(lambda: _require_learnable(config, *data))
+    return DataFacts.of(*data)
+
+
+def _load_tokens(config: RunConfig) -> LoadedTokens:
+    from learner.loading import load_tokens
+
+    return load_tokens(config)
+
+
 def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -> None:
     """What the learner would find: coord tokens that are missing, and samples that are too long."""
     from learner.heldout import HeldOut
     from learner.lengths import require_train_lengths
-    from learner.loading import load_tokens
     from learner.segments import PromptEncoder
 
-    tokens = load_tokens(config)
+    tokens = _load_tokens(config)
     require_train_lengths(config, train, PromptEncoder.of(config, tokens.processor), tokens.codec)
     if val is not None:
         HeldOut.of(config, val, tokens)
@@ -153,6 +172,9 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     for rank, resources in enumerate(placement.ranks):
         beside = f", with an engine of {_devices(placement)} beside it" if _starts_engines(config) and not placement.engines else ""
         lines.append(f"place     {rank_name(rank, len(placement.ranks))}: {resources.gpus:g} GPU, {resources.cpus:g} CPU{beside}")
+    if config.environment is not None:
+        reserved = f"{config.environment.cpus_per_actor:g} CPU" if config.environment.cpus_per_actor else "nothing reserved, on this node"
+        lines += [f"place     {environment_name(index)}: {reserved}, runs {config.environment.id}" for index in range(config.environment.num_actors)]
     if (section := rollout_servers(config)) is not None:
         lines += [f"server    {entry.base_url}, group port {entry.group_port or 'any'}" for entry in section.servers]
     if config.rollout_matching.rollout_backend == "hf":
