@@ -185,3 +185,12 @@ def test_plain_has_a_form_for_everything(tmp_path):
     response = ScriptedClient(["a"])
     assert plain({1: (np.float32(0.5), np.arange(2)), "set": {3}, "path": tmp_path}) == {"1": [0.5, [0, 1]], "set": [3], "path": str(tmp_path)}
     assert plain(response).startswith("<")
+
+
+def test_id_and_timing_are_recorded_per_rollout_and_are_available_for_inclusion_in_datasets():
+    environment, results = echoed([{"question": "a", "id": "x"}, {"question": "b", "id": "y"}])
+    made = environment.make_dataset(results, state_columns=["timing", "timing.generation_ms", "timing.scoring_ms"])
+    for row, state in zip(made, results.state, strict=True):
+        assert row["id"] == state["id"] and row["timing"] == state["timing"]
+        assert 0 < row["timing.generation_ms"] < row["timing"]["total_ms"] and row["timing.scoring_ms"] > 0
+    assert made["id"][:] == ["x", "y"] and "timing" not in environment.make_dataset(results).column_names
