@@ -63,6 +63,7 @@ class Environment(ABC):
         self.oai_tools = list(oai_tools or [])
         self.parser = parser or (rubric.parser if rubric is not None and rubric.parser is not None else Parser())
         self.rubric = rubric or Rubric(parser=self.parser)
+        self.rubric.lend_parser(self.parser)
         self.prompt_format = PromptFormat(message_type, system_prompt, tuple(few_shot or ()), env_id or "default")
         self.dataset = None if dataset is None else Examples(dataset, self.prompt_format)
         self.eval_dataset = None if eval_dataset is None else Examples(eval_dataset, self.prompt_format)

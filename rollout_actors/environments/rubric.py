@@ -49,6 +49,10 @@ class Rubric:
             raise ValueError(f"reward function {reward.name} is there already; metrics go by the functions' names")
         self._rewards.append(reward)
 
+    def lend_parser(self, parser: Parser) -> None:
+        """An environment's, for functions that ask for one where the rubric has none."""
+        self.class_objects.setdefault("parser", parser)
+
     @property
     def reward_names(self) -> list[str]:
         """Of the metrics that `score_rollout` and `score_group` write."""
@@ -111,6 +115,10 @@ class RubricGroup(Rubric):
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
         """To the first of the rubrics."""
         self.rubrics[0].add_reward_func(func, weight)
+
+    def lend_parser(self, parser: Parser) -> None:
+        for rubric in self.rubrics:
+            rubric.lend_parser(parser)
 
     @property
     def reward_names(self) -> list[str]:

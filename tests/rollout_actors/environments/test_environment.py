@@ -10,7 +10,7 @@ from environment_support import Talk, assistant, generated, rows, rubric_of, sai
 from scripted_client import ScriptedClient
 
 from rollout_actors.environments.parsers import Parser, ThinkParser
-from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.single_turn import SingleTurnEnv
 from shared.errors import StorageError
 
@@ -77,6 +77,17 @@ def test_rubric_and_environment_share_a_parser():
     assert SingleTurnEnv(parser=parser).rubric.class_objects["parser"] is parser
     assert SingleTurnEnv(rubric=Rubric(parser=parser)).parser is parser
     assert type(SingleTurnEnv().parser) is Parser
+
+
+@pytest.mark.parametrize("rubric_of_both", [Rubric, lambda functions: RubricGroup([Rubric(functions), Rubric()])])
+def test_a_reward_function_gets_the_environments_parser_where_its_rubric_has_none(rubric_of_both):
+    def parsed(parser, completion):
+        return float(parser.parse_answer(completion) == "4")
+
+    env = SingleTurnEnv(dataset=[{"question": "2 + 2"}], parser=ThinkParser(), rubric=rubric_of_both([parsed]))
+    assert evaluated(env, ScriptedClient(["hm</think>4"])).reward == [1.0]
+    own = SingleTurnEnv(dataset=[{"question": "2 + 2"}], parser=ThinkParser(), rubric=Rubric([parsed], parser=Parser()))
+    assert evaluated(own, ScriptedClient(["hm</think>4"])).reward == [0.0]
 
 
 # Ids
