@@ -6,6 +6,7 @@ import re
 from itertools import product
 
 import pytest
+import yaml
 
 from shared.config.derive import group_size, has_held_out, raw_rollouts_per_step, remarks
 from shared.config.explain import as_yaml
@@ -252,6 +253,11 @@ def test_an_objective_of_samples_is_refused_entry_by_entry_with_what_is_missing(
     lines = trajectory_problems({OBJECTIVE: [coord_reg, TOKEN_CE | {"channels": ["A"]}]})
     assert lines[0] == NO_OBJECTIVE
     assert [line.split(" has ")[0] for line in lines[1:]] == [f"{OBJECTIVE}[0].name: 'coord_reg'", f"{OBJECTIVE}[1].name: 'token_ce'"]
+
+
+def test_the_entry_that_is_proposed_can_be_copied(trajectory_problems):
+    (line,) = trajectory_problems({OBJECTIVE: []})
+    assert trajectory_problems({OBJECTIVE: [yaml.safe_load(line.split("`")[1])]}) == []
 
 
 def test_the_main_job_under_this_variant_is_told_all_that_it_takes(problems, trajectory_problems):
