@@ -137,7 +137,12 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     config = load_run(options.run, changes)
     remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
     problems = [*checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy)]
-    if config.data.val is None:
+    if config.environment is not None:
+        problems.append(
+            f"run: it is of an environment; serve its checkpoint (`python -m launch.serve model={checkpoint}`) and evaluate that with "
+            f"`python -m launch.vf_eval {config.environment.id}`"
+        )
+    elif config.data.val is None:
         problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
     if problems:
         raise ConfigError(problems)

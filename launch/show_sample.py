@@ -57,6 +57,9 @@ def show_sample(options: ShowOptions) -> Path:
         RecordError: a line of the log is damaged or of another version; the data file or an image is gone, or has become unusable.
     """
     config = load_run(options.run)
+    if config.environment is not None:
+        told = f"run: {options.run} is of an environment, whose rollouts are no pictures; read {step_path(options.run / 'rollouts', options.step)}"
+        raise ConfigError(f"{told}, a line of JSON each, for example with jq")
     line = _find_line(options, config)
     sample = _find_sample(config, line)
     tokenizer = _load_tokenizer(config)
@@ -97,8 +100,7 @@ def _find_line(options: ShowOptions, config: RunConfig) -> RolloutLine:
 
 def _find_sample(config: RunConfig, line: RolloutLine) -> Sample:
     """With its images' bytes. Only they are read, whatever `data.check_images` says: one page needs no check of the whole file."""
-    if config.data.train is None:
-        raise ConfigError("run: it is of an environment, whose rollouts have no pictures; read its rollouts/step_000000.jsonl, for example with jq")
+    assert config.data.train is not None, "runs of environments are refused before"
     unchecked = config.model_copy(update={"data": config.data.model_copy(update={"check_images": False})})
     found = next((sample for sample in load_samples(unchecked, config.data.train) if sample.sample_id == line["sample_id"]), None)
     if found is None:
