@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from learner.samples import load_samples
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.runner import count_examples
 from shared.config import RunConfig
+from shared.config.derive import has_held_out
 from shared.config.environment import EnvironmentSection
 from shared.dataset import Dataset
 from shared.errors import ConfigError
@@ -65,15 +67,26 @@ def check_data(config: RunConfig) -> DataFacts:
 
 
 def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
-    """Loads the environment in this process, as its actors will. Raises ConfigError where there is none of this name, its arguments are wrong, or it has no
-    data; and what it raises itself."""
+    """Loads the environment in this process, as its actors will, and closes it. Raises ConfigError where there is none of this name, its arguments are wrong,
+    or it lacks data; and what it raises itself."""
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
     try:
-        examples = count_examples(load_environment(section.id, **section.args), section.num_eval_examples)
+        examples = _counted(section)
     except ValueError as error:
         raise ConfigError(f"environment: {error}") from error
+    if has_held_out(config) and not examples.held_out:
+        raise ConfigError(f"environment.num_eval_examples: {section.id} has no rows to evaluate on; set it to 0 for a run without held-out reports")
     return DataFacts(ImageNeeds(0), 0, 0, examples)
+
+
+def _counted(section: EnvironmentSection) -> ExampleCounts:
+    environment = load_environment(section.id, **section.args)
+    try:
+        return count_examples(environment, section.num_eval_examples)
+    finally:
+        # What it holds is for its actors to have.
+        asyncio.run(environment.aclose())
 
 
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:

@@ -7,13 +7,16 @@ import resource
 
 import pytest
 import torch
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from learner_support import finish_step, make_learner
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.checkpoints import Checkpoints
+from launch.reward_report import RewardReport
 from shared.errors import LearnerError, RolloutError, StorageError, WeightSyncError
+from shared.evaluation import Evaluation
 from shared.schedule import RunSchedule
+from shared.trajectory import EnvironmentRollout
 
 
 class Writer:
@@ -87,7 +90,7 @@ def test_a_new_checkpoint_is_complete_before_an_old_one_goes(world):
     assert world.told.checkpoints == [world.run_dir / "checkpoints" / f"step_00000{step}" for step in (1, 2)]
 
 
-def test_the_index_says_folder_step_f1_and_why(world):
+def test_the_index_says_folder_step_score_and_why(world):
     checkpoints = world(save_steps=2, keep_last=1, keep_best=1)
     checkpoints.after_report(0, 0.25)
     for step in range(1, 5):
@@ -101,6 +104,20 @@ def test_the_index_says_folder_step_f1_and_why(world):
         {"folder": "checkpoint", "step": 4, "score": None, "reasons": ["final"]},
     ]
     assert there(world.run_dir) == sorted(f"{entry['folder']}/weights" for entry in index(world.run_dir))
+
+
+def test_of_an_environment_the_score_is_the_mean_reward_and_the_best_are_the_highest(world, tmp_path):
+    config = trajectory_config(tmp_path / "model", tmp_path / "run", checkpoint__keep_best=1)
+    world.run_dir.mkdir()
+    checkpoints = Checkpoints(config, world.writer, world.told)
+    for step, rewards in ((0, (0.0, 0.25)), (10, (1.0, 0.5)), (20, (0.5, 0.5))):
+        checkpoints.after_report(step, RewardReport(Evaluation(step, step, tuple(map(rollout_worth, rewards)), wall_s=1.0)).headline.value)
+    assert index(world.run_dir) == [{"folder": "checkpoints/step_000010", "step": 10, "score": 0.75, "reasons": ["best"]}]
+    assert there(world.run_dir) == ["checkpoints/step_000010/weights"]
+
+
+def rollout_worth(reward):
+    return EnvironmentRollout(0, 0, reward, {}, None, False, 1, 1, 0, (), None, None, "environment-0", 1.0, 0.5)
 
 
 def test_a_full_disk_is_named_and_the_older_checkpoints_stay(world):

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from config_support import configuration
+import runner_environment
+from config_support import configuration, trajectory_config
 from PIL import Image
 
 from launch.data_checks import DataFacts, ImageNeeds, check_data
 from learner.samples import load_samples
 from shared.errors import ConfigError, RecordError
+from shared.trajectory import ExampleCounts
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,3 +124,59 @@ def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(run):
     assert facts.describe() == ["data      skipped 4 bad rows of data.train and 1 of data.val (data.on_bad_row: skip)"]
     # What the learner loads.
     assert [sample.sample_id for sample in load_samples(config, config.data.train)][:6] == [f"train:{line}" for line in (1, 2, 3, 5, 7, 9)]
+
+
+# Of an environment
+
+
+@pytest.fixture
+def of_environment(tmp_path):
+    """A configuration of an environment with these arguments; the model is a folder that looks like one."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return lambda env_id="runner_environment", **args: trajectory_config(
+        tmp_path / "model", tmp_path / "run", environment={"id": env_id, "rollouts_per_example": 4, **args}
+    )
+
+
+def test_an_environments_examples_are_counted_and_told(of_environment):
+    facts = check_data(of_environment())
+    assert facts == DataFacts(ImageNeeds(0), 0, 0, ExampleCounts(6, 3))
+    assert facts.describe() == ["data      the environment has 6 examples to train on, 3 are held out"]
+    assert check_data(of_environment(num_eval_examples=2)).examples == ExampleCounts(6, 2)
+    assert check_data(of_environment("copy_digits", args={"num_examples": 30, "num_eval_examples": 8})).examples == ExampleCounts(30, 8)
+
+
+def test_the_environment_that_was_looked_at_is_closed(of_environment):
+    """Those that run rollouts are in actors; what this one holds must not stay for the length of the run."""
+    runner_environment.TORN_DOWN.clear()
+    check_data(of_environment())
+    assert runner_environment.TORN_DOWN == ["runner_environment"]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "args", "told"),
+    [
+        ("copy_digit", {}, r"environment: no environment 'copy_digit' \(did you mean copy_digits\?\); there are arithmetic, "),
+        ("copy_digits", {"num_digit": 3}, r"environment: .*num_digit"),
+        ("copy_digits", {"num_digits": 1}, r"environment: num_digits is 1; with fewer than 2"),
+        ("runner_environment", {"num_rows": 0}, r"environment: runner_environment has a dataset without rows; give it some"),
+        ("nowhere/mine.py", {}, r"environment: environment nowhere/mine\.py: there is no such file"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_told_with_its_section(of_environment, env_id, args, told):
+    with pytest.raises(ConfigError, match=told):
+        check_data(of_environment(env_id, args=args))
+
+
+def test_an_environment_without_rows_to_evaluate_on_is_for_runs_without_reports(of_environment):
+    """A mean over nothing is no figure."""
+    with pytest.raises(ConfigError, match=r"environment\.num_eval_examples: runner_environment has no rows to evaluate on; set it to 0"):
+        check_data(of_environment(args={"num_eval_rows": 0}))
+    assert check_data(of_environment(args={"num_eval_rows": 0}, num_eval_examples=0)).examples == ExampleCounts(6, 0)
+
+
+def test_an_environment_needs_a_checkpoint_all_the_same(of_environment, tmp_path):
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"model\.path: .* holds no checkpoint"):
+        check_data(of_environment())

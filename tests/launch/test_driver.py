@@ -229,6 +229,17 @@ def test_the_held_out_report_comes_before_and_after_channel_b(tmp_path):
     assert reports[1][2] == tuple(f"scene of ('val', 3, {i})" for i in range(40))
 
 
+def test_what_came_of_held_out_samples_is_in_their_order_whatever_rank_and_round_they_were_of(tmp_path):
+    class Shuffled(LearnerOfFixedLatency):
+        def score(self, done):
+            return super().score(done)[::-1]
+
+    world = World()
+    evaluation = evaluate(Shuffled(world), Rollouts(world, 7), 3, one_ahead)
+    assert [outcome.position for outcome in evaluation.outcomes] == list(range(40))
+    assert (evaluation.step, evaluation.weight_version) == (3, 0)
+
+
 def test_a_report_at_every_eval_steps_has_the_weights_of_the_steps_before_it(tmp_path):
     world = World()
     run(tmp_path, world, training__max_steps=6, stage2_ab__schedule__warmup_steps=3, training__eval_steps=2)

@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from rich.console import Console
 from scene_support import guess, png, scene, truth
 
@@ -18,6 +18,7 @@ from shared.rollouts import SyncReport
 from shared.schedule import RunSchedule
 from shared.seeds import request_seed
 from shared.timeline import Span
+from shared.trajectory import EnvironmentRollout
 
 METRICS = {"loss/total": 1.5, "packing/num_rows": 3.0, "packing/num_carried": 0.0, "time/learn_s": 0.5, "time/generate_s": 0.4, "rollout/match_rate": 0.25}
 COUNTED = {"rollout/num_dropped_objects": 2.0, "rollout/num_fallback": 3.0, "rollout/num_tokens": 90.0, "rollout/logprob_max_abs": 3e-6}
@@ -146,6 +147,60 @@ def test_the_closing_line_compares_the_last_report_with_that_of_the_warm_ups_end
         for step, num_right, said in ((10, 0, None), (20, 1, "0.25 -> final 0.25"), (30, 4, "0.25 -> final 1.00"), (100, 3, "0.25 -> final 0.75")):
             telemetry.evaluation(evaluation(step, num_right))
             assert telemetry.improvement() == (said and f"val F1@0.5 warm-up {said}")
+
+
+# Of an environment
+
+
+@pytest.fixture
+def of_environment(tmp_path):
+    return trajectory_config(tmp_path / "model", tmp_path / "run", telemetry={"run_dir": str(tmp_path / "run"), "ray_metrics": False})
+
+
+def rewards(step, *values):
+    rollouts = [
+        EnvironmentRollout(place, place, value, {"last": value}, None, False, 2, 4, 0, (), [{"role": "user", "content": "?"}], [], "environment-0", 1.0, 0.5)
+        for place, value in enumerate(values)
+    ]
+    return Evaluation(step, step + 1, tuple(rollouts), wall_s=1.0)
+
+
+def test_a_held_out_report_of_an_environment_is_its_mean_reward_in_a_line_a_row_and_a_folder(of_environment):
+    output = io.StringIO()
+    with open_telemetry(of_environment, output) as telemetry:
+        assert telemetry.evaluation(rewards(20, 0.5, 0.75, 1.0)) == 0.75
+        (row,) = lines(of_environment, "evaluations.jsonl")
+    assert "held out  after 20 steps, 3 samples: mean reward 0.750 (last 0.750)" in output.getvalue()
+    assert (row["step"], row["weight_version"], row["num_samples"], row["val/reward"], row["val/reward/last"]) == (20, 21, 3, 0.75, 0.75)
+    folder = of_environment.telemetry.run_dir / "evaluations" / "step_000020"
+    assert json.loads((folder / "report.json").read_text())["val/reward"] == 0.75
+    assert len((folder / "rollouts.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_closing_line_of_an_environment_compares_the_first_mean_reward_with_the_last(of_environment):
+    with open_telemetry(of_environment) as telemetry:
+        telemetry.evaluation(rewards(0, 0.0, 0.1))
+        assert telemetry.improvement() is None
+        telemetry.evaluation(rewards(20, 0.5, 0.5))
+        telemetry.evaluation(rewards(30, 0.8, 0.82))
+        assert telemetry.improvement() == "val mean reward first 0.05 -> final 0.81"
+
+
+def test_the_plan_of_an_environments_step_has_rounds_of_whole_groups(of_environment):
+    output = io.StringIO()
+    environment = {"rollout/reward": 0.5, "rollout/num_groups": 3.0, "rollout/num_groups_without_signal": 1.0}
+    none = dict.fromkeys(("rollout/num_failed", "rollout/num_truncated", "rollout/num_splits"), 0.0)
+    with placed(of_environment, devices=(1,), output=output) as telemetry:
+        plan = RunSchedule(of_environment).plan(1)
+        with telemetry.step(plan) as record:
+            record.report = StepReport(
+                1, plan.channel, 2, METRICS | COUNTED | environment | none | {"reward/last": 0.25}, (Span("learner", "learn", 1.0, 2.0),)
+            )
+        (written,), (metrics,) = lines(of_environment, "plan.jsonl"), lines(of_environment, "metrics.jsonl")
+    # Six at a time are one whole group of four.
+    assert written["rounds"] == [[[0, 4]], [[4, 8]], [[8, 12]]]
+    assert (metrics["reward/last"], metrics["rollout/decode_mode"]) == (0.25, "sample")
+    assert "reward 0.500  no signal 1/3" in output.getvalue()
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(config):

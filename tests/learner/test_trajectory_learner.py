@@ -9,7 +9,8 @@ from statistics import fmean, pstdev
 
 import pytest
 import torch
-from trajectory_support import EXAMPLES, GROUP, SCRIPTED, begin, finish_step, logprobs_of, make_learner, rollouts_for, trajectory_config, weights_of
+from config_support import GROUP, trajectory_config
+from trajectory_support import EXAMPLES, SCRIPTED, begin, finish_step, logprobs_of, make_learner, rollouts_for, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.progress_line import progress_line

@@ -10,7 +10,8 @@ import json
 import pytest
 import torch
 import trajectory_jobs
-from trajectory_support import ALONE, EXAMPLES, GROUP, trajectory_config
+from config_support import GROUP, trajectory_config
+from trajectory_support import ALONE, EXAMPLES
 
 from learner.step_log import step_path
 from shared.errors import RolloutError

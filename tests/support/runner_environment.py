@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rollout_actors.environments.environment import Environment
@@ -25,10 +26,10 @@ TORN_DOWN: list[str] = []
 class Echo(MultiTurnEnv):
     """Says the row's number again. A rollout is worth how often the model wrote an `x`."""
 
-    def __init__(self, trouble: str, at: int | None, **kwargs: Any) -> None:
-        """`trouble` is met in the second turn, by rollouts of the row `at`; None: by all."""
+    def __init__(self, trouble: str, at: int | None, mark: str | None = None, **kwargs: Any) -> None:
+        """`trouble` is met in the second turn, by rollouts of the row `at`; None: by all. `mark`: a file that is made at the end."""
         super().__init__(max_turns=2, **kwargs)
-        self._trouble, self._at = trouble, at
+        self._trouble, self._at, self._mark = trouble, at, mark
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         if self._trouble and self._at in (None, state["example_id"]):
@@ -67,6 +68,8 @@ class Echo(MultiTurnEnv):
     @teardown
     async def ends(self) -> None:
         TORN_DOWN.append(self.name)
+        if self._mark is not None:
+            Path(self._mark).touch()
 
 
 def crosses(completion: Messages) -> float:
@@ -89,8 +92,9 @@ def load_environment(
     compares: bool = False,
     grouped: bool = False,
     image: str | None = None,
+    mark: str | None = None,
 ) -> Environment:
-    """`image`: the URL of one that the rows show; `grouped`: as a group of two such environments."""
+    """`image`: the URL of one that the rows show; `grouped`: as a group of two such environments; the rest is `Echo`'s."""
     if grouped:
         plain = load_environment(trouble, at, num_rows, num_eval_rows, compares=compares)
         other = load_environment(trouble, at, num_rows, num_eval_rows, sampling_args, compares)
@@ -98,7 +102,7 @@ def load_environment(
     rows = [_row(number, image) for number in range(num_rows)]
     held_out = None if num_eval_rows is None else [_row(100 + number, image) for number in range(num_eval_rows)]
     rubric = Rubric([beats if compares else crosses])
-    return Echo(trouble, at, dataset=rows, eval_dataset=held_out, sampling_args=sampling_args, rubric=rubric)
+    return Echo(trouble, at, mark, dataset=rows, eval_dataset=held_out, sampling_args=sampling_args, rubric=rubric)
 
 
 def _row(number: int, image: str | None) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from config_support import GROUP
 from rank_jobs import whole_weights
-from trajectory_support import EXAMPLES, GROUP, begin, make_learner
+from trajectory_support import EXAMPLES, begin, make_learner
 from transformers import AutoModelForCausalLM
 
 from learner.place import LearnerPlace

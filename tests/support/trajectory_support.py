@@ -1,20 +1,18 @@
-"""A learner of trajectories without engines: its configuration, and rollouts of an environment that nobody had to run."""
+"""A learner of trajectories without engines, and rollouts of an environment that nobody had to run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from config_support import mapping
 
 from learner.learner import Learner
 from learner.place import LearnerPlace, ReceiverGroup
-from shared.config import RunConfig, load_config
+from shared.config import RunConfig
 from shared.reports import StepReport, merge_reports
 from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, TrainingExample
@@ -22,38 +20,10 @@ from shared.transports import Transport
 
 ALONE = LearnerPlace(Transport.GLOO, (ReceiverGroup(1),))
 EXAMPLES = ExampleCounts(train=20, held_out=7)
-GROUP = 4
-"""Rollouts of an example."""
 SCRIPTED = "scripted-environment"
 """Whose rollouts they are."""
 
 Group = tuple[EnvironmentRollout, ...]
-
-_OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "segment", "advantage_std": False}
-
-
-def trajectory_config(checkpoint: Path, run_dir: Path, *, objective: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
-    """Three steps of three examples, four rollouts each, in rows of 48 tokens; `objective` changes keys of the policy gradient's."""
-    entry = {"name": "policy_gradient", "enabled": True, "weight": 1.0, "channels": ["B"], "config": _OBJECTIVE | (objective or {})}
-    settings = {
-        "global_max_length": 48,
-        "training__max_steps": 3,
-        "training__effective_batch_size": 3 * GROUP,
-        "training__packing_window": 4,
-        "training__adam_epsilon": 1e-4,
-        "custom__trainer_variant": "trajectory_pg",
-        "environment__id": "copy_digits",
-        "environment__rollouts_per_example": GROUP,
-        "rollout_matching__pipeline": {"objective": [entry], "diagnostics": []},
-        "rollout_matching__decoding": {"temperature": 1.0},
-        "rollout_matching__max_new_tokens": 8,
-        "learner__cpu_threads": 1,
-    }
-    values = mapping(checkpoint, checkpoint, run_dir, **settings | changes)
-    # The environment has data of its own, and there is no channel A.
-    del values["data"]
-    values["stage2_ab"] = {"channel_b": {"enable_pipeline": True}}
-    return load_config(values)
 
 
 def make_learner(config: RunConfig, examples: ExampleCounts = EXAMPLES, place: LearnerPlace = ALONE, rendezvous: Any = None) -> Learner:
