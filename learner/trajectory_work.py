@@ -119,9 +119,9 @@ class TrajectoryStep:
             _require_reward(rollout)
         check_weight_versions(sampled, version, max_staleness=self._work.config.rollout_matching.max_staleness)
         for group in answers:
-            keeps = has_signal([rollout.reward for rollout in group if rollout.error is None])
-            is_left_out = self._work.environment.drop_equal_groups and not keeps
-            self._tally.add_group(has_signal=keeps, num_left_out=len(group) if is_left_out else 0)
+            differs = has_signal([rollout.reward for rollout in group if rollout.error is None])
+            is_left_out = self._work.environment.drop_equal_groups and not differs and not _has_own_advantages(group)
+            self._tally.add_group(has_signal=differs, num_left_out=len(group) if is_left_out else 0)
             for rollout in group:
                 self._take(rollout, version)
                 if not is_left_out:
@@ -185,6 +185,12 @@ class _Sampled(NamedTuple):
             told = f"example {rollout.example}: the engine did not say which weights sampled it; use engines of the run or `python -m launch.serve`"
             raise RolloutError(told, actor=rollout.actor, phase="check")
         return cls(str(rollout.example), rollout.actor, example.weight_version)
+
+
+def _has_own_advantages(group: Answer) -> bool:
+    """Whether a rubric has given other advantages than equal rewards come to, which is 0 everywhere."""
+    examples = [example for rollout in group for example in rollout.examples]
+    return any(example.advantage != 0 or any(example.token_advantages or ()) for example in examples)
 
 
 def _require_reward(rollout: EnvironmentRollout) -> None:

@@ -216,6 +216,18 @@ def test_groups_whose_rewards_are_equal_can_be_left_out_which_changes_no_update_
     assert left_out.metrics["rollout/reward"] == kept.metrics["rollout/reward"]
 
 
+@pytest.mark.parametrize("own", [{"advantage": 0.5}, {"token_advantages": [0.0, 0.5] * 20}], ids=["of the rollout", "of its tokens"])
+def test_a_group_of_equal_rewards_to_which_a_rubric_gave_advantages_of_its_own_is_learned(config, own):
+    def given(example):
+        cut = {name: value[: len(example.token_ids)] if name == "token_advantages" else value for name, value in own.items()}
+        return replace(example, **cut)
+
+    kept, dropping = (Learned(config(environment__drop_equal_groups=drops), groups=of_examples(5, given), reward=flat_in_the_middle) for drops in (False, True))
+    assert dropping.timeless == kept.timeless
+    assert dropping.metrics["rollout/num_left_out"] == 0
+    assert dropping.metrics["loss/total"] != pytest.approx(Learned(config(), reward=flat_in_the_middle).metrics["loss/total"], abs=1e-4)
+
+
 def test_a_group_of_which_one_rollout_alone_has_not_failed_says_nothing(config):
     step = Learned(config(environment__drop_equal_groups=True), fails={4, 5, 6})
     assert step.metrics["rollout/num_groups_without_signal"] == 1
