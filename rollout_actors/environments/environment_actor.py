@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from rollout_actors.environments.ray_engines import RayEngines
 from rollout_actors.environments.runner import Answer, EnvironmentRunner, RunnerSettings, load_tokenizer
 from shared.errors import Limit, RolloutError
 from shared.trajectory import EnvironmentRequest
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class EnvironmentActor:
@@ -39,7 +42,12 @@ class EnvironmentActor:
     async def close(self) -> None:
         """End the environment in order (`@teardown`)."""
         if self._runner is not None:
-            await self._runner.aclose()
+            try:
+                await self._runner.aclose()
+            except Exception:
+                # The run is ending, and nobody reads the answer.
+                _LOGGER.exception("teardown of %s failed", self._settings.env_id)
+                raise
 
     def _make(self) -> EnvironmentRunner:
         return EnvironmentRunner(self._name, self._settings, self._engines, load_tokenizer(self._settings.model_path))

@@ -5,10 +5,8 @@ It takes the learner's `EnvironmentRequest`s, asks the run's own engines, and an
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +22,8 @@ from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.messages import sanitize_messages
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
 from rollout_actors.environments.types import State
-from shared.errors import RolloutError, UnreachableError
-from shared.rollouts import Rollout, RolloutRequest
+from rollout_actors.environments.watched_engines import WatchedEngines
+from shared.errors import RolloutError
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, ExampleGroup, TrainingExample
 
 Answer = tuple[EnvironmentRollout, ...]
@@ -68,7 +66,7 @@ class EnvironmentRunner:
             return []
         first = requests[0]
         self._require_agreement(first)
-        engines = _WatchedEngines(self._engines, self._name)
+        engines = WatchedEngines(self._engines, self._name)
         client = EngineClient(
             engines,
             self._tokenizer,
@@ -150,60 +148,6 @@ def load_tokenizer(model_path: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(Path(model_path), local_files_only=True)
-
-
-class _WatchedEngines:
-    """The run's engines during one call. What one of them fails with ends the call: as a rollout's own error it would be data, and a
-    dead engine would teach. So does what the learner could not learn from."""
-
-    def __init__(self, engines: Engines, name: str) -> None:
-        """`name` is that of the environment actor."""
-        self._engines, self._name = engines, name
-        self._num_unreached: Counter[tuple[int, int]] = Counter()
-        """Engines that could not be reached, by position and seed of what they were asked."""
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        if request.images:
-            # Rows of the learner would have their placeholders as text.
-            told = f"example {request.sample_id} has an image in a prompt, and trajectories are learned of text alone; use an environment without images"
-            refused = RolloutError(told, actor=self._name, phase="environment")
-            self._note(refused)
-            raise refused
-        try:
-            return await self._engines.generate(engine, request)
-        except UnreachableError as error:
-            # The client asks the next one, as long as there is one.
-            key = (request.position, request.seed)
-            self._num_unreached[key] += 1
-            if self._num_unreached[key] >= len(self._engines):
-                self._note(error)
-            raise
-        except RolloutError as error:
-            self._note(error)
-            raise
-
-    def _note(self, error: RolloutError) -> None:
-        if not self._failure.done():
-            self._failure.set_exception(error)
-
-    async def unless_one_fails(self, work: Any) -> Any:
-        """What `work` comes to. RolloutError, once all its rollouts have cleaned up, where an engine has failed meanwhile."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait((task, self._failure), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
-        if self._failure.done():
-            if task.done() and not task.cancelled():
-                task.exception()  # looked at, so that asyncio does not complain
-            self._failure.result()
-        return task.result()
 
 
 class _Place(NamedTuple):

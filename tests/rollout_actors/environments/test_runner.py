@@ -247,6 +247,18 @@ def test_when_no_server_can_be_asked_the_call_ends_with_the_last_ones_name() -> 
         ran(training(4, 1), Unreachable(2, gone=[0, 1]))
 
 
+def test_an_engine_that_answers_another_prompt_ends_the_call() -> None:
+    """What it sampled is of no prompt that anybody has."""
+
+    class Confused(ScriptedEngines):
+        async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+            rollout = await super().generate(engine, request)
+            return replace(rollout, prompt_token_ids=rollout.prompt_token_ids[1:]) if request.position == 3 else rollout
+
+    with pytest.raises(RolloutError, match="check on actor-1: answered another prompt than the one of example 1; engines must have the tokenizer"):
+        ran(training(4, 1), Confused(by_seed, number=2))
+
+
 def test_a_call_that_is_cancelled_ends_its_rollouts_which_clean_up() -> None:
     engines = ScriptedEngines(lambda request: replace(by_seed(request), delay_s=30.0))
 

@@ -1,0 +1,68 @@
+"""Engines whose failure ends all the rollouts that ask them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from rollout_actors.environments.engine_client import Engines
+from shared.errors import RolloutError, UnreachableError
+from shared.rollouts import Rollout, RolloutRequest
+
+
+class WatchedEngines:
+    """The run's engines during one call. What one of them fails with ends the call: as a rollout's own error it would be data, and a
+    dead engine would teach. So does what the learner could not learn from."""
+
+    def __init__(self, engines: Engines, name: str) -> None:
+        """`name` is that of the environment actor."""
+        self._engines, self._name = engines, name
+        self._num_unreached: Counter[tuple[int, int]] = Counter()
+        """Engines that could not be reached, by position and seed of what they were asked."""
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+        if request.images:
+            # Rows of the learner would have their placeholders as text.
+            told = f"example {request.sample_id} has an image in a prompt, and trajectories are learned of text alone; use an environment without images"
+            raise self._noted(RolloutError(told, actor=self._name, phase="environment"))
+        try:
+            rollout = await self._engines.generate(engine, request)
+        except UnreachableError as error:
+            # The client asks the next one, as long as there is one.
+            key = (request.position, request.seed)
+            self._num_unreached[key] += 1
+            if self._num_unreached[key] >= len(self._engines):
+                self._noted(error)
+            raise
+        except RolloutError as error:
+            self._noted(error)
+            raise
+        if rollout.prompt_token_ids != request.prompt_token_ids:
+            told = f"answered another prompt than the one of example {request.sample_id}; engines must have the tokenizer of model.path"
+            raise self._noted(RolloutError(told, actor=rollout.actor, phase="check"))
+        return rollout
+
+    def _noted(self, error: RolloutError) -> RolloutError:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+        return error
+
+    async def unless_one_fails(self, work: Any) -> Any:
+        """What `work` comes to. RolloutError, once all its rollouts have cleaned up, where an engine has failed meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+        if self._failure.done():
+            if task.done() and not task.cancelled():
+                task.exception()  # looked at, so that asyncio does not complain
+            self._failure.result()
+        return task.result()
