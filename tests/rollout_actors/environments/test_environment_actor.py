@@ -1,0 +1,210 @@
+"""Environments in actors before engines in actors, as the driver uses them (DESIGN 2; 5, decisions 10, 14, 15 and 17)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from scripted_engine_actor import ScriptedEngineActor, says, with_support
+from scripted_engines import ScriptedEngines, decode_settings, demo_tokenizer
+
+from rollout_actors.environments.environment_actor import EnvironmentActor
+from rollout_actors.environments.pool import EnvironmentPool
+from rollout_actors.environments.runner import EnvironmentRunner, RunnerSettings, load_tokenizer
+from rollout_actors.pool import ActorPool, PoolTimeouts
+from shared.config.timeouts import TimeoutsSection
+from shared.errors import RolloutError
+from shared.protocols import ByRank
+from shared.rollouts import WeightOffer
+from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleGroup
+
+pytestmark = pytest.mark.ray
+
+SIZE, RUN_SEED, STEP = 2, 7, 3
+WORDS = ("o", "xo", "xxo")
+ENGINES, ENVIRONMENTS = ["rollout-actor-0", "rollout-actor-1"], ["environment-0", "environment-1"]
+
+MakePool = Callable[..., EnvironmentPool]
+
+
+@pytest.fixture(scope="module")
+def settings(demo_checkpoint: Path) -> RunnerSettings:
+    """Rollouts of row 5 fail."""
+    return RunnerSettings("runner_environment", str(demo_checkpoint), 512, 8, {"trouble": "fail", "at": 5})
+
+
+@dataclass
+class Started:
+    """Two environment actors before two engines."""
+
+    pool: EnvironmentPool
+    owned: list[ActorPool]
+    """Environments, and then the engines that they ask: the order in which they are closed."""
+
+
+def start(settings: RunnerSettings, engine_trouble: str = "", at: int = 0, *, environment_limit_s: float = 60.0) -> Started:
+    """The second engine has its trouble at the position `at`."""
+    words = token_ids(WORDS)
+    actors = [with_support(ScriptedEngineActor).remote(0, words), with_support(ScriptedEngineActor).remote(1, words, engine_trouble, at)]
+    engines = ActorPool(actors, ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2)
+    shells = [with_support(EnvironmentActor).remote(name, settings, actors, ENGINES, engines.call_limit) for name in ENVIRONMENTS]
+    environments = ActorPool(shells, ENVIRONMENTS, timeouts(environment_limit_s), decode_batch_size=64)
+    for pool in (engines, environments):
+        pool.start()
+    return Started(EnvironmentPool(engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE), [environments, engines])
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[EnvironmentPool]:
+    """One without trouble but row 5's."""
+    started = start(settings)
+    yield started.pool
+    for owned in started.owned:
+        owned.close()
+
+
+@pytest.fixture
+def make_pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[MakePool]:
+    """`env_args` are the environment's; the rest is of `start`."""
+    all_started: list[Started] = []
+
+    def make(*trouble: Any, env_args: dict[str, Any] | None = None, **limits: float) -> EnvironmentPool:
+        all_started.append(start(settings if env_args is None else replace(settings, env_args=env_args), *trouble, **limits))
+        return all_started[-1].pool
+
+    yield make
+    for started in all_started:
+        for owned in started.owned:
+            owned.close()
+
+
+def timeouts(limit_s: float) -> PoolTimeouts:
+    return PoolTimeouts.of_actors(TimeoutsSection(start_s=120.0, generate_s=limit_s, sync_phase_s=30.0))
+
+
+def token_ids(words: Sequence[str]) -> list[list[int]]:
+    return [demo_tokenizer().encode(word, add_special_tokens=False) for word in words]
+
+
+def training(*examples: int) -> list[EnvironmentRequest]:
+    decode = decode_settings(demo_tokenizer(), max_new_tokens=16)
+    groups = [ExampleGroup(example, range(SIZE * place, SIZE * (place + 1))) for place, example in enumerate(examples)]
+    return [EnvironmentRequest(STEP, (group,), decode, RUN_SEED) for group in groups]
+
+
+def refs(*shares: Sequence[EnvironmentRequest]) -> ByRank:
+    """Of each learner rank."""
+    return [[ray.put(request) for request in share] for share in shares]
+
+
+def rollouts(done: ByRank) -> list[list[EnvironmentRollout]]:
+    """Of each learner rank, in order, without their times and without who ran them."""
+    answers = [[answer for part in ray.get(list(rank)) for answer in part] for rank in done]
+    return [[replace(rollout, started_s=0.0, generate_s=0.0, actor="") for answer in of_rank for rollout in answer] for of_rank in answers]
+
+
+def in_process(settings: RunnerSettings, requests: Sequence[EnvironmentRequest], version: int) -> list[EnvironmentRollout]:
+    """The same by a runner of this process, with engines of this version."""
+    words = token_ids(WORDS)
+    engines = ScriptedEngines(lambda request: says(request, words, version), number=2)
+    runner = EnvironmentRunner("", settings, engines, load_tokenizer(settings.model_path))
+    return [replace(rollout, started_s=0.0, generate_s=0.0) for answer in asyncio.run(runner.run(requests)) for rollout in answer]
+
+
+def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_and_is_what_one_runner_makes(
+    pool: EnvironmentPool, settings: RunnerSettings
+) -> None:
+    requests = training(4, 1, 5, 4, 3)
+    done = pool.generate(refs(requests[:3], requests[3:])).result()
+    assert [[len(part) for part in ray.get(list(rank))] for rank in done] == [[3], [2]], "groups of each actor's part: the larger half, and the rest"
+    assert {rollout.actor for rank in done for part in ray.get(list(rank)) for answer in part for rollout in answer} == set(ENVIRONMENTS)
+    first, second = rollouts(done)
+    assert [rollout.position for rollout in first] == list(range(6))
+    assert [rollout.position for rollout in second] == list(range(6, 10))
+    expected = in_process(settings, requests, pool.version)
+    assert first + second == expected
+    assert len({rollout.reward for rollout in expected}) > 2
+    assert [rollout.error for rollout in first] == [None] * 4 + ["ZeroDivisionError: no such luck"] * 2, "a rollout's own error crosses as data"
+
+
+def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(pool: EnvironmentPool, settings: RunnerSettings) -> None:
+    requests = training(0, 1, 2, 3)
+    expected = in_process(settings, requests, pool.version)
+    for shares in ([requests[:1], requests[1:]], [requests, []], [[], requests]):
+        first, second = rollouts(pool.generate(refs(*shares)).result())
+        assert first + second == expected
+        assert len(first) == SIZE * len(shares[0])
+    assert pool.generate([[], []]).result() == [[], []]
+
+
+def test_a_step_is_cut_into_rounds_of_whole_groups(pool: EnvironmentPool) -> None:
+    """Two engines of 4 at a time, two ranks: 4 rollouts, which are 2 groups, of each rank in a round."""
+    assert pool.split([[0, 1, 2], [3, 4]]) == [[[0, 1], [3]], [[2], [4]]]
+
+
+def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(pool: EnvironmentPool) -> None:
+    assert (pool.names, pool.devices) == (tuple(ENGINES), (1, 1))
+    pool.settle()
+    pool.receive_weights(WeightOffer(version=7, transport="rollmatch_gloo", rendezvous={}, canary=None)).result()
+    assert pool.version == 7
+    first, _ = rollouts(pool.generate(refs(training(4), [])).result())
+    assert {example.weight_version for rollout in first for example in rollout.examples} == {7}
+
+
+def test_an_environment_actor_that_dies_ends_the_round_with_its_name(make_pool: MakePool) -> None:
+    pool, started = make_pool(env_args={"trouble": "die", "at": 5}), time.monotonic()
+    with pytest.raises(RolloutError, match="generate on environment-1: its process has ended") as caught:
+        pool.generate(refs(training(0, 1, 2, 5), [])).result()
+    assert caught.value.actor == "environment-1"
+    assert time.monotonic() - started < 60
+
+
+def test_a_late_environment_is_named_with_the_timeouts_key(make_pool: MakePool) -> None:
+    pool = make_pool(env_args={"trouble": "sleep", "at": 5}, environment_limit_s=3.0)
+    with pytest.raises(RolloutError, match=r"generate on environment-1: no answer from environment-1 after timeouts.generate_s = 3 s; check"):
+        pool.generate(refs(training(0, 1, 2, 5), [])).result()
+
+
+def test_an_engine_that_dies_ends_the_round_with_the_engines_name(make_pool: MakePool) -> None:
+    """No rollout is blamed for it."""
+    pool = make_pool("die", at=3)
+    with pytest.raises(RolloutError, match="generate on rollout-actor-1: its process has ended") as caught:
+        pool.generate(refs(training(0, 1, 2, 5), [])).result()
+    assert caught.value.actor == "rollout-actor-1"
+
+
+def alone(settings: RunnerSettings) -> ActorPool:
+    """One environment actor, before no engine."""
+    return ActorPool([with_support(EnvironmentActor).remote("environment-0", settings, (), (), None)], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"env_id": "runner_enviroment"}, "start on environment-0: no environment 'runner_enviroment'"),
+        ({"env_args": {"num_row": 3}}, "start on environment-0: .*num_row"),
+        ({"model_path": "/nowhere"}, "start on environment-0: "),
+    ],
+)
+def test_an_environment_that_cannot_start_is_told_with_its_actor(ray_cluster: None, settings: RunnerSettings, changes: dict[str, Any], told: str) -> None:
+    pool = alone(replace(settings, **changes))
+    with pytest.raises(RolloutError, match=told) as caught:
+        pool.start()
+    assert caught.value.phase == "start"
+    pool.close()
+
+
+@pytest.mark.parametrize("trouble", ["", "teardown"])
+def test_at_the_end_environments_are_torn_down_whatever_one_of_them_raises(ray_cluster: None, settings: RunnerSettings, tmp_path: Path, trouble: str) -> None:
+    mark = tmp_path / "torn down"
+    pool = alone(replace(settings, env_args={"trouble": trouble, "mark": str(mark)}))
+    pool.start()
+    assert not mark.exists()
+    pool.close()
+    assert mark.exists()
