@@ -132,6 +132,8 @@ class VllmEngine:
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report."""
         assert self.intake is not None, "start comes first"
+        if phase is SyncPhase.CANARY:
+            await self._send_away()
         return await self.intake.run(phase, offer)
 
     def close(self) -> None:
@@ -140,6 +142,13 @@ class VllmEngine:
             # vLLM's own limit is less than what it waits for inside.
             self._llm.shutdown(timeout=CLOSE_S)
         self._llm = self.intake = None
+
+    async def _send_away(self) -> None:
+        """Whatever vLLM has kept queued since the pause: it would begin with it beside the canary, under weights that are not verified. With adapters on CPU
+        its process would die of that, because it takes the log-probabilities of a prompt for those of every request of the batch."""
+        queued = list(self.llm.output_processor.request_states)
+        if queued:
+            await self.llm.abort(queued, internal=True)
 
     async def _all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> list[Rollout]:
         """Every result, or the first error. A request that vLLM took in while its process was dying is never answered: hence the watch."""

@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
@@ -130,6 +131,8 @@ class _Client:
         llm = engine.llm
         self.vllm_config, self.model_config = llm.vllm_config, llm.model_config
         self.renderer, self.input_processor = llm.renderer, llm.input_processor
+        # Those of one request beside another, see `VllmEngine._send_away`.
+        self._dies_of_prompt_logprobs = llm.vllm_config.lora_config is not None and llm.vllm_config.device_config.device_type == "cpu"
 
     @property
     def errored(self) -> bool:
@@ -146,12 +149,16 @@ class _Client:
         # vLLM queues what comes while it is paused, and would begin with it when the canary does.
         if shut := self._engine.shut:
             raise RefusalError(409, f"{self._engine.name} serves no rollouts: {shut}; complete a sync")
+        if sampling_params.prompt_logprobs is not None and self._dies_of_prompt_logprobs:
+            raise VLLMValidationError("prompt_logprobs: a server with enable_lora has none on CPU; leave it out (and echo with logprobs)")
         outputs = self._engine.llm.generate(prompt, sampling_params, request_id, **(options | {"lora_request": self._engine.adapter}))
         num_tokens = 0
         try:
             # The whole answer at once, or what is new of it: never the same token twice.
             async for output in outputs:
                 num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                if any(completion.finish_reason == "abort" for completion in output.outputs):
+                    raise RefusalError(409, f"{self._engine.name} was given other weights before it had begun with the call; ask again")
                 yield output
         finally:
             self._engine.count(num_tokens)

@@ -13,63 +13,17 @@ import pytest
 import ray
 import safetensors.torch
 import torch
+from adapted_learner import AdaptedLearner, Spoil
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 from troubled_adapters import IdleAdapter, KeptAdapter
 
-from learner.adapter_sender import AdapterSender
-from learner.adapters import apply_adapter
-from learner.place import ReceiverGroup
-from learner.publisher import Sender
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
 from rollout_actors.pool import ActorPool
-from shared.config.model import AdapterSection
 from shared.errors import WeightSyncError
 from shared.lora import AdapterFiles
-from shared.rollouts import WeightOffer
 from shared.weight_sync import sync_weights
 from shared.weight_terms import AdapterTerms
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra, pytest.mark.ray]
-
-Spoil = Callable[[AdapterTerms], AdapterTerms]
-
-
-class AdaptedLearner(SmallLearner):
-    """A small learner whose adapter is what learns; `spoil` changes what it offers once."""
-
-    def __init__(self, checkpoint: Path, kind: str = "lora", *, mode: str = "adapter", falls_back: bool = True) -> None:
-        super().__init__(checkpoint, num_receivers=1)
-        apply_adapter(self.model, AdapterSection(kind=kind, rank=4, alpha=8.0), base_path=str(checkpoint), seed=3)
-        self._trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
-        self._full = WeightSender(
-            CheckpointWeights(self.model),
-            transport="rollmatch_gloo",
-            receivers=(ReceiverGroup(1),),
-            timeout_s=TIMEOUTS.sync_phase.seconds,
-            bucket_bytes=1 << 20,
-        )
-        self.sender: Sender = self._full if mode == "full" else AdapterSender(self.model, timeout_s=TIMEOUTS.sync_phase.seconds)
-        self.offers_adapter, self.falls_back = mode == "adapter", falls_back
-        self.spoil: Spoil | None = None
-
-    def learn(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self._trained.items():
-                parameter.copy_(self.start[name] + 0.2 * torch.randn(parameter.shape, generator=generator))
-
-    def offer_weights(self) -> WeightOffer:
-        offer, spoil, self.spoil = super().offer_weights(), self.spoil, None
-        return offer if spoil is None else replace(offer, rendezvous={"terms": spoil(AdapterTerms.of(offer))})
-
-    def fall_back_to_full(self) -> None:
-        self.sender, self.offers_adapter = self._full, False
-
-    def close(self) -> None:
-        self._full.close()
-        super().close()
 
 
 @pytest.fixture(scope="module")

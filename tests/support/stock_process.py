@@ -8,7 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +38,8 @@ class StockProcess:
 
 
 @contextmanager
-def stock_process(settings: EngineSettings, folder: Path, *, variables: Mapping[str, str] | None = None) -> Iterator[StockProcess]:
-    """By the command line that the client's messages name. It may still be loading; ended at the end if it is still there."""
+def stock_process(settings: EngineSettings, folder: Path, *, variables: Mapping[str, str] | None = None, more: Sequence[str] = ()) -> Iterator[StockProcess]:
+    """By the command line that the client's messages name, and `more` arguments. It may still be loading; ended at the end if it is still there."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     command = shlex.split(stock_command(settings, url))
@@ -49,7 +49,7 @@ def stock_process(settings: EngineSettings, folder: Path, *, variables: Mapping[
     output = folder / "serve.out"
     with (
         output.open("wb") as out,
-        subprocess.Popen(_runnable(command[start:]), env=environment, stdout=out, stderr=out) as process,
+        subprocess.Popen([*_runnable(command[start:]), *more], env=environment, stdout=out, stderr=out) as process,
         ended_with_its_family(process),
     ):
         yield StockProcess(process, url, output)

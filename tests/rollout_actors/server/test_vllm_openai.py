@@ -15,17 +15,21 @@ from shared.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
+PARAMS = SimpleNamespace(prompt_logprobs=None)
+
 
 class TellingEngine:
-    """As much of a `VllmEngine` as is asked, with an `llm` that gives one token and then two."""
+    """As much of a `VllmEngine` as is asked, with an `llm` that gives one token and then two, and ends for this reason."""
 
     name, shut, adapter = "server-0", "", "the adapter that is served"
 
-    def __init__(self) -> None:
+    def __init__(self, ends: str = "stop", *, lora: bool = False, device: str = "cpu") -> None:
+        self.ends = ends
         self.counted = 0
         self.asked: list[dict[str, Any]] = []
         self.num_closed = 0
-        self.llm = SimpleNamespace(vllm_config=None, model_config=None, renderer=None, input_processor=None, errored=False, generate=self._generate)
+        config = SimpleNamespace(lora_config="some" if lora else None, device_config=SimpleNamespace(device_type=device))
+        self.llm = SimpleNamespace(vllm_config=config, model_config=None, renderer=None, input_processor=None, errored=False, generate=self._generate)
 
     def count(self, num_tokens: int) -> None:
         self.counted += num_tokens
@@ -33,8 +37,8 @@ class TellingEngine:
     async def _generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         self.asked.append({"prompt": prompt, "params": params, "request_id": request_id} | options)
         try:
-            for token_ids in ([1], [2, 3]):
-                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids)])
+            for token_ids, reason in (([1], None), ([2, 3], self.ends)):
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids, finish_reason=reason)])
         finally:
             self.num_closed += 1
 
@@ -49,10 +53,10 @@ def test_every_request_is_of_the_adapter_that_is_served_and_counted() -> None:
     engine = TellingEngine()
 
     async def asked() -> int:
-        return len([output async for output in client_of(engine).generate("prompt", "params", "1", lora_request=None, priority=0)])
+        return len([output async for output in client_of(engine).generate("prompt", PARAMS, "1", lora_request=None, priority=0)])
 
     assert asyncio.run(asked()) == 2
-    assert engine.asked == [{"prompt": "prompt", "params": "params", "request_id": "1", "lora_request": engine.adapter, "priority": 0}]
+    assert engine.asked == [{"prompt": "prompt", "params": PARAMS, "request_id": "1", "lora_request": engine.adapter, "priority": 0}]
     assert (engine.counted, engine.num_closed) == (3, 1)
 
 
@@ -60,7 +64,7 @@ def test_a_request_that_is_given_up_is_ended_and_counted_as_far_as_it_went() -> 
     engine = TellingEngine()
 
     async def given_up() -> None:
-        outputs = client_of(engine).generate("prompt", "params", "1")
+        outputs = client_of(engine).generate("prompt", PARAMS, "1")
         await anext(outputs)
         await outputs.aclose()
 
@@ -73,11 +77,38 @@ def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
     engine.shut = "its sync to version 3 is under way, or was not completed"
 
     async def asked() -> None:
-        await anext(client_of(engine).generate("prompt", "params", "1"))
+        await anext(client_of(engine).generate("prompt", PARAMS, "1"))
 
     with pytest.raises(RefusalError, match="server-0 serves no rollouts: its sync to version 3 is under way") as caught:
         asyncio.run(asked())
     assert (caught.value.status, engine.asked) == (409, [])
+
+
+def test_a_request_that_was_sent_away_is_no_answer() -> None:
+    engine = TellingEngine("abort")
+
+    async def asked() -> None:
+        async for _ in client_of(engine).generate("prompt", PARAMS, "1"):
+            pass
+
+    with pytest.raises(RefusalError, match="server-0 was given other weights before it had begun with the call; ask again") as caught:
+        asyncio.run(asked())
+    assert (caught.value.status, engine.counted, engine.num_closed) == (409, 3, 1)
+
+
+@pytest.mark.parametrize(("lora", "device", "refused"), [(True, "cpu", True), (False, "cpu", False), (True, "cuda", False)])
+def test_log_probabilities_of_prompts_are_refused_where_vllm_would_die_of_them(lora: bool, device: str, refused: bool) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    engine = TellingEngine(lora=lora, device=device)
+
+    async def asked() -> int:
+        return len([output async for output in client_of(engine).generate("prompt", SimpleNamespace(prompt_logprobs=1), "1")])
+
+    if refused:
+        with pytest.raises(VLLMValidationError, match="prompt_logprobs: a server with enable_lora has none on CPU"):
+            asyncio.run(asked())
+    assert len(engine.asked) == 0 if refused else asyncio.run(asked()) == 2
 
 
 class SayingServing:
