@@ -76,7 +76,8 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
     except ValueError as error:
         raise ConfigError(f"environment: {error}") from error
     if has_held_out(config) and not examples.held_out:
-        raise ConfigError(f"environment.num_eval_examples: {section.id} has no rows to evaluate on; set it to 0 for a run without held-out reports")
+        told = f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on"
+        raise ConfigError(f"{told}; give it an eval_dataset, or set the key to 0 for a run without held-out reports")
     return DataFacts(ImageNeeds(0), 0, 0, examples)
 
 

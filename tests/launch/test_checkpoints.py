@@ -117,7 +117,7 @@ def test_of_an_environment_the_score_is_the_mean_reward_and_the_best_are_the_hig
 
 
 def rollout_worth(reward):
-    return EnvironmentRollout(0, 0, reward, {}, None, False, 1, 1, 0, (), None, None, "environment-0", 1.0, 0.5)
+    return EnvironmentRollout(0, 0, reward, {}, None, False, 1, 1, 0, 0, (), None, None, "environment-0", 1.0, 0.5)
 
 
 def test_a_full_disk_is_named_and_the_older_checkpoints_stay(world):

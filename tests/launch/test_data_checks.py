@@ -171,9 +171,10 @@ def test_what_is_wrong_with_an_environment_is_told_with_its_section(of_environme
 
 def test_an_environment_without_rows_to_evaluate_on_is_for_runs_without_reports(of_environment):
     """A mean over nothing is no figure."""
-    with pytest.raises(ConfigError, match=r"environment\.num_eval_examples: runner_environment has no rows to evaluate on; set it to 0"):
-        check_data(of_environment(args={"num_eval_rows": 0}))
-    assert check_data(of_environment(args={"num_eval_rows": 0}, num_eval_examples=0)).examples == ExampleCounts(6, 0)
+    for number in (0, None):
+        with pytest.raises(ConfigError, match=r"num_eval_examples: runner_environment has no rows of its own to evaluate on; give it an eval_dataset, or set"):
+            check_data(of_environment(args={"num_eval_rows": number}))
+        assert check_data(of_environment(args={"num_eval_rows": number}, num_eval_examples=0)).examples == ExampleCounts(6, 0)
 
 
 def test_an_environment_needs_a_checkpoint_all_the_same(of_environment, tmp_path):

@@ -26,6 +26,7 @@ ROLLOUT = EnvironmentRollout(
     is_truncated=False,
     num_turns=2,
     num_tokens=5,
+    num_length_limited=0,
     num_splits=0,
     examples=(),
     prompt=[{"role": "user", "content": "first of 431"}],

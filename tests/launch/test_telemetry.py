@@ -159,7 +159,7 @@ def of_environment(tmp_path):
 
 def rewards(step, *values):
     rollouts = [
-        EnvironmentRollout(place, place, value, {"last": value}, None, False, 2, 4, 0, (), [{"role": "user", "content": "?"}], [], "environment-0", 1.0, 0.5)
+        EnvironmentRollout(place, place, value, {"last": value}, None, False, 2, 4, 0, 0, (), [{"role": "user", "content": "?"}], [], "environment-0", 1.0, 0.5)
         for place, value in enumerate(values)
     ]
     return Evaluation(step, step + 1, tuple(rollouts), wall_s=1.0)

@@ -35,11 +35,19 @@ def begun(config, step=0, examples=EXAMPLES, **how):
     return learner, begin(learner, RunSchedule(config).plan(step), **how)
 
 
+STALE = {"rollout_matching__max_staleness": 1}
+
+
 class Learned:
-    """One step of a fresh learner: its report, the gradient of its update, divided and clipped, and the weights after it."""
+    """One step of a fresh learner: its report, the gradient of its update, divided and clipped, and the weights after it.
+
+    Where staleness is allowed, the rollouts are of the version before.
+    """
 
     def __init__(self, config, groups=None, rounds=None, **how):
         self.learner, answers = begun(config, **how)
+        if config.rollout_matching.max_staleness:
+            self.learner.publisher.done()
         self.answers = answers if groups is None else groups(answers)
         self.gradients = {}
         self.learner.updater.optimizer.register_step_pre_hook(self._note)
@@ -111,7 +119,7 @@ def slowly(model, answers, config, num_samples):
 @pytest.mark.parametrize("advantage_std", [False, True])
 @pytest.mark.parametrize("normalize", ["segment", "constant"])
 def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(config, demo_lm, normalize, advantage_std):
-    settings = config(objective={"normalize": normalize, "advantage_std": advantage_std}, training__max_grad_norm=None)
+    settings = config(objective={"normalize": normalize, "advantage_std": advantage_std}, training__max_grad_norm=None, **STALE)
     step = Learned(settings, drift=2.0, fails={5})
     model = AutoModelForCausalLM.from_pretrained(demo_lm)
     loss = slowly(model, step.answers, settings, ROLLOUTS)
@@ -282,19 +290,24 @@ def test_an_engine_that_does_not_say_which_weights_sampled_ends_the_run(config):
         learned_of(config(), of_examples(3, lambda example: replace(example, weight_version=None)))
 
 
-def test_log_probabilities_of_the_first_turn_that_are_not_the_learners_end_the_run(config):
+@pytest.mark.parametrize("turn", [0, -1])
+def test_log_probabilities_of_any_turn_that_are_not_the_learners_end_the_run(config, turn):
     def damaged(example):
-        place = example.mask.index(1)
-        return replace(example, logprobs=[*example.logprobs[:place], example.logprobs[place] - 0.01, *example.logprobs[place + 1 :]])
+        place = [place for place, is_learned in enumerate(example.mask) if is_learned][turn]
+        return replace(example, logprobs=[value - 0.01 if at == place else value for at, value in enumerate(example.logprobs)])
 
-    with pytest.raises(RolloutError, match=r"response token 0 \(id \d+\) has log-probability .* in the engine and .* in the learner") as caught:
+    with pytest.raises(RolloutError, match=r"response token \d+ \(id \d+\) has log-probability .* in the engine and .* in the learner") as caught:
         learned_of(config(), of_examples(1, damaged))
     assert caught.value.actor == SCRIPTED
+    assert ("response token 0 " in str(caught.value)) is (turn == 0)
 
 
-def test_those_of_later_turns_are_measured(config):
-    assert Learned(config(), drift=0.0).metrics["policy/logprob_difference"] < 1e-5
-    assert Learned(config(), drift=1.0).metrics["policy/logprob_difference"] > 0.05
+def test_every_sampled_token_of_the_weights_that_learn_is_compared_and_the_distance_of_older_ones_is_measured(config):
+    fresh, stale = Learned(config()), Learned(config(**STALE), drift=1.0)
+    assert fresh.metrics["rollout/num_compared_tokens"] == fresh.metrics["rollout/num_tokens"]
+    assert fresh.metrics["policy/logprob_difference"] < 1e-5
+    assert "rollout/num_compared_tokens" not in stale.metrics
+    assert stale.metrics["policy/logprob_difference"] > 0.05
 
 
 @pytest.mark.parametrize("turn", [0, -1])
@@ -334,8 +347,6 @@ def test_a_segment_that_fits_no_row_is_refused_with_its_length(config):
 
 
 # Staleness (DESIGN 5, decision 13)
-
-STALE = {"rollout_matching__max_staleness": 1}
 
 
 def stale_steps(config):

@@ -51,21 +51,21 @@ def rollouts_for(
     version: int = 0,
     reward: Callable[[int], float] | None = None,
     fails: Collection[int] = (),
-    drift: float = 0.3,
+    drift: float = 0.0,
     model: Any = None,
 ) -> list[Group]:
     """One group each, whose tokens follow from its example and the step. By the position's remainder of 3: a rollout of one turn; of two, which are one
     example; of two that are one example each.
 
-    First turns have the log-probabilities that the learner's weights give them; those of second turns are off by about `drift`, as of other weights.
-
     Args:
         reward: of a position; None: from a list, mixed.
         fails: positions of rollouts that have failed.
+        drift: by about how much log-probabilities differ from those of the learner's weights, as of older ones.
         model: a whole one with the learner's weights; None: the learner's own.
     """
-    engine = _Engine(learner.loaded.model if model is None else model, learner.loaded.banned_token_ids, len(learner.loaded.tokenizer))
-    return [_group(engine, request, version, reward or _mixed_reward, fails, drift) for request in requests]
+    loaded = learner.loaded
+    engine = _Engine(loaded.model if model is None else model, loaded.banned_token_ids, len(loaded.tokenizer), drift)
+    return [_group(engine, request, version, reward or _mixed_reward, fails) for request in requests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +73,29 @@ class _Engine:
     model: Any
     banned_token_ids: tuple[int, ...]
     vocabulary: int
+    drift: float
 
     def ids(self, count: int, random: np.random.Generator) -> list[int]:
         allowed = [token_id for token_id in range(self.vocabulary) if token_id not in self.banned_token_ids]
         chosen: list[int] = random.choice(allowed, count).tolist()
         return chosen
 
-    def logprobs(self, token_ids: Sequence[int], mask: Sequence[int]) -> list[float]:
+    def logprobs(self, token_ids: Sequence[int], mask: Sequence[int], random: np.random.Generator) -> list[float]:
         """[L], 0 outside the mask."""
         values = logprobs_of(self.model, token_ids, self.banned_token_ids)
-        return [value if is_learned else 0.0 for value, is_learned in zip(values, mask, strict=True)]
+        return [value + float(random.normal(0.0, self.drift)) if is_learned else 0.0 for value, is_learned in zip(values, mask, strict=True)]
 
 
 def _mixed_reward(position: int) -> float:
     return (0.25, 1.0, 0.0, 0.5, 0.75)[position % 5]
 
 
-def _group(engine: _Engine, request: EnvironmentRequest, version: int, reward: Callable[[int], float], fails: Collection[int], drift: float) -> Group:
+def _group(engine: _Engine, request: EnvironmentRequest, version: int, reward: Callable[[int], float], fails: Collection[int]) -> Group:
     (group,) = request.groups
     rewards = tuple(reward(position) for position in group.positions if position not in fails)
     rollouts = []
     for position in group.positions:
-        examples = _examples(engine, request.step, group.example, position, version, drift)
+        examples = _examples(engine, request.step, group.example, position, version)
         has_failed = position in fails
         rollouts.append(
             EnvironmentRollout(
@@ -106,6 +107,7 @@ def _group(engine: _Engine, request: EnvironmentRequest, version: int, reward: C
                 is_truncated=False,
                 num_turns=1 if position % 3 == 0 else 2,
                 num_tokens=sum(example.num_learned for example in examples),
+                num_length_limited=0,
                 num_splits=len(examples) - 1,
                 examples=()
                 if has_failed
@@ -122,7 +124,7 @@ def _group(engine: _Engine, request: EnvironmentRequest, version: int, reward: C
     return tuple(rollouts)
 
 
-def _examples(engine: _Engine, step: int, example: int, position: int, version: int, drift: float) -> list[TrainingExample]:
+def _examples(engine: _Engine, step: int, example: int, position: int, version: int) -> list[TrainingExample]:
     random = np.random.default_rng([step, position])
     prompt = engine.ids(4 + example % 5, np.random.default_rng(example))
     first, between, second = (engine.ids(count, random) for count in (random.integers(1, 5), 3, random.integers(1, 4)))
@@ -131,14 +133,11 @@ def _examples(engine: _Engine, step: int, example: int, position: int, version: 
     if position % 3 == 1:
         token_ids = [*prompt, *first, *between, *second]
         mask = [0] * len(prompt) + [1] * len(first) + [0] * len(between) + [1] * len(second)
-        logprobs = engine.logprobs(token_ids, mask)
-        for place in range(len(token_ids) - len(second), len(token_ids)):
-            logprobs[place] += float(random.normal(0.0, drift))
-        return [TrainingExample(token_ids, logprobs, mask, steps=(0, 1), **fields)]
+        return [TrainingExample(token_ids, engine.logprobs(token_ids, mask, random), mask, steps=(0, 1), **fields)]
     made = []
     for number, (prompt_ids, sampled) in enumerate(turns):
         token_ids, mask = [*prompt_ids, *sampled], [0] * len(prompt_ids) + [1] * len(sampled)
-        made.append(TrainingExample(token_ids, engine.logprobs(token_ids, mask), mask, steps=(number,), **fields))
+        made.append(TrainingExample(token_ids, engine.logprobs(token_ids, mask, random), mask, steps=(number,), **fields))
     return made
 
 

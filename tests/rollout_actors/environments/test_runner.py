@@ -149,6 +149,7 @@ def test_a_held_out_report_is_of_the_evaluation_data_and_greedy() -> None:
     answers = ran(held_out(), engines)
     assert [(rollout.position, rollout.example, rollout.prompt[0]["content"]) for rollout in flat(answers)] == [(0, 0, "q100"), (1, 1, "q101"), (2, 2, "q102")]
     assert {(request.decode.mode, request.decode.temperature) for _, request in engines.requests} == {(DecodeMode.GREEDY, 0.0)}
+    assert {rollout.examples for rollout in flat(answers)} == {()}, "nothing is learned of it"
 
 
 def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled() -> None:
@@ -352,7 +353,7 @@ def test_examples_are_counted_and_a_report_may_be_of_fewer() -> None:
     assert count_examples(load_environment("runner_environment"), 2) == ExampleCounts(6, 2)
     assert count_examples(load_environment("runner_environment"), 0) == ExampleCounts(6, 0)
     assert count_examples(load_environment("runner_environment"), 9) == ExampleCounts(6, 3)
-    assert count_examples(load_environment("runner_environment", num_eval_rows=None), None) == ExampleCounts(6, 6)
+    assert count_examples(load_environment("runner_environment", num_eval_rows=None), None) == ExampleCounts(6, 0), "not those that it is trained on"
     with pytest.raises(ValueError, match="runner_environment has a dataset without rows"):
         count_examples(load_environment("runner_environment", num_rows=0), None)
 
@@ -374,5 +375,5 @@ def test_a_stop_token_that_was_not_sampled_is_not_learned() -> None:
     """As where an answer came to its limit: the turn's last token is the model's."""
     engines = ScriptedEngines(lambda request: Says((1, 2, 3), finish_reason=FinishReason.LENGTH, version=rollout_of(request, Says(())).weight_version))
     (rollout, _) = ran(training(4), engines)[0]
-    assert rollout.num_tokens == 6
+    assert (rollout.num_tokens, rollout.num_length_limited) == (6, 2)
     assert sum(example.num_learned for example in rollout.examples) == 6
