@@ -1,0 +1,419 @@
+"""Rollout orchestration: the promises of its testing plan and acceptance criteria, in their own words (`docs/requirements.md`).
+
+Seconds are counted here, not waited for: the loop's clock goes on to what is due next, so that a bound or a latency is the same on every machine.
+"""
+
+import asyncio
+import json
+import re
+import selectors
+import signal
+import textwrap
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from typing import Any
+
+import datasets
+import pytest
+from environment_support import Talk, user
+from fake_server import serving
+from fastapi import FastAPI, Request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_client import Answer, ScriptedClient, overlong_error, status_error
+
+from launch.vf_eval import main as vf_eval
+from rollout_actors.environments.batch_generator import AsyncBatchGenerator
+from rollout_actors.environments.dataset_utils import build_dataset_from_outputs
+from rollout_actors.environments.loading import load_environment
+from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.single_turn import SingleTurnEnv
+
+COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
+FIELDS = ("id", "stop_condition", "is_completed", "is_truncated", "error", "advantage", "reward", "metrics", "completion", "trajectory")
+
+
+class _Selector(selectors.DefaultSelector):
+    now_s = 0.0
+
+    def select(self, timeout=None):
+        if timeout is None:
+            ready = super().select(20)
+            assert ready, "nothing is due, and nobody is waited for"
+            return ready
+        self.now_s += max(0.0, timeout)
+        return super().select(0)
+
+
+class CountedTime(asyncio.SelectorEventLoop):
+    """Where nothing is ready, its clock goes on to the next timer. Reward functions are asynchronous, because a thread's time is not counted."""
+
+    def __init__(self):
+        self.selector = _Selector()
+        super().__init__(self.selector)
+
+    def time(self):
+        return self.selector.now_s
+
+
+def counted(work):
+    """What it comes to, and the seconds that it would have taken."""
+    with asyncio.Runner(loop_factory=CountedTime) as runner:
+        done = runner.run(work)
+        return done, runner.get_loop().time()
+
+
+def rows(number):
+    return [{"question": f"q{i}", "answer": f"q{i}", "info": {"place": i}} for i in range(number)]
+
+
+def place_of(call):
+    return int(call.prompt[0]["content"][1:])
+
+
+class Scorer:
+    """A reward function that takes its time, and knows how many of it are under way."""
+
+    def __init__(self, seconds):
+        self.seconds, self.num, self.most = seconds, 0, 0
+
+    async def score(self, info, completion):
+        self.num += 1
+        self.most = max(self.most, self.num)
+        await asyncio.sleep(self.seconds(info["place"]))
+        self.num -= 1
+        return float(len(completion[-1]["content"]))
+
+
+# Testing plan: interleaved orchestration
+
+
+@st.composite
+def workloads(draw):
+    """What becomes of each of some rollouts, when, and under which bounds."""
+    number = draw(st.integers(1, 5))
+    fates = st.sampled_from(["done", "done", "done", "refused", "overlong", "unscored"])
+    seconds = st.integers(0, 3)
+    rollouts = draw(st.lists(st.tuples(fates, seconds, seconds), min_size=number, max_size=number))
+    bounds = {name: draw(st.sampled_from([-1, 1, 2, 3])) for name in ("max_concurrent", "max_concurrent_generation", "max_concurrent_scoring")}
+    return rollouts, draw(st.integers(1, 3)), draw(st.booleans()), bounds
+
+
+@settings(deadline=None, max_examples=60)
+@given(workloads())
+def test_outputs_match_non_interleaved_results_for_deterministic_reward_functions(workload):
+    rollouts, rollouts_per_example, compares, bounds = workload
+
+    def script(call):
+        fate, generation_s, _ = rollouts[place_of(call)]
+        if call.turn == 1 and fate in ("refused", "overlong"):
+            return status_error(400, "no") if fate == "refused" else overlong_error()
+        return Answer(f"{call.text}{'!' * place_of(call)}", delay_s=generation_s)
+
+    async def length(completion, info):
+        await asyncio.sleep(rollouts[info["place"]][2])
+        if rollouts[info["place"]][0] == "unscored":
+            raise RuntimeError("no idea")
+        return len(completion[-1]["content"])
+
+    async def compared(completions):
+        return [1.0 / (1 + place) for place in range(len(completions))]
+
+    def outputs(interleave_scoring):
+        env = Talk(max_turns=2, dataset=rows(len(rollouts)), rubric=Rubric([length, compared] if compares else [length]))
+        client = ScriptedClient(script)
+        work = env.evaluate(client, "model", rollouts_per_example=rollouts_per_example, use_tqdm=False, interleave_scoring=interleave_scoring, **bounds)
+        results, _ = counted(work)
+        for state in results.state:
+            for step in state["trajectory"]:
+                step["response"] = step["response"].choices  # without the number of the call
+        metadata = results.metadata
+        whole = (metadata.avg_reward, metadata.avg_metrics, metadata.num_errors, metadata.num_truncated, metadata.num_examples)
+        return {name: results[name] for name in COLUMNS}, [{name: state[name] for name in FIELDS} for state in results.state], whole
+
+    interleaved, two_phase = outputs(True), outputs(False)
+    assert interleaved == two_phase
+    # Of both: an example's rollouts fail and are cut off as they were drawn to.
+    fates = Counter(fate for fate, _, _ in rollouts for _ in range(rollouts_per_example))
+    assert interleaved[2][2:] == (fates["refused"] + fates["unscored"], fates["overlong"], len(rollouts))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.permutations(range(6)), st.permutations(range(6)), st.booleans())
+def test_list_ordering_is_preserved_and_aligned_across_prompt_completion_reward_and_metrics(generated, scored, interleave_scoring):
+    """In whatever order they are generated and scored."""
+    ended = []
+
+    async def right(completion, answer):
+        return completion[-1]["content"] == answer
+
+    async def place(info):
+        await asyncio.sleep(10 * scored[info["place"]])
+        return info["place"]
+
+    env = SingleTurnEnv(rubric=Rubric([place, right], [1.0, 10.0]))
+    client = ScriptedClient(lambda call: Answer(call.text, delay_s=generated[place_of(call)]))
+    told = {"use_tqdm": False, "interleave_scoring": interleave_scoring, "on_rollout": lambda place, state: ended.append((place, state["reward"]))}
+    results, _ = counted(env.generate(rows(6), client, "model", **told))
+    assert results.prompt == [[user(f"q{i}")] for i in range(6)]
+    assert [completion[0]["content"] for completion in results.completion] == results.answer == [f"q{i}" for i in range(6)]
+    assert results.reward == [10.0 + i for i in range(6)]
+    assert results.metrics == {"place": [0, 1, 2, 3, 4, 5], "right": [1] * 6}
+    assert [state["info"] for state in results.state] == results.info == [{"place": i} for i in range(6)]
+    assert [state["reward"] for state in results.state] == results.reward
+    assert ended == [(i, 10.0 + i) for i in sorted(range(6), key=lambda i: 10 * scored[i] + (generated[i] if interleave_scoring else 0))]
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+@pytest.mark.parametrize(("generation", "scoring"), [(1, 12), (12, 1), (2, 5), (5, 2), (3, 3)])
+def test_separate_generation_and_scoring_semaphores_are_respected(generation, scoring, interleave_scoring):
+    """As many as the bound says, and no more, of either."""
+    # Scoring takes longer, so that interleaved it has as many to do as it may.
+    scorer, client = Scorer(lambda place: 100.0), ScriptedClient(lambda call: Answer("a", delay_s=1.0))
+    env = SingleTurnEnv(eval_dataset=rows(6), rubric=Rubric([scorer.score]))
+    bounds = {"max_concurrent": 4, "max_concurrent_generation": generation, "max_concurrent_scoring": scoring}
+    work = env.evaluate(client, "model", rollouts_per_example=2, use_tqdm=False, interleave_scoring=interleave_scoring, **bounds)
+    results, seconds = counted(work)
+    assert results.reward == [1.0] * 12
+    assert (client.most_under_way, scorer.most) == (generation, scoring)
+    if not interleave_scoring:
+        assert seconds == pytest.approx(12 / generation * 1.0 + -(-12 // scoring) * 100.0, abs=1.0)
+
+
+# Testing plan: what is in the state
+
+
+@pytest.mark.parametrize("table", [list, datasets.Dataset.from_list], ids=["rows", "Dataset"])
+@pytest.mark.parametrize("column", [None, "id", "example_id"], ids=["synthesized", "id", "example_id"])
+def test_id_propagation_synthesized_and_pre_existing_id_columns(column, table):
+    given = [{"question": f"q{i}", "answer": "", **({} if column is None else {column: f"row-{9 - i}"})} for i in range(3)]
+    ids = [0, 1, 2] if column is None else ["row-9", "row-8", "row-7"]
+    env, client = SingleTurnEnv(dataset=table(given)), ScriptedClient(lambda call: Answer("a", delay_s=3.0 - int(call.text[1:])))
+    generated, _ = counted(env.generate(table(given), client, "model", use_tqdm=False))
+    assert [state["id"] for state in generated.state] == generated.example_id == env.make_dataset(generated)["id"][:] == ids
+    evaluated, _ = counted(env.evaluate(client, "model", rollouts_per_example=2, use_tqdm=False))
+    repeated = [ids[i // 2] for i in range(6)]
+    assert [state["id"] for state in evaluated.state] == evaluated.example_id == env.make_dataset(evaluated)["id"][:] == repeated
+    assert [state["prompt"] for state in evaluated.state] == [[user(f"q{i // 2}")] for i in range(6)]
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_timing_fields_present_and_reasonably_sized(interleave_scoring):
+    async def slow(completion):
+        await asyncio.sleep(0.03)
+        return 1.0
+
+    env = Talk(max_turns=2, dataset=rows(4), rubric=Rubric([slow]))
+    client = ScriptedClient(lambda call: "a", delay_s=0.02)
+    results = asyncio.run(env.evaluate(client, "model", max_concurrent=2, interleave_scoring=interleave_scoring, use_tqdm=False))
+    for state in results.state:
+        timing = state["timing"]
+        assert set(timing) == {"generation_ms", "scoring_ms", "total_ms", "start_time"}
+        assert 39 < timing["generation_ms"] < results.metadata.time_ms and 29 < timing["scoring_ms"] < results.metadata.time_ms
+        assert timing["total_ms"] == pytest.approx(timing["generation_ms"] + timing["scoring_ms"])
+    # Two at a time: with the waiting for a turn it would be more than all the time that there was.
+    for name in ("generation_ms", "scoring_ms"):
+        assert sum(state["timing"][name] for state in results.state) < 2.1 * results.metadata.time_ms
+
+
+# Acceptance criteria
+
+
+@pytest.mark.parametrize(
+    ("generation_s", "scoring_s", "bound", "interleaved_s", "two_phase_s"),
+    [
+        pytest.param([0.1] * 6, [0.1] * 6, 2, 0.4, 0.6, id="the issue's six, two at a time"),
+        pytest.param([1, 1, 1, 1], [5, 5, 5, 5], 2, 11, 12, id="slow rubric functions"),
+        pytest.param([1, 1, 1, 9], [5, 5, 5, 1], 2, 11, 20, id="one slow answer among slow rubric functions"),
+        pytest.param([9, 1, 1], [1, 9, 9], -1, 10, 18, id="the same without a bound"),
+    ],
+)
+def test_interleaved_orchestration_reduces_wall_clock_latency_on_mixed_latency_workloads_without_changing_outputs(
+    generation_s, scoring_s, bound, interleaved_s, two_phase_s
+):
+    taken, outputs = [], []
+    for flags in ({}, {"interleave_scoring": True}, {"interleave_scoring": False}):
+        env = SingleTurnEnv(rubric=Rubric([Scorer(lambda place: scoring_s[place]).score]))
+        client = ScriptedClient(lambda call: Answer(call.text, delay_s=generation_s[place_of(call)]))
+        results, seconds = counted(env.generate(rows(len(scoring_s)), client, "model", max_concurrent=bound, use_tqdm=False, **flags))
+        taken.append(seconds)
+        outputs.append({name: results[name] for name in COLUMNS})
+    assert taken == pytest.approx([interleaved_s, interleaved_s, two_phase_s])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_independent_semaphores_correctly_bound_concurrent_generations_vs_scorings():
+    """What waits on one side keeps nobody from the other: else neither of these would end."""
+
+    async def generated_while_scoring_is_full():
+        all_generated = asyncio.Event()
+
+        def script(call):
+            if client.num_calls == 8:
+                all_generated.set()
+            return Answer("a", delay_s=1.0)
+
+        async def waits(completion):
+            await all_generated.wait()
+            return 1.0
+
+        client = ScriptedClient(script)
+        env = SingleTurnEnv(rubric=Rubric([waits]))
+        return await env.generate(rows(8), client, "model", max_concurrent_generation=2, max_concurrent_scoring=1, use_tqdm=False)
+
+    async def scored_while_generation_is_full():
+        scored = [asyncio.Event() for _ in range(4)]
+
+        async def script(call):
+            if place_of(call):
+                await scored[place_of(call) - 1].wait()
+            return "a"
+
+        async def right(info):
+            scored[info["place"]].set()
+            return 1.0
+
+        env = SingleTurnEnv(rubric=Rubric([right]))
+        return await env.generate(rows(4), ScriptedClient(script), "model", max_concurrent_generation=1, max_concurrent_scoring=3, use_tqdm=False)
+
+    assert counted(generated_while_scoring_is_full())[0].reward == [1.0] * 8
+    assert counted(scored_while_generation_is_full())[0].reward == [1.0] * 4
+
+
+def test_async_batch_generator_benefits_from_interleaving_by_default_without_changes():
+    scored = threading.Event()
+
+    async def script(call):
+        if place_of(call):  # not before the first one is scored
+            assert await asyncio.to_thread(scored.wait, 20)
+        return call.text
+
+    async def right(completion, answer):
+        scored.set()
+        return completion[-1]["content"] == answer
+
+    with AsyncBatchGenerator(SingleTurnEnv(rubric=Rubric([right])), ScriptedClient(script), "model") as batches:
+        batches.submit(0, rows(3))
+        results = batches.result(0, 60)
+    assert results.reward == [1.0] * 3 and results.metadata.num_errors == 0
+
+
+# One way from results to datasets
+
+
+ENVIRONMENT = """
+    from rollout_actors.environments.rubric import Rubric
+    from rollout_actors.environments.tool import ToolEnv
+
+
+    def add(a: int, b: int) -> int:
+        return a + b
+
+
+    def right(completion, answer):
+        return float(completion[-1]["content"] == answer)
+
+
+    def load_environment():
+        call = {"id": "call_9", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}}
+        asked = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        told = [*asked, {"role": "tool", "tool_call_id": "call_9", "content": "2"}]
+        rows = [{"prompt": [*told, {"role": "user", "content": f"and {i} more?"}], "answer": str(2 + i), "id": f"row-{i}"} for i in range(2)]
+        return ToolEnv([add], dataset=rows, rubric=Rubric([right]))
+"""
+
+
+def adds(call):
+    """Calls the tool, and then says what that said."""
+    if call.prompt[-1]["role"] == "tool":
+        return call.text
+    return Answer(None, tool_calls=[("add", {"a": 2, "b": int(call.text.split()[1])})])
+
+
+@contextmanager
+def serving_scripted(client):
+    app = FastAPI()
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": "demo", "object": "model", "created": 0, "owned_by": "nobody"}]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> dict[str, Any]:
+        response = await client.chat.completions.create(**await request.json())
+        return response.model_dump()
+
+    with serving(app) as url:
+        yield f"{url}/v1"
+
+
+@pytest.fixture
+def handlers_left_alone():
+    """A command that is called, not started, leaves its signal handlers behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_vf_eval_s_and_hf_pushes_use_a_single_centralized_dataset_construction_path_with_consistent_sanitation(tmp_path, monkeypatch, handlers_left_alone):
+    """Tool calls in prompt and completion, which sanitation stores as text: in the file, on the hub and from the library alike."""
+    (tmp_path / "calls_env.py").write_text(textwrap.dedent(ENVIRONMENT))
+    monkeypatch.chdir(tmp_path)
+    pushed = {}
+    monkeypatch.setattr(datasets.Dataset, "push_to_hub", lambda self, repo_id: pushed.update({repo_id: list(self)}))
+    with serving_scripted(ScriptedClient(adds)) as url:
+        vf_eval(["calls_env.py", "-m", "demo", "-b", url, "-n", "2", "-r", "2", "-s", "-H", "-D", "me/calls", "-C", "stop_condition"])
+    (path,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
+    saved = [json.loads(line) for line in path.read_text().splitlines()]
+
+    env = load_environment("calls_env.py")
+    results, columns = env.evaluate_sync(ScriptedClient(adds), "demo", rollouts_per_example=2, use_tqdm=False), ["stop_condition"]
+    made = env.make_dataset(results, state_columns=columns)
+    assert made.to_list() == list(build_dataset_from_outputs(results, state_columns=columns))
+    env.make_dataset(results, state_columns=columns, push_to_hf_hub=True, hub_name="me/library")
+
+    def comparable(rows):
+        """Without the ids of calls, which the endpoint numbers."""
+        return [json.loads(re.sub(r"call_\d_\d", "call", json.dumps(row))) for row in rows]
+
+    assert comparable(saved) == comparable(pushed["me/calls"]) == comparable(made) == comparable(pushed["me/library"])
+    assert [row["reward"] for row in saved] == [1.0] * 4 and [row["id"] for row in saved] == ["row-0", "row-0", "row-1", "row-1"]
+    for row in saved:
+        for messages in (row["prompt"], row["completion"]):
+            (stored,) = [call for message in messages for call in message.get("tool_calls") or ()]
+            assert json.loads(stored)["function"]["name"] == "add"
+
+
+BOUNDED = """
+    import asyncio
+
+    from rollout_actors.environments.rubric import Rubric
+    from rollout_actors.environments.single_turn import SingleTurnEnv
+
+
+    def load_environment():
+        under_way = []
+
+        async def scored_at_a_time(completion):
+            under_way.append(completion)
+            number = len(under_way)
+            await asyncio.sleep(0.05)
+            under_way.pop()
+            return number
+
+        return SingleTurnEnv(dataset=[{"question": str(i)} for i in range(9)], rubric=Rubric([scored_at_a_time]))
+"""
+
+
+def test_vf_eval_bounds_generations_and_scorings_by_flags_of_their_own(tmp_path, monkeypatch, handlers_left_alone):
+    (tmp_path / "bounded_env.py").write_text(textwrap.dedent(BOUNDED))
+    monkeypatch.chdir(tmp_path)
+    client = ScriptedClient(lambda call: Answer("a", delay_s=0.01))
+    with serving_scripted(client) as url:
+        flags = ["-c", "1", "--max-concurrent-generation", "4", "--max-concurrent-scoring", "2", "--no-interleave-scoring"]
+        vf_eval(["bounded_env.py", "-m", "demo", "-b", url, "-n", "9", "-r", "1", "-s", *flags])
+    (path,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
+    scored = [json.loads(line)["scored_at_a_time"] for line in path.read_text().splitlines()]
+    assert (client.most_under_way, max(scored), len(scored)) == (4, 2, 9)
