@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -29,7 +30,7 @@ from rollout_actors.environments.pool import EnvironmentPool
 from rollout_actors.environments.runner import RunnerSettings
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config import RunConfig
-from shared.config.derive import EnginePlace, actor_name, engines_in, environment_name, rank_name, raw_rollouts_per_step, rollout_servers, server_name
+from shared.config.derive import EnginePlace, actor_name, engines_in, environment_name, rank_name, rollout_servers, server_name
 from shared.config.environment import EnvironmentSection
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
@@ -39,6 +40,9 @@ from shared.rollouts import TRIES
 from shared.trajectory import ExampleCounts
 
 Rollouts = ActorPool | RankRollouts | EnvironmentPool
+
+IN_ENVIRONMENTS = "what the environment waits for (`py-spy dump`), and whether its rollouts, with their tools and rewards, fit the time"
+"""Where a round of environments is late, and no engine is."""
 
 GRACE_S = 60.0
 """Beyond the limits that a server's client keeps itself: for what is neither waiting nor asking."""
@@ -176,7 +180,8 @@ class Cluster:
             )
             for name in names
         ]
-        environments = ActorPool(actors, names, PoolTimeouts.of_actors(config.timeouts), decode_batch_size=len(actors) * raw_rollouts_per_step(config))
+        # What bounds a round is what the engines take.
+        environments = ActorPool(actors, names, environment_timeouts(config.timeouts), decode_batch_size=sys.maxsize, check=IN_ENVIRONMENTS)
         self._ends.callback(environments.close)
         environments.start()
         size, ranks = config.rollout_matching.decode_batch_size, config.learner.world_size
@@ -237,6 +242,12 @@ def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Seq
         tool_parser=section.tool_call_parser,
         keeps_messages=config.telemetry.rollouts,
     )
+
+
+def environment_timeouts(timeouts: TimeoutsSection) -> PoolTimeouts:
+    """Of the pool over the environments. A part of a round has several calls behind each other, and an engine that is late is to be told of first, by name."""
+    generate = Limit(2 * timeouts.generate_s, "2 x timeouts.generate_s")
+    return PoolTimeouts(timeouts.limit("start_s"), generate, timeouts.limit("sync_phase_s"))
 
 
 def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTimeouts:

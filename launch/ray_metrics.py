@@ -33,8 +33,9 @@ class RayMetrics:
             if name in metrics:
                 self._phase.set(float(metrics[name]), tags={"phase": phase})
         self._loss.set(float(metrics["loss/total"]))
-        if "rollout/num_tokens" in metrics:
-            tokens = float(metrics["rollout/num_tokens"])
+        tokens = float(metrics["rollout/num_tokens"]) if "rollout/num_tokens" in metrics else 0.0
+        # A counter of Ray's cannot be raised by 0.
+        if tokens:
             self._tokens.inc(tokens)
             self._speed.set(tokens / float(metrics["time/generate_s"]))
 

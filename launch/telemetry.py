@@ -214,8 +214,8 @@ class Telemetry:
         self._console.print(progress_line(report, metrics, self._config.training.max_steps), highlight=False)
 
     def _calls(self, rounds: Sequence[Sequence[range]], step: int) -> list[list[dict[str, Any]]]:
-        """Of the servers, by round."""
-        if not self._servers:
+        """Of the servers, by round. Environments ask them call by call: those are not known before."""
+        if not self._servers or self._config.environment is not None:
             return []
         assert self._algebra is not None
         return server_calls(rounds, self._algebra.engine_devices, self._engines, run_seed=self._config.training.seed, step=step)

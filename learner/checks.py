@@ -131,7 +131,7 @@ def check_logprobs(segments: Sequence[Segment], learner_K: torch.Tensor, engine_
     if tolerance.permits(compared) and not len(not_a_number):
         return compared
     first = int((not_a_number if len(not_a_number) else outliers)[0])
-    number, token = [(n, t) for n, segment in enumerate(segments) for t in range(len(segment.target.sampled_logprobs))][first]
+    number, token = [(n, t) for n, segment in enumerate(segments) for t in segment.target.sampled_positions][first]
     segment = segments[number]
     permitted = f", and at most {tolerance.outlier_share:g} of them may" if tolerance.outlier_share else ""
     raise RolloutError(

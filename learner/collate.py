@@ -95,10 +95,9 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_inde
     predictors = [end - len(segment.target.token_ids) - 1 for segment, end in zip(segments, ends, strict=True)]
     targets = [segment.target for segment in segments]
     text = [_text_supervision(target, text_weights) for target in targets]
-    num_sampled = [len(target.sampled_logprobs) for target in targets]
     text_at = _concat(at + part.positions for at, part in zip(predictors, text, strict=True))
     coord_at = _concat(at + np.array(target.coord_positions, dtype=np.int64) for at, target in zip(predictors, targets, strict=True))
-    sampled_at = _concat(at + np.arange(count) for at, count in zip(predictors, num_sampled, strict=True))
+    sampled_at = _concat(at + np.array(target.sampled_positions, dtype=np.int64) for at, target in zip(predictors, targets, strict=True))
     credited = [target.credit for target in targets]
     learned_at = _concat(at + np.array(credit.positions, dtype=np.int64) for at, credit in zip(predictors, credited, strict=True))
     needed = np.unique(np.concatenate([text_at, coord_at, sampled_at, learned_at]))

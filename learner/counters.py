@@ -56,6 +56,7 @@ class StepTally:
         add("rollout/num_failed", float(rollout.error is not None))
         add("rollout/num_tokens", rollout.num_tokens)
         add("rollout/num_truncated", float(rollout.is_truncated))
+        add("rollout/num_length_limited", float(rollout.num_length_limited > 0))
         add("rollout/num_splits", rollout.num_splits)
         if rollout.error is None:
             self.totals.add_to_mean("rollout/reward", rollout.reward, 1)

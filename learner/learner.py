@@ -109,7 +109,7 @@ class Learner:
             step.add_generation(answers)
             if not self._learn_rows(self._rows_of(step.work.segments(answers, version=self.publisher.version))):
                 raise self._left("accumulate")
-            step.mark("learn round", started_s, rollouts=len(answers))
+            step.mark("learn round", started_s, answers=len(answers))
 
     def finish_step(self) -> RankReport:
         """Learn what is left and take exactly one optimizer update."""

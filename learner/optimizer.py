@@ -86,8 +86,9 @@ class Updater:
         `training.max_nonfinite_updates` of them in a row. All ranks see the same sum, and so do the same.
         """
         gradients = self._gradients()
-        self._ranks.sum_gradients(gradients)
-        torch._foreach_div_(gradients, denominator)
+        if gradients:
+            self._ranks.sum_gradients(gradients)
+            torch._foreach_div_(gradients, denominator)
         limit = float("inf") if self._config.max_grad_norm is None else self._config.max_grad_norm
         grad_norm = _as_float(nn.utils.clip_grad_norm_(self.masters, limit))
         for group, arguments in zip(self._groups, self.optimizer.param_groups, strict=True):
@@ -119,13 +120,12 @@ class Updater:
         return self._weights.masters
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Of every trained parameter; where there is one rank, of those that the step's rows reached, if it had any row."""
-        if self._ranks.world_size > 1 or all(master.grad is None for master in self.masters):
-            # A rank whose rows reached less, or that had no row, takes part in the sum with zeros: the ranks' lists must be of one shape. A step of
-            # which nothing is learned is an update by zeros for any number of ranks.
-            for master in self.masters:
-                if master.grad is None:
-                    master.grad = torch.zeros_like(master)
+        """Of the trained parameters that the step's rows reached, on any rank. Of no rows, none: the update then changes nothing."""
+        reached = self._ranks.any_of([master.grad is not None for master in self.masters])
+        for master, is_reached in zip(self.masters, reached, strict=True):
+            # A rank whose rows reached less, or that had no row, takes part in the sum with zeros: the ranks' lists must be of one shape.
+            if is_reached and master.grad is None:
+                master.grad = torch.zeros_like(master)
         return [master.grad for master in self.masters if master.grad is not None]
 
     def _own_rates(self, step: int) -> dict[Part, float]:

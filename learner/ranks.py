@@ -37,6 +37,10 @@ class Ranks(Protocol):
         """Over all ranks."""
         ...
 
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, of which all ranks have equally many, whether it is set on any rank."""
+        ...
+
     def first_difference(self, values: Sequence[int]) -> int | None:
         """Where the ranks' values, equally many, differ first; None where they are the same. Every rank gets the same answer."""
         ...
@@ -71,6 +75,9 @@ class OneRank:
 
     def max(self, value: int) -> int:
         return value
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        return list(flags)
 
     def first_difference(self, values: Sequence[int]) -> int | None:
         return None
@@ -109,6 +116,9 @@ class DistributedRanks:
 
     def max(self, value: int) -> int:
         return self._reduced([value], ReduceOp.MAX)[0]
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        return [bool(flag) for flag in self._reduced(list(map(int, flags)), ReduceOp.MAX)]
 
     def first_difference(self, values: Sequence[int]) -> int | None:
         highest, lowest = self._reduced(values, ReduceOp.MAX), self._reduced(values, ReduceOp.MIN)

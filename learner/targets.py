@@ -114,11 +114,16 @@ class Target:
     box_slots: tuple[int, ...]
     """The first of the four slots of each supervised box whose ground truth is a box, into [S], ascending."""
     sampled_logprobs: tuple[float, ...] = ()
-    """The engine's log-probabilities of the leading tokens that are the rollout's own, none of them forced; empty in channel A."""
+    """The engine's log-probabilities of the tokens at `sampled_positions`; empty in channel A."""
     reading: Reading | None = None
     """How the rollout was read; None in channel A."""
     credit: Credit = NO_CREDIT
     """Sampled tokens that are learned by their advantage: of trajectories alone."""
+
+    @property
+    def sampled_positions(self) -> tuple[int, ...]:
+        """Of tokens that are the rollout's own, none of them forced: the leading ones, or in trajectories, those of every turn."""
+        return self.credit.positions[: len(self.sampled_logprobs)] if self.credit.positions else tuple(range(len(self.sampled_logprobs)))
 
     def __post_init__(self) -> None:
         length, positions = len(self.token_ids), self.coord_positions

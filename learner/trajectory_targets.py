@@ -33,8 +33,6 @@ def trajectory_target(example: TrainingExample, rule: CreditRule) -> TrajectoryT
             "make examples with mask_prompts=True"
         )
     credit = rule.credit(example, start=start)
-    # The check of the engine's weights compares what a target begins with: the first turn.
-    num_leading = next((place for place, position in enumerate(credit.positions) if position != place), len(credit.positions))
     return TrajectoryTarget(
         tuple(example.token_ids[:start]),
         Target(
@@ -44,7 +42,7 @@ def trajectory_target(example: TrainingExample, rule: CreditRule) -> TrajectoryT
             coord_positions=(),
             coord_targets=(),
             box_slots=(),
-            sampled_logprobs=credit.engine_logprobs[:num_leading],
+            sampled_logprobs=credit.engine_logprobs,
             credit=credit,
         ),
     )

@@ -200,7 +200,8 @@ def _require_reward(rollout: EnvironmentRollout) -> None:
 
 
 def _fixed(tokens: LoadedTokens) -> Segment:
-    """Ids from all over the vocabulary, so that a canary reads rows of the embedding that no example of the environment has."""
+    """Ids from all over the vocabulary, so that a canary reads rows of the embedding that no example of the environment has. Trajectories are text: of a model
+    with a vision tower that tower is proved by its checksums alone."""
     size = len(tokens.tokenizer)
     spread = (size * place // _NUM_FIXED for place in range(_NUM_FIXED))
     ids = [token_id for token_id in dict.fromkeys(spread) if token_id not in tokens.banned_token_ids]

@@ -94,7 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/num", Reduction.SUM, "Raw rollouts."),
     Metric("rollout/num_tokens", Reduction.SUM, "Response tokens, without the stop token; of environments, all that were sampled."),
     Metric("rollout/decode_mode", Reduction.STEP, "greedy, sample or beam."),
-    Metric("rollout/num_length_limited", Reduction.SUM, "Rollouts that ended at `max_new_tokens`."),
+    Metric("rollout/num_length_limited", Reduction.SUM, "Rollouts that ended at `max_new_tokens`; of environments, those with such an answer."),
     Metric("rollout/num_repeat_terminated", Reduction.SUM, "Rollouts that the repeat guard ended."),
     Metric("rollout/num_truncated", Reduction.SUM, "Rollouts whose container did not close; of environments, those that were ended for their length."),
     _ratio("rollout/truncated_rate", "rollout/num_truncated", "rollout/num", "Share of truncated rollouts."),

@@ -6,12 +6,16 @@ Shape legend: L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from shared.rollouts import DecodeSettings
+
+_ROUNDING = 1e-9
+"""Of the largest reward: smaller differences are those of float sums."""
 
 
 class ExampleCounts(NamedTuple):
@@ -85,7 +89,7 @@ class TrainingExample:
         """[L]: what each token is credited with, 0 outside the mask.
 
         Args:
-            divided_by_std: by the standard deviation of the group's rewards, where they are not all equal.
+            divided_by_std: by the standard deviation of the group's rewards, where they differ. Not an advantage that a rubric gave itself.
 
         Raises:
             ValueError: nothing was scored.
@@ -95,8 +99,17 @@ class TrainingExample:
                 f'example {self.example_id!r}: has no advantage, because its rollouts were not scored; generate with score_rollouts, or set state["advantage"]'
             )
         given = [self.advantage] * len(self.token_ids) if self.token_advantages is None else self.token_advantages
-        divisor = pstdev(self.group_rewards) if divided_by_std and has_signal(self.group_rewards) else 1.0
+        divisor = _deviation(self.group_rewards) if divided_by_std and self._has_the_groups_advantage else 1.0
         return [value / divisor if is_learned else 0.0 for value, is_learned in zip(given, self.mask, strict=True)]
+
+    @property
+    def _has_the_groups_advantage(self) -> bool:
+        """Rather than one that a rubric or a step gave itself, which is in no units of the rewards."""
+        if self.token_advantages is not None or not has_signal(self.group_rewards):
+            return False
+        assert self.advantage is not None
+        advantage = self.advantage
+        return any(math.isclose(advantage, own, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for own in group_advantages(self.group_rewards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +132,8 @@ class EnvironmentRollout:
     """Calls of the model."""
     num_tokens: int
     """Sampled in them."""
+    num_length_limited: int
+    """Calls whose answer ended at `max_new_tokens`."""
     num_splits: int
     """Calls whose prompt did not go on from the tokens of the one before."""
     examples: tuple[TrainingExample, ...]
@@ -135,44 +150,22 @@ class EnvironmentRollout:
     """Until its end, scoring included."""
 
 
-class SignalCount(NamedTuple):
-    """How many groups say that one rollout is better than another."""
-
-    num_groups: int
-    num_without_signal: int
-    """Those whose rewards are all equal."""
-
-
-class Kept(NamedTuple):
-    examples: list[TrainingExample]
-    num_dropped: int
-
-
-def group_advantages(rewards: Sequence[float], *, divided_by_std: bool = False) -> list[float]:
-    """Of the rollouts of one example: the reward without the group's mean, and where told, over their standard deviation (of these rewards: they
-    are no sample of more).
-
-    Exactly 0 where all rewards are equal: what rounding leaves of the mean would be divided by what it leaves of the deviation.
-    """
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """Of the rollouts of one example: the reward without the group's mean. Exactly 0 where the rewards differ by rounding alone."""
     if not has_signal(rewards):
         return [0.0] * len(rewards)
     mean = fmean(rewards)
-    divisor = pstdev(rewards) if divided_by_std else 1.0
-    return [(reward - mean) / divisor for reward in rewards]
+    return [reward - mean for reward in rewards]
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ at all."""
-    return any(reward != rewards[0] for reward in rewards)
+    """Whether the rewards of a group differ, by more than rounding: what that leaves of them would be divided by what it leaves of their deviation."""
+    rounding = _ROUNDING * max((abs(reward) for reward in rewards), default=0.0)
+    # Written so that NaN differs: what it comes to is refused further on.
+    return any(not abs(reward - rewards[0]) <= rounding for reward in rewards)
 
 
-def count_signal(groups: Iterable[Sequence[float]]) -> SignalCount:
-    """Of groups by their rewards."""
-    flat = [not has_signal(rewards) for rewards in groups]
-    return SignalCount(len(flat), sum(flat))
-
-
-def without_flat_groups(examples: Sequence[TrainingExample]) -> Kept:
-    """The examples of groups whose rewards differ, in order, and how many were left out. Those of groups that were not scored stay."""
-    kept = [example for example in examples if not example.group_rewards or has_signal(example.group_rewards)]
-    return Kept(kept, len(examples) - len(kept))
+def _deviation(rewards: Sequence[float]) -> float:
+    """Of these rewards: they are no sample of more. (`statistics.pstdev` computes in fractions, a hundred times as long.)"""
+    mean = fmean(rewards)
+    return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))

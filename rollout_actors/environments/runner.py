@@ -21,7 +21,7 @@ from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.messages import sanitize_messages
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
-from rollout_actors.environments.types import State
+from rollout_actors.environments.types import State, TrajectoryStep
 from rollout_actors.environments.watched_engines import WatchedEngines
 from shared.errors import RolloutError
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, ExampleGroup, TrainingExample
@@ -103,7 +103,8 @@ class EnvironmentRunner:
         )
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
-        for made in merge_trajectories_for_training(states).examples:
+        # Nothing is learned of a report.
+        for made in () if request.is_held_out else merge_trajectories_for_training(states).examples:
             # By its place in the step, which does not depend on how the step is cut into calls.
             learned[made.rollout].append(replace(made, rollout=inputs.places[made.rollout].position))
         keeps = settings.keeps_messages or request.is_held_out
@@ -124,8 +125,9 @@ class EnvironmentRunner:
             is_truncated=bool(state["is_truncated"]),
             num_turns=len(trajectory),
             num_tokens=sum(len(of_step["completion_ids"]) for of_step in tokens),
+            num_length_limited=sum(_is_cut(step) for step in trajectory),
             num_splits=int(state.get("num_splits") or 0),
-            examples=() if state["error"] is not None else tuple(learned),
+            examples=tuple(learned),
             prompt=_written(state["prompt"]) if keeps_messages else None,
             completion=_written(state["completion"]) if keeps_messages else None,
             actor=self._name,
@@ -139,7 +141,8 @@ def count_examples(environment: Environment, num_held_out: int | None) -> Exampl
     train = len(environment.get_dataset())
     if not train:
         raise ValueError(f"{environment.name} has a dataset without rows; give it some")
-    held_out = len(environment.get_eval_dataset())
+    # Without rows of its own to evaluate on, an environment would give those that it is trained on.
+    held_out = 0 if environment.eval_dataset is None else len(environment.get_eval_dataset())
     return ExampleCounts(train, held_out if num_held_out is None else min(num_held_out, held_out))
 
 
@@ -194,3 +197,8 @@ def _calls(groups: Sequence[ExampleGroup], dataset: Examples) -> list[list[Examp
             calls.append([])
         calls[number].append(group)
     return calls
+
+
+def _is_cut(step: TrajectoryStep) -> bool:
+    """Its answer ended at the length limit."""
+    return any(choice.finish_reason == "length" for choice in step["response"].choices)

@@ -21,7 +21,7 @@ class EnvironmentSection(Section):
     groups."""
 
     drop_equal_groups: bool = False
-    """Learn nothing from groups whose rewards are all equal, and count them (`rollout/num_dropped`). They have no gradient; a row spares itself their tokens.
+    """Learn nothing from groups whose rewards are all equal, and count them (`rollout/num_left_out`). They have no gradient; a row spares itself their tokens.
 
     The step's loss is divided by its raw rollouts in either case.
     """

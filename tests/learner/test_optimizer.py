@@ -196,6 +196,9 @@ class TwoRanks:
     def __init__(self, other) -> None:
         self.other = other
 
+    def any_of(self, flags):
+        return [True] * len(flags)
+
     def sum_gradients(self, gradients):
         for gradient, other in zip(gradients, self.other, strict=True):
             gradient += other

@@ -22,6 +22,7 @@ def test_counts_are_summed_and_compared_over_ranks(collectives):
     for rank in collectives:
         assert (rank["sum"], rank["max"]) == (3, 10)
         assert rank["same"] is None
+        assert rank["any"] == [True, True, False]
         assert rank["different"] == 1, "the first of the values that differ"
         assert rank["met"] is True, "a flag of one rank is everybody's"
 
@@ -56,6 +57,7 @@ def test_the_rendezvous_is_bound_to_its_address_alone_before_it_is_published():
 def test_one_rank_asks_nobody():
     ranks = join_ranks(LearnerPlace("rollmatch_gloo", ()), None, timeout_s=1.0, sums_in_backward=False)
     assert isinstance(ranks, OneRank)
+    assert ranks.any_of([True, False]) == [True, False]
     assert (ranks.sum(3), ranks.max(3), ranks.first_difference([1]), ranks.meet(False), ranks.take_times()) == (3, 3, None, False, [])
 
 

@@ -42,10 +42,14 @@ def test_nothing_else_is_supervised():
     assert (target.coord_positions, target.box_slots, target.reading) == ((), (), None)
 
 
-def test_the_first_turn_is_compared_with_the_engine():
-    assert trajectory_target(TWO_TURNS, PLAIN).target.sampled_logprobs == (-0.25, -0.5)
-    one_turn = replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0])
-    assert trajectory_target(one_turn, PLAIN).target.sampled_logprobs == (-0.25, -0.5)
+def test_the_tokens_of_every_turn_are_compared_with_the_engine():
+    target = trajectory_target(TWO_TURNS, PLAIN).target
+    assert target.sampled_logprobs == target.credit.engine_logprobs
+    assert target.sampled_positions == target.credit.positions
+    assert len(target.sampled_logprobs) == 3
+    one_turn = trajectory_target(replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0]), PLAIN).target
+    assert (one_turn.sampled_logprobs, one_turn.sampled_positions) == ((-0.25, -0.5), (0, 1))
+    assert replace(target, sampled_logprobs=()).sampled_positions == (), "of older weights nothing is compared"
 
 
 @pytest.mark.parametrize(("normalize", "weight"), [("segment", 1 / 3), ("constant", 1 / 20)])

@@ -87,6 +87,7 @@ def collectives(place: LearnerPlace, rendezvous: Rendezvous | None) -> dict[str,
         "met": met,
         "sum": ranks.sum(place.rank + 1),
         "max": ranks.max(place.rank * 10),
+        "any": ranks.any_of([place.rank == 0, place.rank == 1, False]),
         "same": ranks.first_difference([1, -5, 2**40]),
         "different": ranks.first_difference([1, place.rank, 2 + place.rank]),
         # Of the big one its ends: the rest is like them.

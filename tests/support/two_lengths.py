@@ -11,7 +11,7 @@ from rollout_actors.environments.types import Messages, State
 
 def load_environment(num_examples: int = 6) -> MultiTurnEnv:
     rows = [{"question": f"Say {number}."} for number in range(num_examples)]
-    return TwoLengths(env_id="two_lengths", dataset=rows, rubric=Rubric([length]), max_turns=2)
+    return TwoLengths(env_id="two_lengths", dataset=rows, eval_dataset=rows[:3], rubric=Rubric([length]), max_turns=2)
 
 
 class TwoLengths(MultiTurnEnv):
