@@ -1,4 +1,4 @@
-"""docs/requirements.md names modules and tests that exist, and scenario titles are the names of their tests."""
+"""docs/requirements.md names modules and tests that exist, and what is quoted there of a specification is in the names of its tests."""
 
 import ast
 import re
@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "requirements.md").read_text().splitlines()
-    if line.startswith("| ") and not line.startswith("| requirement")
-]
+PAGE = (ROOT / "docs" / "requirements.md").read_text()
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| requirement")]
 TESTS = [(row[0], test) for row in ROWS for test in re.findall(r"`(tests/[^`]+)`", row[2])]
 
 
-def test_the_table_was_found_and_its_rows_were_read():
-    assert len(ROWS) > 50
-    assert len(TESTS) > 50
+def test_the_tables_were_found_and_their_rows_were_read():
+    assert len(ROWS) > 250
+    assert len(TESTS) > 500
+
+
+@pytest.mark.parametrize(("section", "quoted"), [("Rollout matching", 50), ("Trajectories", 8), ("Rollout orchestration", 13)])
+def test_each_specification_is_quoted(section, quoted):
+    """The trajectories' summary has eight points; orchestration has nine points in its testing plan, and four acceptance criteria."""
+    (table,) = (part for part in PAGE.split("\n## ") if part.startswith(f"{section}\n"))
+    assert len(re.findall(r'^\| "', table, flags=re.MULTILINE)) >= quoted
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
