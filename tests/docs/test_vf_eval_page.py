@@ -1,0 +1,62 @@
+"""docs/vf_eval.md: its commands, and what it says is printed, as they stand on the page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_openai import FakeOpenAI
+from fake_server import serving
+
+from launch.arguments import read_arguments
+from launch.eval_arguments import read_options
+from launch.eval_sampling import sampling_of
+from launch.serve_options import ServeOptions
+from launch.vf_eval import main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "vf_eval.md").read_text()
+BLOCKS = [text.splitlines() for text in re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)]
+COMMANDS = [shlex.split(line) for block in BLOCKS for line in block if line.startswith(("vf-eval ", "python -m "))]
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.chdir(tmp_path)
+    with serving(FakeOpenAI(reply=lambda _: "<answer>1</answer>").app()) as base:
+        yield f"{base}/v1"
+
+
+def test_the_page_has_commands_and_each_is_one_of_this_project() -> None:
+    assert [command[0] for command in COMMANDS] == ["vf-eval", "python", "vf-eval"]
+    assert COMMANDS[1][1:3] == ["-m", "launch.serve"]
+
+
+def test_the_server_of_the_page_takes_its_arguments() -> None:
+    assert read_arguments(ServeOptions, COMMANDS[1][3:]).tool_call_parser == "hermes"
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_command_of_the_page_evaluates(url: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [url if word == "http://127.0.0.1:8000/v1" else word for word in COMMANDS[number][1:]]
+    options = read_options(command)
+    assert sampling_of(options.sampling_args or {}, "chat") == options.sampling_args
+    main(command)
+    printed = capsys.readouterr().out
+    assert f"{(options.num_examples or 0) * (options.rollouts_per_example or 0)}, of {options.num_examples} examples" in printed
+    if number == 0:
+        assert named(printed.splitlines()) == named(next(block for block in BLOCKS if block[0] == "arithmetic, demo"))
+
+
+def named(lines: list[str]) -> list[str]:
+    """What each line of the summary is about."""
+    return [re.split(r"\s{2,}", line.strip())[0] for line in lines if line.strip()]
+
+
+def test_the_files_of_the_page_are_those_that_are_written(url: str, tmp_path: Path) -> None:
+    main(["arithmetic", "-b", url, "-n", "1", "-r", "1", "-s"])
+    (folder,) = tmp_path.glob("outputs/evals/arithmetic--demo/*")
+    table = set(re.findall(r"`([\w.]+\.jsonl?)`", "".join(line for line in PAGE.splitlines() if line.startswith("| `"))))
+    assert {path.name for path in folder.iterdir()} == table
