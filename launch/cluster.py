@@ -166,7 +166,8 @@ class Cluster:
         config, section = self._config, self._config.environment
         if section is None:
             return engines
-        settings = runner_settings(config, section, engines.devices)
+        assert self._examples is not None, "they are counted before the start"
+        settings = runner_settings(config, section, engines.devices, self._examples)
         names = [environment_name(index) for index in range(section.num_actors)]
         where = here() if section.cpus_per_actor == 0 else "SPREAD"
         actors = [
@@ -230,11 +231,13 @@ class Cluster:
         return group
 
 
-def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Sequence[int]) -> RunnerSettings:
+def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Sequence[int], examples: ExampleCounts) -> RunnerSettings:
     """Of every environment actor, with engines of so many devices each."""
     return RunnerSettings(
         env_id=section.id,
         env_args=section.args,
+        examples=examples,
+        num_held_out=section.num_eval_examples,
         model_path=config.model.path,
         max_model_len=config.global_max_length,
         max_under_way=max(1, config.rollout_matching.decode_batch_size * min(devices) // section.num_actors),

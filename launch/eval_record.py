@@ -107,7 +107,8 @@ def read_evaluation(folder: Path) -> Evaluation:
         raise RecordError(f"is a JSON {type(read).__name__}, not an object", field="evaluation", remedy=_REMEDY, file=str(path))
     try:
         # Strict but for tuples, which JSON writes as lists.
-        return Evaluation(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
+        return Evaluation(**fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RecordError(first["msg"], field=".".join(map(str, first["loc"])), remedy=_REMEDY, file=str(path)) from error

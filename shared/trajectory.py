@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -18,11 +18,14 @@ _ROUNDING = 1e-9
 """Of the largest reward: smaller differences are those of float sums."""
 
 
-class ExampleCounts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExampleCounts:
     """Rows of an environment's data."""
 
     train: int
     held_out: int
+    digest: str = field(default="", compare=False)
+    """Of some of them: every process that loads the environment must find the same."""
 
 
 class ExampleGroup(NamedTuple):

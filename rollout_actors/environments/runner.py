@@ -5,6 +5,7 @@ It takes the learner's `EnvironmentRequest`s, asks the run's own engines, and an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.messages import sanitize_messages
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
-from rollout_actors.environments.types import State, TrajectoryStep
+from rollout_actors.environments.types import RolloutInput, State, TrajectoryStep
 from rollout_actors.environments.watched_engines import WatchedEngines
 from shared.errors import RolloutError
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, ExampleGroup, TrainingExample
@@ -46,15 +47,21 @@ class RunnerSettings:
     tool_parser: str | None = None
     keeps_messages: bool = True
     """Prompts and completions of training travel to the learner, which writes them down. Those of held-out reports do in any case."""
+    examples: ExampleCounts | None = None
+    """What was found before the start, in another process; None: nobody has looked."""
+    num_held_out: int | None = None
+    """As `count_examples` takes it."""
 
 
 class EnvironmentRunner:
     """An environment of this process, and the run's engines behind it."""
 
     def __init__(self, name: str, settings: RunnerSettings, engines: Engines, tokenizer: Any) -> None:
-        """Loads the environment; raises what that raises."""
+        """Loads the environment; raises what that raises, and ValueError where its rows are others than expected."""
         self._name, self._settings, self._engines, self._tokenizer = name, settings, engines, tokenizer
         self._environment = load_environment(settings.env_id, **settings.env_args)
+        if settings.examples is not None:
+            require_same(count_examples(self._environment, settings.num_held_out), settings.examples, settings.env_id)
 
     async def run(self, requests: Sequence[EnvironmentRequest]) -> list[Answer]:
         """One answer per request, in the same order. The requests are of one step. A rollout that fails is data (`EnvironmentRollout.error`).
@@ -138,12 +145,33 @@ class EnvironmentRunner:
 
 def count_examples(environment: Environment, num_held_out: int | None) -> ExampleCounts:
     """Rows of its data: to train on, and of those to evaluate on the first `num_held_out` (None: all). ValueError where there is nothing to train on."""
-    train = len(environment.get_dataset())
-    if not train:
+    rows = environment.get_dataset()
+    if not len(rows):
         raise ValueError(f"{environment.name} has a dataset without rows; give it some")
     # Without rows of its own to evaluate on, an environment would give those that it is trained on.
-    held_out = 0 if environment.eval_dataset is None else len(environment.get_eval_dataset())
-    return ExampleCounts(train, held_out if num_held_out is None else min(num_held_out, held_out))
+    held_out: Sequence[RolloutInput] = [] if environment.eval_dataset is None else environment.get_eval_dataset()
+    count = len(held_out) if num_held_out is None else min(num_held_out, len(held_out))
+    return ExampleCounts(len(rows), count, _digest(rows, held_out))
+
+
+def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) -> None:
+    """ValueError where this process has other rows than the one that checked the data: row 7 would be another one in each."""
+    if (examples, examples.digest) != (expected, expected.digest):
+        found, wanted = (f"{one.train} rows to train on and {one.held_out} held out" for one in (examples, expected))
+        told = f"found {found}, and before the start {wanted}" if found != wanted else "found other rows than before the start"
+        remedy = "seed what is random, sort what comes from a set or a folder, and give every node the same files"
+        raise ValueError(f"environment {name}: {told}; make them the same in every process: {remedy}")
+
+
+def _digest(*datasets: Sequence[RolloutInput]) -> str:
+    """Of up to 64 rows of each, from all over it; of what JSON can write of them."""
+    digest = hashlib.sha256()
+    for rows in datasets:
+        for place in dict.fromkeys(len(rows) * number // 64 for number in range(64)) if len(rows) else ():
+            row = rows[place]
+            told = [row.get(key) for key in ("prompt", "answer", "task", "example_id")]
+            digest.update(json.dumps(told, default=lambda value: type(value).__name__).encode())
+    return digest.hexdigest()
 
 
 def load_tokenizer(model_path: str) -> Any:

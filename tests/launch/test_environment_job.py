@@ -52,7 +52,7 @@ def job(engine_pool, demo_checkpoint, demo_data, tmp_path_factory):
         examples = check_environment(config, section).examples
         engines = engine_pool.over(*list(engine_pool.actors)[:num_engines], decode_batch_size=size)
         names = [f"environment-{index}" for index in range(num_environments)]
-        arguments = (runner_settings(config, section, engines.devices), engines.actors, engines.names, engines.call_limit)
+        arguments = (runner_settings(config, section, engines.devices, examples), engines.actors, engines.names, engines.call_limit)
         actors = [
             ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": str(SUPPORT)}}).remote(name, *arguments) for name in names
         ]

@@ -17,7 +17,8 @@ from scripted_engines import CHATML, Says, ScriptedEngines, decode_settings, dem
 from launch.make_demo_lm import make_demo_lm
 from launch.make_demo_model import CHAT_TEMPLATE
 from rollout_actors.environments.loading import load_environment
-from rollout_actors.environments.runner import EnvironmentRunner, RunnerSettings, count_examples, load_tokenizer
+from rollout_actors.environments.runner import EnvironmentRunner, RunnerSettings, count_examples, load_tokenizer, require_same
+from rollout_actors.environments.single_turn import SingleTurnEnv
 from shared.errors import RolloutError, UnreachableError
 from shared.rollouts import DecodeMode, FinishReason, Rollout, RolloutRequest
 from shared.seeds import request_seed
@@ -377,3 +378,17 @@ def test_a_stop_token_that_was_not_sampled_is_not_learned() -> None:
     (rollout, _) = ran(training(4), engines)[0]
     assert (rollout.num_tokens, rollout.num_length_limited) == (6, 2)
     assert sum(example.num_learned for example in rollout.examples) == 6
+
+
+def test_an_environment_whose_rows_differ_from_process_to_process_is_refused_at_its_start():
+    def rows(*words: str) -> SingleTurnEnv:
+        return SingleTurnEnv(dataset=[{"question": word} for word in words], eval_dataset=[{"question": "z"}])
+
+    found = count_examples(rows("a", "b", "c"), None)
+    require_same(count_examples(rows("a", "b", "c"), None), found, "words")
+    with pytest.raises(ValueError, match="environment words: found other rows than before the start; make them the same in every process: seed what is random"):
+        require_same(count_examples(rows("b", "a", "c"), None), found, "words")
+    with pytest.raises(ValueError, match="found 2 rows to train on and 1 held out, and before the start 3 rows to train on and 1 held out"):
+        require_same(count_examples(rows("a", "b"), None), found, "words")
+    with pytest.raises(ValueError, match="runner_environment: found"):
+        made(ScriptedEngines(by_seed), examples=found)
