@@ -34,7 +34,8 @@ class Echo(MultiTurnEnv):
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         if self._trouble and self._at in (None, state["example_id"]):
             await self._meet(state)
-        return [{"role": "user", "content": f"again {state['example_id']}"}]
+        seen = {"seen_by": object()} if self._trouble == "odd" else {}
+        return [{"role": "user", "content": f"again {state['example_id']}", **seen}]
 
     async def _meet(self, state: State) -> None:
         match self._trouble:
@@ -44,8 +45,6 @@ class Echo(MultiTurnEnv):
                 await asyncio.sleep(3600)
             case "die":
                 os._exit(1)
-            case "odd":
-                state["trajectory"][-1]["completion"][-1]["seen_by"] = object()
 
     async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
         if self._trouble != "forgives":

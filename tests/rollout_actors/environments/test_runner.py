@@ -174,7 +174,7 @@ def test_messages_are_left_out_where_nobody_reads_them() -> None:
 def test_messages_travel_as_json_whatever_an_environment_puts_into_them() -> None:
     (rollout, _) = ran(training(4), trouble="odd")[0]
     assert rollout.error is None
-    assert "object object at" in json.loads(json.dumps(rollout.completion))[0]["seen_by"]
+    assert "object object at" in json.loads(json.dumps(rollout.completion))[1]["seen_by"]
 
 
 def test_no_engine_has_more_requests_at_a_time_than_it_may() -> None:
