@@ -12,6 +12,9 @@ from rollout_actors.environments.types import State
 
 BEGUN: ContextVar[list[State] | None] = ContextVar("begun", default=None)
 
+CLEANED: ContextVar[list[object] | None] = ContextVar("cleaned", default=None)
+"""Environments that have cleaned up after the rollout, of a task that `generate` has begun."""
+
 
 def whole(state: State) -> State:
     """With every field of a rollout, as it begins, that it does not have: an environment's own `init_state` may leave out some."""
@@ -52,8 +55,16 @@ def note_begun(state: State) -> None:
 def inside_a_rollout() -> Iterator[Callable[[State], None]]:
     """Rollouts that begin inside (of another environment, that this one asks) are none of the task's. Gives `note_begun` for the one that is."""
     begun = BEGUN.get()
-    token = BEGUN.set(None)
+    begun_token, cleaned_token = BEGUN.set(None), CLEANED.set(None)
     try:
         yield (lambda _: None) if begun is None else begun.append
     finally:
-        BEGUN.reset(token)
+        CLEANED.reset(cleaned_token)
+        BEGUN.reset(begun_token)
+
+
+def note_cleaned(environment: object) -> None:
+    """It has cleaned up after the task's rollout."""
+    cleaned = CLEANED.get()
+    if cleaned is not None:
+        cleaned.append(environment)

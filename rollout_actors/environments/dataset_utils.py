@@ -15,10 +15,10 @@ from shared.errors import StorageError
 def build_dataset_from_outputs(results: GenerateOutputs, *, include_ids: bool = True, state_columns: Sequence[str] | None = None) -> Any:
     """A Hugging Face `Dataset` with a row for each rollout, in the order of the results.
 
-    Columns: `id` (the state's) and `example_id` (the input's), `prompt` and `completion` (as `sanitize_messages` has them), `answer` and `info` where there
-    are any, `task`, `reward`, one for each metric, and one for each of `state_columns`: fields of the state, `timing.total_ms` for one inside another. A row
-    reads as it was: what differs in type or keys from row to row (`info` of several environments, contents of text beside contents of parts) is a column of
-    JSON. KeyError for a state column that no state has.
+    Columns: `id` (the states', where any has one) and `example_id` (the input's), `prompt` and `completion` (as `sanitize_messages` has them), `answer` and
+    `info` where there are any, `task`, `reward`, one for each metric, and one for each of `state_columns`: fields of the state, `timing.total_ms` for one
+    inside another. A row reads as it was: what differs in type or keys from row to row (`info` of several environments, contents of text beside contents of
+    parts) is a column of JSON. KeyError for a state column that no state has.
     """
     from datasets import Dataset  # imports pyarrow and pandas
 
@@ -29,7 +29,8 @@ def rows_of_outputs(results: GenerateOutputs, *, include_ids: bool = True, state
     """The same as mappings."""
     columns: dict[str, Sequence[Any]] = {}
     if include_ids:
-        columns["id"] = [state.get("id", state.get("example_id")) for state in results.state]
+        if any("id" in state for state in results.state):
+            columns["id"] = [state.get("id") for state in results.state]
         columns["example_id"] = results.example_id
     columns["prompt"] = [sanitize_messages(prompt) for prompt in results.prompt]
     columns["completion"] = [sanitize_messages(_said(completion, prompt)) for prompt, completion in zip(results.prompt, results.completion, strict=True)]

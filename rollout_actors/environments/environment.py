@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollout_actors.environments.begun import note_begun, whole
+from rollout_actors.environments.begun import note_begun, note_cleaned, whole
 from rollout_actors.environments.client import ask, merged
 from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, present, push_dataset
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
@@ -78,6 +78,10 @@ class Environment(ABC):
         if self._teardowns:
             close_at_exit(self)
 
+    def member(self, task: str | None) -> Environment:  # noqa: ARG002
+        """The one that rollouts of this task are of: of a group, one of its environments."""
+        return self
+
     # Data
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
@@ -99,7 +103,11 @@ class Environment(ABC):
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:  # noqa: ARG002
         """What every rollout begins with, whatever the environment. `input` stays as it is."""
         own: dict[str, Any] = deepcopy(dict(input))
-        if isinstance(own.get("info"), str):
+        if self.message_type == "chat" and isinstance(own.get("prompt"), str):
+            own["prompt"] = self.prompt_format.prompt(own)
+        if own.get("info") == "":
+            del own["info"]
+        elif isinstance(own.get("info"), str):
             own["info"] = json.loads(own["info"])
         own.setdefault("task", self.env_id or "default")
         state = self._new_state(own)
@@ -164,7 +172,8 @@ class Environment(ABC):
         state["completion"] = said[len(state["prompt"]) :]
 
     async def _cleanup(self, state: State) -> None:
-        """Every `@cleanup`, whatever the others raise; the first error is raised at the end."""
+        """Every `@cleanup`, whatever the others raise; the first error is raised at the end. `generate` calls it where `rollout` has not."""
+        note_cleaned(self)
         await _all_of(self._cleanups, state)
 
     async def aclose(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from rollout_actors.environments.ray_engines import RayEngines
 from rollout_actors.environments.runner import Answer, EnvironmentRunner, RunnerSettings, load_tokenizer
+from rollout_actors.environments.turns import in_thread
 from shared.errors import Limit, RolloutError
 from shared.trajectory import EnvironmentRequest
 
@@ -28,7 +28,7 @@ class EnvironmentActor:
     async def start(self) -> tuple[int, str]:
         """Load the environment and the tokenizer. As `EngineActor.start`: it works through one part of a round at a time, and nobody else can ask it."""
         try:
-            self._runner = await asyncio.to_thread(self._make)
+            self._runner = await in_thread(self._make)
         except ValueError as error:
             raise RolloutError(str(error), actor=self._name, phase="start") from error
         return 1, ""

@@ -6,19 +6,21 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rollout_actors.environments.begun import BEGUN, require_state, whole
+from rollout_actors.environments.begun import BEGUN, CLEANED, require_state, whole
 from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.inputs import Examples, placed, require_own_positions
+from rollout_actors.environments.lifecycle import to_the_end
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
-from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of, require_rewards
-from rollout_actors.environments.types import State
+from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of, lent, require_rewards
+from rollout_actors.environments.turns import Turn
+from rollout_actors.environments.types import RolloutInput, State
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
@@ -92,7 +94,8 @@ class _Rollouts:
         self._inputs = placed(examples)
         if knows_rollouts(call.client):
             require_own_positions(self._inputs)
-        self._generation, self._scoring = _bounded(call.concurrency.generation), _bounded(call.concurrency.scoring)
+        self._generation = _bounded(call.concurrency.generation)
+        self._scoring = None if call.concurrency.scoring is None else asyncio.Semaphore(call.concurrency.scoring)
         self._done: list[State | None] = [None] * len(self._inputs)
 
     @property
@@ -131,11 +134,11 @@ class _Rollouts:
         async with self._generation():
             began_s = time.perf_counter()
             begun: list[State] = []
+            cleaned: list[object] = []
             BEGUN.set(begun)
+            CLEANED.set(cleaned)
             try:
-                call, environment = self._call, self._environment
-                made = await environment.rollout(self._inputs[place], call.client, call.model, call.sampling_args)
-                state = whole(require_state(made, f"rollout of {environment.name}"))
+                state = await self._cleaned_up(self._inputs[place], begun, cleaned)
             except (Exception, asyncio.CancelledError) as error:  # of one rollout: it is data, and the others go on
                 _raise_if_cancelled(error)
                 _LOGGER.debug("rollout %d failed", place, exc_info=error)
@@ -147,23 +150,39 @@ class _Rollouts:
         if is_last:
             self._tell(place)
 
+    async def _cleaned_up(self, one: RolloutInput, begun: Sequence[State], cleaned: Sequence[object]) -> State:
+        """A rollout, and however it ended, after it every `@cleanup`, if the environment's own `rollout` has not called them."""
+        call, environment = self._call, self._environment
+        state: State | None = None
+        try:
+            made = await environment.rollout(one, call.client, call.model, call.sampling_args)
+            state = whole(require_state(made, f"rollout of {environment.name}"))
+        finally:
+            left = state if state is not None else begun[-1] if begun else None
+            if left is not None:
+                member = environment.member(one["task"])
+                if member._cleanups and not any(by is member for by in cleaned):
+                    await to_the_end(member._cleanup(left))
+        return state
+
     async def _score(self, unit: Sequence[int]) -> None:
         states, rubric = [self._state(place) for place in unit], self._rubric(unit)
-        async with self._scoring():
-            began_s = time.perf_counter()
+        turn = Turn(self._scoring)
+        async with turn.taken():
             sound = [state for state in states if state["error"] is None]
             try:
-                if rubric.compares_rollouts and sound:
-                    await rubric.score_group(sound)
-                elif sound:
-                    await rubric.score_rollout(sound[0])
+                with self._parser_lent(unit):
+                    if rubric.compares_rollouts and sound:
+                        await rubric.score_group(sound)
+                    elif sound:
+                        await rubric.score_rollout(sound[0])
                 require_rewards(sound, rubric)
             except (Exception, asyncio.CancelledError) as error:  # of one unit, as above
                 _raise_if_cancelled(error)
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
                 for state in sound:
                     state["error"] = f"{type(error).__name__}: {error}"
-            scoring_ms = 1000 * (time.perf_counter() - began_s)
+        scoring_ms = 1000 * turn.ran_s
         for place, state in zip(unit, states, strict=True):
             if state["error"] is not None:
                 state["metrics"] = dict.fromkeys(rubric.reward_names, 0.0)
@@ -171,6 +190,11 @@ class _Rollouts:
             timing = state["timing"]
             timing["scoring_ms"], timing["total_ms"] = scoring_ms, timing["generation_ms"] + scoring_ms
             self._tell(place)
+
+    def _parser_lent(self, unit: Sequence[int]) -> AbstractContextManager[None]:
+        task = self._inputs[unit[0]]["task"]
+        # Of a task that names no environment no rollout has succeeded: then there is nothing to score.
+        return lent(self._environment.member(task).parser) if any(self._state(place)["error"] is None for place in unit) else nullcontext()
 
     def _state(self, place: int) -> State:
         state = self._done[place]

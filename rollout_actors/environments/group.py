@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.lifecycle import teardown
-from rollout_actors.environments.rubric import RewardFunction, Rubric
+from rollout_actors.environments.rubric import RewardFunction, Rubric, lent
 from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
 
 
@@ -28,6 +28,8 @@ class EnvGroup(Environment):
         """
         self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
         message_types = sorted({env.message_type for env in envs})
+        if unused := [name for name in kwargs if name not in ("env_id", "env_args", "sampling_args")]:
+            raise TypeError(f"{', '.join(unused)}: a group has none of its own; give it to its environments")
         if len(message_types) > 1:
             raise ValueError(f"envs: message_type is {' of some and '.join(message_types)} of others; make a group of each")
         theirs: dict[str, Any] = {"dataset": None, "eval_dataset": None, "system_prompt": None, "few_shot": None, "parser": None, "oai_tools": None}
@@ -42,6 +44,9 @@ class EnvGroup(Environment):
     async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
         """Of the environment that the input's task names. ValueError where it names none."""
         return await self._env(input.get("task")).rollout(input, client, model, sampling_args)
+
+    def member(self, task: str | None) -> Environment:
+        return self._env(task)
 
     async def _render_completion(self, state: State) -> None:
         await self._env(state["task"])._render_completion(state)
@@ -81,11 +86,14 @@ class _RoutedRubric(Rubric):
         return any(env.rubric.compares_rollouts for env in self._envs.values())
 
     async def score_rollout(self, state: State) -> None:
-        await self._envs[state["task"]].rubric.score_rollout(state)
+        env = self._envs[state["task"]]
+        with lent(env.parser):
+            await env.rubric.score_rollout(state)
 
     async def score_group(self, states: Sequence[State]) -> None:
         for task in dict.fromkeys(state["task"] for state in states):
-            await self._envs[task].rubric.score_group([state for state in states if state["task"] == task])
+            with lent(self._envs[task].parser):
+                await self._envs[task].rubric.score_group([state for state in states if state["task"] == task])
 
 
 @dataclass(frozen=True, slots=True)

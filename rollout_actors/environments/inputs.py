@@ -36,7 +36,7 @@ class PromptFormat:
             if not isinstance(given, str):
                 raise ValueError(f"prompt: must be text where message_type is completion, got {type(given).__name__}")
             return given
-        own: Messages = [{"role": "user", "content": given}] if isinstance(given, str) else cleanup_messages([dict(message) for message in given])
+        own: Messages = [{"role": "user", "content": given}] if isinstance(given, str) else cleanup_messages(list(given))
         if own and own[0]["role"] == "system":  # type: ignore[index]
             return own
         system: Messages = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
@@ -48,7 +48,7 @@ class PromptFormat:
             raise ValueError(f"row {index} has neither prompt nor question, only {', '.join(sorted(row)) or 'nothing'}; give it one of the two")
         example_id = next((row[key] for key in ("example_id", "id") if row.get(key) is not None), index)
         made: RolloutInput = {"prompt": deepcopy(self.prompt(row)), "example_id": example_id, "task": row.get("task") or self.task}
-        if row.get("id") is not None and row["id"] != example_id:
+        if row.get("id") is not None:
             made["id"] = row["id"]
         for key in ("answer", "info", "position"):
             if row.get(key) is not None:

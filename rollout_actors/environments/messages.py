@@ -21,13 +21,27 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
     return joined
 
 
+def copied(messages: Messages) -> Messages:
+    """The same conversation in lists and mappings of its own."""
+    return messages if isinstance(messages, str) else [_copied(message) for message in messages]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(item) for item in value]
+    return value
+
+
 def cleanup_messages(messages: Messages) -> Messages:
     """As an endpoint takes them, from however a dataset stores them: without the fields that are None (a table has every column in every row), and with tool
     calls that are mappings, where they were stored as JSON."""
     if isinstance(messages, str):
         return messages
     cleaned = []
-    for message in messages:
+    for given in messages:
+        message = {"content": None, **as_mapping(given)}
         one = {key: value for key, value in message.items() if value is not None or key == "content"}
         if "tool_calls" in one:
             one["tool_calls"] = [json.loads(call) if isinstance(call, str) else _without_none(call) for call in one["tool_calls"]]
@@ -49,7 +63,7 @@ def sanitize_messages(messages: Messages) -> Messages:
 
 
 def _sanitized(message: Any) -> Message:
-    one = dict(as_mapping(message))
+    one = {"content": None, **as_mapping(message)}
     if one.get("tool_calls"):
         one["tool_calls"] = [call if isinstance(call, str) else json.dumps(as_mapping(call), ensure_ascii=False) for call in one["tool_calls"]]
     else:
@@ -58,11 +72,17 @@ def _sanitized(message: Any) -> Message:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """A message or a tool call of the OpenAI library as a mapping; one that is a mapping as it is."""
+    """A message or a tool call of the OpenAI library as a mapping, and so what there is of it inside one that is a mapping already."""
     if isinstance(value, Mapping):
-        return value
+        return {key: _plain(item) for key, item in value.items()}
     dumped: Mapping[str, Any] = value.model_dump(exclude_none=True)
     return dumped
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return as_mapping(value) if isinstance(value, Mapping) or hasattr(value, "model_dump") else value
 
 
 def _without_none(call: Any) -> Mapping[str, Any]:

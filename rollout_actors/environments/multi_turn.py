@@ -9,7 +9,7 @@ from rollout_actors.environments.begun import inside_a_rollout, require_state
 from rollout_actors.environments.client import OVERLONG, client_of
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import stop, to_the_end
-from rollout_actors.environments.messages import concat_messages
+from rollout_actors.environments.messages import concat_messages, copied
 from rollout_actors.environments.responses import parse_response_messages, parse_response_tokens
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State, TrajectoryStep, TrajectoryStepTokens
 
@@ -43,10 +43,14 @@ class MultiTurnEnv(Environment):
         if not state["trajectory"]:
             return concat_messages([state["prompt"]])
         last = state["trajectory"][-1]
-        messages = concat_messages([last["prompt"], last["completion"]])
+        # Copies: what the environment does to them is said in the next call, and was not said in the last one.
+        messages = concat_messages([copied(last["prompt"]), copied(last["completion"])])
         answer = await self.env_response(messages, state)
+        if answer is None:
+            raise TypeError(f"env_response of {self.name} returned nothing; return messages, and [] where there is nothing to say")
+        prompt = concat_messages([messages, answer])
         state["final_env_response"] = [answer]
-        return concat_messages([messages, answer])
+        return prompt
 
     async def add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
         """Note a call of the model as a step of the trajectory."""
@@ -56,10 +60,10 @@ class MultiTurnEnv(Environment):
             return
         completion = await parse_response_messages(response, self.message_type)
         tokens = await parse_response_tokens(response, self.message_type)
-        if tokens is not None and self.max_seq_len is not None:
-            tokens = self._within_max_seq_len(tokens, state)
+        if self.max_seq_len is not None:
+            tokens = self._within_max_seq_len(tokens, response, state)
         step: TrajectoryStep = {
-            "prompt": prompt_messages,
+            "prompt": copied(prompt_messages),
             "completion": completion,
             "response": response,
             "tokens": tokens,
@@ -73,14 +77,14 @@ class MultiTurnEnv(Environment):
     async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
         """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however that ends."""
         state = require_state(await self.init_state(input), f"init_state of {self.name}")
-        with inside_a_rollout() as note_begun:
-            try:
+        try:
+            with inside_a_rollout() as note_begun:
                 state = require_state(await self.setup_state(state), f"setup_state of {self.name}")
                 note_begun(state)  # which may be another object now
                 await self._take_turns(state, client_of(client, state), model, sampling_args)
-            finally:
-                if self._cleanups:
-                    await to_the_end(self._cleanup(state))
+        finally:
+            if self._cleanups:
+                await to_the_end(self._cleanup(state))
         return state
 
     async def _take_turns(self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None) -> None:
@@ -99,14 +103,22 @@ class MultiTurnEnv(Environment):
             await self._render_timing(state)
             await self._render_completion(state)
 
-    def _within_max_seq_len(self, tokens: TrajectoryStepTokens, state: State) -> TrajectoryStepTokens | None:
-        """The step's tokens as far as there is room; None where there is none for any that was sampled."""
+    def _within_max_seq_len(self, tokens: TrajectoryStepTokens | None, response: Any, state: State) -> TrajectoryStepTokens | None:
+        """The step's tokens as far as there is room; None where there is none for any that was sampled. Without tokens the endpoint's own count of them holds,
+        where it has one."""
         assert self.max_seq_len is not None
-        room = self.max_seq_len - len(tokens["prompt_ids"])
-        if len(tokens["completion_ids"]) < room:
+        if tokens is not None:
+            length = len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
+        elif response.usage is not None:
+            length = response.usage.prompt_tokens + response.usage.completion_tokens
+        else:
+            return None
+        # An answer that ends by itself with the last token that there is room for is whole.
+        most = self.max_seq_len - (response.choices[0].finish_reason == "length")
+        if length <= most:
             return tokens
         state["max_seq_len_reached"] = state["is_truncated"] = True
-        if room <= 0:
+        if tokens is None or (room := self.max_seq_len - len(tokens["prompt_ids"])) <= 0:
             return None
         return {
             "prompt_ids": tokens["prompt_ids"],

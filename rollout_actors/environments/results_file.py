@@ -36,6 +36,8 @@ class FinishedRollout(BaseModel):
     rollout: Annotated[int, Field(ge=0)]
     """Its number among those of the example."""
     example_id: Any
+    id: Any = None
+    """The state's own; None: it has none."""
     row: str
     """`digest` of the input: the dataset may have changed before an evaluation goes on."""
     prompt: list[dict[str, Any]] | str
@@ -68,6 +70,7 @@ class FinishedRollout(BaseModel):
             example=example,
             rollout=rollout,
             example_id=plain(state["example_id"]),
+            id=plain(state.get("id")),
             row=row,
             prompt=plain(state["prompt"]),
             completion=plain(state["completion"]),
@@ -94,7 +97,7 @@ class FinishedRollout(BaseModel):
         given = {"prompt": self.prompt, "example_id": self.example_id, "task": self.task, "answer": self.answer, "info": self.info}
         state = State(
             input={key: value for key, value in given.items() if value is not None},
-            id=self.example_id,
+            id=self.example_id if self.id is None else self.id,
             is_completed=True,
             is_truncated=self.is_truncated,
             stop_condition=self.stop_condition,
@@ -180,15 +183,15 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
         except ValidationError as error:
             broken.append((number, error))
     if broken:
-        number, error = broken[0]
-        first = error.errors(include_url=False)[0]
+        number, refused = broken[0]
+        first = refused.errors(include_url=False)[0]
         field, problem = ".".join(map(str, first["loc"])) or "line", _lowered(first["msg"]).replace("at line 1 column", "at column")
         remedy = REMEDY
         if len(broken) > 1 and not found:
             remedy = "none of its lines is a rollout of an evaluation; put the file back that belongs there, or start a new evaluation"
         elif len(broken) > 1:
             remedy = f"delete this line and the others that are broken ({len(broken)} in all), and their rollouts are made again"
-        raise RecordError(problem, field=field, remedy=remedy, file=str(path), line=number) from error
+        raise RecordError(problem, field=field, remedy=remedy, file=str(path), line=number) from refused
     return found
 
 

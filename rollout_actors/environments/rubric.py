@@ -10,21 +10,39 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
 
 from rollout_actors.environments.parsers import Parser
+from rollout_actors.environments.turns import Turn, each, in_thread
 from rollout_actors.environments.types import State
 from shared.trajectory import group_advantages
-
-T = TypeVar("T")
 
 RewardFunction = Callable[..., Any]
 """Returns a number, or a list of one for each rollout of a group; may be asynchronous."""
 
-PLURALS = {f"{name}s": name for name in ("state", "prompt", "completion", "answer", "task", "info", "example_id")}
+PLURALS = {
+    "trajectories": "trajectory",
+    **{f"{name}s": name for name in ("state", "prompt", "completion", "answer", "task", "info", "example_id", "id", "timing", "stop_condition", "input")},
+}
 """What a reward function of a group may name, and what each of its items is."""
+
+_PARSER: ContextVar[Parser | None] = ContextVar("parser", default=None)
+"""Of the environment whose rollouts are being scored."""
+
+
+@contextmanager
+def lent(parser: Parser) -> Iterator[None]:
+    """What rubrics score meanwhile is of an environment with this parser, which functions get that ask for one where their rubric has none."""
+    token = _PARSER.set(parser)
+    try:
+        yield
+    finally:
+        _PARSER.reset(token)
 
 
 class Rubric:
@@ -38,20 +56,24 @@ class Rubric:
         self.parser = parser
         self.class_objects: dict[str, Any] = {} if parser is None else {"parser": parser}
         """Further arguments, by name."""
+        self._lent: dict[str, Any] = {}
         self._rewards: list[_Reward] = []
         for function, weight in zip(functions, given, strict=True):
             self.add_reward_func(function, weight)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """Also as `@rubric.add_reward_func`."""
+        """Also as `@rubric.add_reward_func`. What has no name of its own (a lambda, a partial) is numbered from the second of its kind."""
         reward = _Reward.of(func, weight)
+        if reward.is_nameless:
+            names = (reward.name if number == 1 else f"{reward.name}_{number}" for number in count(1))
+            reward = replace(reward, name=next(name for name in names if name not in self.reward_names))
         if reward.name in self.reward_names:
             raise ValueError(f"reward function {reward.name} is there already; metrics go by the functions' names")
         self._rewards.append(reward)
 
     def lend_parser(self, parser: Parser) -> None:
-        """An environment's, for functions that ask for one where the rubric has none."""
-        self.class_objects.setdefault("parser", parser)
+        """The first environment's, for functions that ask for one where the rubric has none. While an environment scores its rollouts, it is that one's own."""
+        self._lent.setdefault("parser", parser)
 
     @property
     def reward_names(self) -> list[str]:
@@ -72,31 +94,37 @@ class Rubric:
         if self.compares_rollouts:
             await self.score_group([state])
             return
-        values = [await reward.of_rollout(state, self.class_objects) for reward in self._rewards]
+        objects = self._objects()
+        values = [await reward.of_rollout(state, objects) for reward in self._rewards]
         self._credit(state, values)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
         """Many rollouts, so many at a time (-1: all): each by itself, or where functions compare them, those of each example together. Raises the first error
         when none is scored any more."""
-        examples = groups_of((state["task"], state["example_id"]) for state in states)
+        examples = groups_of((state.get("task"), state.get("example_id")) for state in states)
         units = examples if self.compares_rollouts else [[place] for place in range(len(states))]
-        free = asyncio.Semaphore(max_concurrent if max_concurrent > 0 else max(1, len(units)))
+        places = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else None
 
         async def scored(unit: Sequence[int]) -> None:
-            async with free:
+            async with Turn(places).taken():
                 if self.compares_rollouts:
                     await self.score_group([states[place] for place in unit])
                 else:
                     await self.score_rollout(states[unit[0]])
 
-        await _each([scored(unit) for unit in units])
+        await each([scored(unit) for unit in units])
 
     async def score_group(self, states: Sequence[State]) -> None:
         """Of all rollouts of one example: the same, and their `advantage`, which is the reward without the group's mean."""
-        columns = [await reward.of_group(states, self.class_objects) for reward in self._rewards]
+        objects = self._objects()
+        columns = [await reward.of_group(states, objects) for reward in self._rewards]
         for place, state in enumerate(states):
             self._credit(state, [column[place] for column in columns])
         give_advantages(states)
+
+    def _objects(self) -> dict[str, Any]:
+        parser = _PARSER.get()
+        return {**self._lent, **({} if parser is None else {"parser": parser}), **self.class_objects}
 
     def _credit(self, state: State, values: Sequence[float]) -> None:
         state["metrics"] = dict(zip(self.reward_names, values, strict=True))
@@ -142,7 +170,7 @@ class RubricGroup(Rubric):
             if rubric.compares_rollouts:
                 await rubric.score_group(states)
             else:
-                await _each([rubric.score_rollout(state) for state in states])
+                await each([rubric.score_rollout(state) for state in states])
             for place, state in enumerate(states):
                 totals[place] += state["reward"]
                 for name, value in state["metrics"].items():
@@ -170,10 +198,7 @@ def require_rewards(states: Sequence[State], rubric: Rubric) -> None:
 
 def credit(state: State, reward: float) -> None:
     """The rollout's reward, which is that of its steps too, where they have none of their own (but the same object that the rollout had before)."""
-    former, state["reward"] = state["reward"], reward
-    for step in state["trajectory"]:
-        if step["reward"] is None or step["reward"] is former:
-            step["reward"] = reward
+    _give(state, "reward", reward)
 
 
 def give_advantages(states: Sequence[State]) -> None:
@@ -197,10 +222,17 @@ def compare_rollouts(states: Sequence[State]) -> None:
 
 
 def _give_advantage(state: State, advantage: float | None) -> None:
-    former, state["advantage"] = state["advantage"], advantage
-    for step in state["trajectory"]:
-        if step["advantage"] is None or step["advantage"] is former:
-            step["advantage"] = advantage
+    _give(state, "advantage", advantage)
+
+
+def _give(state: State, field: str, value: float | None) -> None:
+    """States and steps may be of users, who leave out what is not known yet."""
+    former = state.get(field)
+    state[field] = value
+    for step in state.get("trajectory") or ():
+        own = step.get(field)
+        if own is None or own is former:
+            step[field] = value  # type: ignore[literal-required]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +248,8 @@ class _Reward:
     """Those without a default."""
     takes_all: bool
     is_of_group: bool
+    is_nameless: bool
+    """`name` is that of its kind."""
 
     @classmethod
     def of(cls, function: RewardFunction, weight: float) -> _Reward:
@@ -224,14 +258,15 @@ class _Reward:
         named, required = tuple(one.name for one in given), tuple(one.name for one in given if one.default is one.empty)
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         name = getattr(function, "__name__", type(function).__name__)
-        return cls(function, name, float(weight), named, required, takes_all, any(argument in PLURALS for argument in named))
+        is_nameless = name == "<lambda>" or not hasattr(function, "__name__")
+        return cls(function, name, float(weight), named, required, takes_all, any(argument in PLURALS for argument in named), is_nameless)
 
     async def of_rollout(self, state: State, objects: Mapping[str, Any]) -> float:
         return _number(await self._called({**_fields(state), "state": state, **objects}), self.name)
 
     async def of_group(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[float]:
         if not self.is_of_group:
-            return await _each([self.of_rollout(state, objects) for state in states])
+            return await each([self.of_rollout(state, objects) for state in states])
         rows = [_fields(state) for state in states]
         columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
         values = await self._called({**columns, "states": states, **objects})
@@ -248,22 +283,13 @@ class _Reward:
         arguments = there if self.takes_all else {name: there[name] for name in self.arguments if name in there}
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)
-        value = await asyncio.to_thread(self.function, **arguments)
+        value = await in_thread(self.function, **arguments)
         return await value if inspect.isawaitable(value) else value
 
 
 def _fields(state: State) -> dict[str, Any]:
     """What the rollout has of its own, and of a row without answer or info, empty ones."""
     return {"answer": "", "info": {}, **state}
-
-
-async def _each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All at once, and when none runs any more, the first error."""
-    values = await asyncio.gather(*works, return_exceptions=True)
-    for value in values:
-        if isinstance(value, BaseException):
-            raise value
-    return cast("list[T]", values)
 
 
 def _number(value: Any, name: str) -> float:

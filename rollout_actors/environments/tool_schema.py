@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
@@ -13,6 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
+
+from rollout_actors.environments.turns import in_thread
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 """What the OpenAI API takes for the name of a function."""
@@ -78,7 +79,7 @@ class Tool:
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**arguments)
         else:
-            value = await asyncio.to_thread(self.function, **arguments)
+            value = await in_thread(self.function, **arguments)
             value = await value if inspect.isawaitable(value) else value
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
 

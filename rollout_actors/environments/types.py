@@ -23,7 +23,7 @@ class RolloutInput(_RequiredInput, total=False):
     """One row of a dataset, as a rollout begins with it."""
 
     id: Any
-    """The row's own beside an `example_id`, where it has both; `state["id"]`."""
+    """The row's own, where it has one; `state["id"]`."""
     answer: str
     info: dict[str, Any]
     position: int
@@ -59,7 +59,7 @@ class TrajectoryStep(TypedDict):
 
 
 class RolloutTiming(TypedDict):
-    """Milliseconds; waiting for a turn at the model or at the rubric is in none of them (for a thread, where a reward function is a plain one, it is)."""
+    """Milliseconds; waiting for a turn at the model or at the rubric, or for a thread of a plain reward function, is in none of them."""
 
     generation_ms: float
     scoring_ms: float
@@ -81,6 +81,9 @@ class State(dict[str, Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.update(*args, **kwargs)
+        if args and isinstance(args[0], State) and (held := dict.get(self, "input")) is not None:
+            # As `copy`: writing to an input's field of this one leaves the other as it is.
+            dict.__setitem__(self, "input", dict(held))
 
     def __getitem__(self, key: str) -> Any:
         # Most keys are the state's own: a turn reads some dozens of them.

@@ -143,6 +143,9 @@ def _addresses(conversation: Any) -> Iterator[str]:
 
 def _num_sequences(call: Mapping[str, Any]) -> int:
     prompt, number = call.get("prompt"), call.get("n")
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+        # vLLM would read "3" and 3.0 as numbers.
+        raise RefusalError(400, f"n: must be a whole number, got {number!r}")
     # Text, or the token ids of one prompt, or several of either.
     prompts = len(prompt) if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt) else 1
-    return prompts * (number if isinstance(number, int) else 1)
+    return prompts * (1 if number is None else number)

@@ -319,3 +319,30 @@ def test_it_works_off_the_main_thread():
     thread.start()
     thread.join(20)
     assert results[0].reward == [1.0] * 3
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_the_bound_of_scorings_holds_for_the_rollouts_of_a_group_too(interleave_scoring):
+    scorer = Scorer(0.01)
+    env = SingleTurnEnv(dataset=rows(3), rubric=rubric_of(scorer, lambda states: [0.0] * len(states)))
+    results = asyncio.run(
+        env.evaluate(ScriptedClient(echo), "m", rollouts_per_example=4, max_concurrent_scoring=2, interleave_scoring=interleave_scoring, use_tqdm=False)
+    )
+    assert scorer.most == 2 and results.reward == [1.0] * 12
+    # Two at a time are four of each example: at least two waits of 10 ms, and no wait for another example's.
+    assert all(15 < state["timing"]["scoring_ms"] < 100 for state in results.state)
+
+
+def test_the_wait_for_a_thread_is_not_counted_as_scoring():
+    def slow(completion):
+        time.sleep(0.02)
+        return 1.0
+
+    number = 60
+    results = generated(SingleTurnEnv(rubric=rubric_of(slow)), rows(number), ScriptedClient(echo))
+    assert statistics.median(state["timing"]["scoring_ms"] for state in results.state) < 60
+    assert min(state["timing"]["scoring_ms"] for state in results.state) > 19
+
+
+def test_rows_may_be_given_to_an_environment_of_one_turn_without_naming_them():
+    assert len(SingleTurnEnv(rows(3)).get_dataset()) == 3 and len(SingleTurnEnv(rows(3), rows(2)).get_eval_dataset()) == 2

@@ -11,6 +11,7 @@ from scripted_client import ScriptedClient
 
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, teardown
+from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.types import Messages, State
@@ -217,3 +218,33 @@ def test_texts_make_a_group_too():
     env = SingleTurnEnv(message_type="completion", dataset=[{"prompt": "go on"}])
     results = generated(EnvGroup([env], ["text"]), [{"prompt": "go on", "task": "text"}], ScriptedClient(["and on"]))
     assert results.completion == ["and on"]
+
+
+def test_ids_that_rows_of_an_environment_have_are_carried_through():
+    named = echo_env(dataset=[{"question": "q", "id": "r7"}, {"question": "q", "id": "r8"}])
+    results = asyncio.run(EnvGroup([echo_env(), named]).evaluate(repeat(), "model", rollouts_per_example=2, use_tqdm=False))
+    assert [state["id"] for state in results.state] == [0, 0, 1, 1, 2, 2, "r7", "r7", "r8", "r8"]
+    assert results.example_id == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("argument", ["max_seq_len", "rubric", "parser", "dataset"])
+def test_what_a_group_has_none_of_is_refused_by_name(argument):
+    with pytest.raises(TypeError, match=f"{argument}: a group has none of its own; give it to its environments"):
+        EnvGroup([echo_env()], **{argument: None})
+
+
+def test_reward_functions_get_the_parser_of_the_environment_whose_rollouts_they_score():
+    def parsed(parser: Parser, completion: Messages) -> float:
+        return float(parser.parse_answer(completion))
+
+    def compared(parser: Parser, completions: list[Messages]) -> list[float]:
+        return [float(parser.parse_answer(completion)) for completion in completions]
+
+    for shared in (Rubric([parsed]), Rubric([compared])):
+        one, two = (SingleTurnEnv(dataset=[{"question": "5"}], rubric=shared, parser=Parser(lambda text, add=add: int(text) + add)) for add in (10, 20))
+        results = [generated(env, env.dataset, repeat()).reward[0] for env in (two, one)]
+        group = EnvGroup([one, two])
+        assert results == [25.0, 15.0] and generated(group, group.dataset, repeat()).reward == [15.0, 25.0]
+        later = SingleTurnEnv(parser=Parser(lambda text: int(text) + 30))
+        later.rubric = Rubric([parsed])
+        assert generated(later, [{"question": "5"}], repeat()).reward == [35.0]

@@ -45,7 +45,7 @@ def test_ids_that_rows_have_are_carried_through(column):
 def test_example_id_is_canonical_where_a_row_has_both():
     both = inputs([{"question": "a", "id": 1, "example_id": 2}])[0]
     assert (both["example_id"], both["id"]) == (2, 1)
-    assert "id" not in inputs([{"question": "a", "id": 2, "example_id": 2}])[0]
+    assert "id" not in inputs([{"question": "a", "example_id": 2}])[0]
 
 
 def test_an_id_of_0_is_an_id():

@@ -14,6 +14,8 @@ import pytest
 from environment_support import Talk, generated, rolled_out, rows, user
 from scripted_client import ScriptedClient, status_error
 
+from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import Event, cleanup, handlers, stop, teardown
 
 ROOT = Path(__file__).parents[3]
@@ -472,3 +474,86 @@ def test_an_environment_made_off_the_main_thread_sets_no_signal_handler():
     thread.join()
     asyncio.run(made[0].aclose())
     assert signal.getsignal(signal.SIGTERM) is before and made[0].called == ["first", "plain"]
+
+
+class OwnRollout(Environment):
+    """Without the turns of `MultiTurnEnv`."""
+
+    def __init__(self, fails=False, waits=False, **kwargs):
+        super().__init__(**kwargs)
+        self.fails, self.waits, self.cleaned = fails, waits, []
+
+    async def rollout(self, input, client, model, sampling_args=None):
+        state = await self.setup_state(await self.init_state(input))
+        await self.get_model_response(client, model, state["prompt"], sampling_args=sampling_args)
+        if self.fails:
+            raise ValueError("own")
+        if self.waits:
+            await asyncio.sleep(60)
+        return state
+
+    @cleanup
+    async def put_away(self, state):
+        await asyncio.sleep(0)
+        self.cleaned.append(state["example_id"])
+
+
+class DocumentsRollout(Talk):
+    """With the loop of the document, which calls no cleanup."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.cleaned = []
+
+    async def rollout(self, input, client, model, sampling_args=None):
+        state = await self.init_state(input)
+        state = await self.setup_state(state)
+        while not await self.is_completed(state):
+            prompt_messages = await self.get_prompt_messages(state)
+            response = await self.get_model_response(client, model, prompt_messages, oai_tools=state["oai_tools"], sampling_args=sampling_args)
+            await self.add_model_response(state, prompt_messages, response)
+        return state
+
+    @cleanup
+    def put_away(self, state):
+        self.cleaned.append(state["example_id"])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_generate_cleans_up_once_after_each_rollout_of_an_environments_own(fails, grouped):
+    own = OwnRollout(fails=fails, dataset=rows(3))
+    environment = EnvGroup([own]) if grouped else own
+    results = generated(environment, environment.dataset, ScriptedClient(lambda call: "a"))
+    assert sorted(own.cleaned) == [0, 1, 2] and all((state["error"] == "ValueError: own") is fails for state in results.state)
+
+
+def test_generate_cleans_up_once_after_the_documents_own_rollout_and_after_that_of_turns():
+    for kind in (DocumentsRollout, type("Turns", (DocumentsRollout,), {"rollout": Talk.rollout})):
+        environment = kind(max_turns=2)
+        generated(environment, rows(3), ScriptedClient(lambda call: "a"))
+        assert sorted(environment.cleaned) == [0, 1, 2]
+
+
+def test_generate_cleans_up_once_after_a_rollout_of_an_environments_own_that_is_cancelled():
+    environment = OwnRollout(waits=True)
+
+    async def cancelled():
+        task = asyncio.create_task(environment.generate(rows(3), ScriptedClient(lambda call: "a"), "model", use_tqdm=False))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert sorted(environment.cleaned) == [0, 1, 2]
+
+
+def test_what_a_cleanup_raises_after_a_rollout_of_an_environments_own_fails_the_rollout():
+    class Clumsy(OwnRollout):
+        @cleanup
+        def drop(self, state):
+            raise OSError("lost")
+
+    (state,) = generated(Clumsy(), rows(1), ScriptedClient(lambda call: "a")).state
+    assert state["error"] == "OSError: lost"

@@ -71,3 +71,19 @@ def test_sanitation_stores_tool_calls_of_mappings_and_of_the_openai_library_alik
 def test_text_stays_text():
     assert cleanup_messages("a") == "a"
     assert sanitize_messages("a") == "a"
+
+
+def test_what_the_openai_library_has_inside_mappings_becomes_plain_too():
+    function = Function(name="add", arguments='{"a": 1}')
+    told = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    (stored,) = sanitize_messages([told])
+    assert stored["content"] is None and [json.loads(call) for call in stored["tool_calls"]] == [CALL]
+
+
+def test_content_is_there_always_whoever_made_the_message():
+    call = ChatCompletionMessageFunctionToolCall.model_validate(CALL)
+    made = [ChatCompletionMessage(role="assistant", tool_calls=[call]), {"role": "assistant", "tool_calls": [CALL]}]
+    for stored in sanitize_messages(made):
+        assert stored["content"] is None and [json.loads(call) for call in stored["tool_calls"]] == [CALL]
+    assert cleanup_messages(made) == [{"role": "assistant", "content": None, "tool_calls": [CALL]}] * 2
+    assert cleanup_messages([{"role": "user"}]) == [{"role": "user", "content": ""}]

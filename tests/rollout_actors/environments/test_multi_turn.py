@@ -6,7 +6,7 @@ import pickle
 
 import openai
 import pytest
-from environment_support import Talk, assistant, rolled_out, user
+from environment_support import Talk, assistant, generated, rolled_out, user
 from scripted_client import Answer, ScriptedClient, answer_ids, connection_error, overlong_error, rendered_ids, status_error, timeout_error
 
 from rollout_actors.environments.client import PAUSE_S, TRIES
@@ -367,3 +367,55 @@ def test_a_client_that_wants_to_know_which_calls_are_of_one_rollout_is_told():
     first = rolled_out(Talk(max_turns=2), ROW, client)
     rolled_out(Talk(max_turns=2), ROW, client)
     assert [one.num_calls for one in client.clients] == [2, 2] and client.states[0] is first
+
+
+def test_an_environment_that_edits_the_messages_that_it_hears_changes_the_next_call_and_no_step_before_it():
+    class Edits(MultiTurnEnv):
+        async def env_response(self, messages, state, **kwargs):
+            messages[0]["content"] = "edited"
+            return [user("yes")]
+
+    client = ScriptedClient(["a", "b"])
+    state = rolled_out(Edits(max_turns=2), ROW, client)
+    assert [step["prompt"][0]["content"] for step in state["trajectory"]] == [call.prompt[0]["content"] for call in client.calls] == ["hi", "edited"]
+    assert state["prompt"] == [user("hi")]
+
+
+def test_a_step_shares_no_message_with_the_state_or_with_another_step():
+    state = rolled_out(Talk(), ROW, ScriptedClient(["a", "b", "c"]))
+    messages = [id(message) for step in state["trajectory"] for message in [*step["prompt"], *step["completion"]]]
+    assert len(set(messages)) == len(messages) and id(state["prompt"][0]) not in messages
+
+
+@pytest.mark.parametrize(("answer", "told"), [(None, "TypeError: env_response of Silent returned nothing"), ("text", "TypeError: text cannot be joined")])
+def test_an_environment_that_answers_with_what_is_no_message_fails_the_rollout_and_the_completion_has_the_steps(answer, told):
+    class Silent(MultiTurnEnv):
+        async def env_response(self, messages, state, **kwargs):
+            return answer if len(state["trajectory"]) == 2 else [user("yes")]
+
+    (state,) = generated(Silent(), [ROW], ScriptedClient(["a", "b"])).state
+    assert state["error"].startswith(told) and state["completion"] == [assistant("a"), user("yes"), assistant("b")]
+
+
+def test_an_answer_that_ends_by_itself_exactly_at_max_seq_len_is_not_truncated():
+    state = rolled_out(SingleTurnEnv(max_seq_len=10), ROW, ScriptedClient([seq(6, 4)]), sampling_args=RETURNS_TOKENS)
+    assert not state["is_truncated"] and state["stop_condition"] == "max_turns_reached" and len(state["trajectory"][0]["tokens"]["completion_ids"]) == 4
+    cut = Answer("a", prompt_ids=range(6), completion_ids=range(4), finish_reason="length")
+    state = rolled_out(SingleTurnEnv(max_seq_len=10), ROW, ScriptedClient([cut]), sampling_args=RETURNS_TOKENS)
+    assert state["is_truncated"] and len(state["trajectory"][0]["tokens"]["completion_ids"]) == 4
+
+
+@pytest.mark.parametrize(("sampled", "is_truncated"), [(3, False), (4, False), (5, True)])
+def test_without_token_ids_max_seq_len_holds_by_what_the_endpoint_counts(sampled, is_truncated):
+    answer = Answer("a", fields={"usage": {"prompt_tokens": 6, "completion_tokens": sampled, "total_tokens": 6 + sampled}})
+    state = rolled_out(SingleTurnEnv(max_seq_len=10), ROW, ScriptedClient([answer]))
+    assert state["is_truncated"] is is_truncated and state["trajectory"][0]["tokens"] is None
+
+
+def test_a_rollout_of_a_chat_may_begin_with_plain_text():
+    state = rolled_out(SingleTurnEnv(system_prompt="be short"), {"prompt": "hi", "example_id": 0, "task": "t"}, ScriptedClient(["a"]))
+    assert state["prompt"] == [{"role": "system", "content": "be short"}, user("hi")] and state["completion"] == [assistant("a")]
+
+
+def test_an_empty_text_for_info_is_no_info():
+    assert "info" not in rolled_out(Talk(), {**ROW, "info": ""}, ScriptedClient(["a", "b", "c"]))

@@ -157,3 +157,9 @@ def test_the_digest_of_a_row_is_of_its_content_alone():
 
     assert digest({"a": 1, "b": Opaque()}) == digest({"b": Opaque(), "a": 1})
     assert digest({"a": 1}) != digest({"a": 2})
+
+
+def test_an_id_beside_an_example_id_is_kept():
+    one = finished(id="x", example_id=7)
+    assert (one.state()["id"], one.state()["example_id"]) == ("x", 7)
+    assert (finished(example_id=7).state()["id"], finished().state()["id"]) == (7, 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 from environment_support import assistant, user
@@ -122,17 +123,19 @@ def test_scoring_again_replaces_the_rollouts_reward_and_that_of_its_steps():
     assert one["reward"] == 0.25 and one["trajectory"][0]["reward"] == 0.25
 
 
-@pytest.mark.parametrize("plural", ["states", "prompts", "completions", "answers", "infos", "tasks", "example_ids"])
+@pytest.mark.parametrize("plural", ["states", "prompts", "completions", "answers", "infos", "tasks", "example_ids", "ids", "timings", "trajectories"])
 def test_a_function_that_takes_states_or_another_plural_is_of_a_group(plural):
     seen = []
     source = f"def reward({plural}):\n    seen.append({plural})\n    return [0.0, 1.0]"
     names = {"seen": seen}
     exec(source, names)
     group = [state("3"), state("4")]
+    for place, one in enumerate(group):
+        one.update(id=f"r{place}", timing={"total_ms": place})
     rubric = Rubric([names["reward"]])
     assert rubric.compares_rollouts
     asyncio.run(rubric.score_group(group))
-    singular = plural.removesuffix("s")
+    singular = "trajectory" if plural == "trajectories" else plural.removesuffix("s")
     assert seen == [group if plural == "states" else [one[singular] for one in group]]
     assert [one["reward"] for one in group] == [0.0, 1.0]
 
@@ -309,8 +312,8 @@ def test_what_a_function_raises_is_raised_when_no_other_is_under_way():
 def test_weights_have_to_be_as_many_as_functions_and_names_have_to_differ():
     with pytest.raises(ValueError, match="weights: 2 for 1"):
         Rubric([lambda state: 1.0], [1.0, 2.0])
-    with pytest.raises(ValueError, match="<lambda> is there already"):
-        Rubric([lambda state: 1.0, lambda state: 2.0])
+    with pytest.raises(ValueError, match="sum is there already"):
+        Rubric([sum, sum])
 
 
 def test_rubrics_in_a_group_add_up_and_so_do_metrics_of_one_name():
@@ -359,3 +362,49 @@ def test_a_steps_own_reward_outlives_every_rubric_of_a_group():
 def test_the_reward_of_no_functions_is_0():
     one = scored(Rubric(), state())
     assert one["reward"] == 0.0 and isinstance(one["reward"], float) and one["metrics"] == {}
+
+
+def test_lambdas_and_partials_are_numbered_from_the_second_of_their_kind():
+    rubric = Rubric([lambda state: 1.0, partial(sum, [2]), lambda state: 3.0, partial(sum, [4]), lambda state: 5.0])
+    assert rubric.reward_names == ["<lambda>", "partial", "<lambda>_2", "partial_2", "<lambda>_3"]
+
+
+def test_states_with_the_keys_of_the_documents_own_init_state_are_scored():
+    """Without `advantage`, without a reward in the steps, and without a trajectory at all."""
+
+    def made(**fields):
+        row = {"prompt": [user("2 + 2")], "answer": "4", "task": "sums", "info": {}, "example_id": 0}
+        return State(input=row, is_completed=False, oai_tools=[], completion=[assistant("4")], reward=None, metrics=None, **fields)
+
+    group = [made(trajectory=[{"prompt": [], "completion": [], "tokens": None}]), made()]
+    asyncio.run(Rubric([lambda states: [1.0, 0.0]]).score_group(group))
+    assert [one["advantage"] for one in group] == [0.5, -0.5]
+    assert (group[0]["trajectory"][0]["reward"], group[0]["trajectory"][0]["advantage"]) == (1.0, 0.5)
+    bare = State(completion="4", task="sums", example_id=0)
+    asyncio.run(Rubric([lambda completion: float(completion)]).score_rollouts([bare]))
+    assert bare["reward"] == 4.0
+
+
+def test_a_plain_function_that_raises_stop_iteration_fails_and_does_not_hang():
+    def first(completion):
+        return next(iter(()))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(asyncio.wait_for(Rubric([first]).score_rollout(state()), 20))
+
+
+def test_score_rollouts_counts_rollouts_where_functions_compare_them_too():
+    under_way, most = 0, 0
+
+    async def slow(completion):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return 1.0
+
+    states = [state(example_id=place // 3) for place in range(6)]
+    rubric = RubricGroup([Rubric([slow]), Rubric([slow, lambda states: [0.0] * len(states)])])
+    asyncio.run(asyncio.wait_for(rubric.score_rollouts(states, max_concurrent=2), 20))
+    assert most == 2 and [one["reward"] for one in states] == [2.0] * 6

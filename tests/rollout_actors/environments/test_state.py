@@ -160,3 +160,10 @@ def test_clear_leaves_nothing():
 
 def test_what_is_written_out_is_all_that_it_shows():
     assert "'example_id': 7" in repr(state()) and repr(state()).startswith("State(")
+
+
+def test_a_state_made_of_another_one_has_an_input_of_its_own():
+    first = State(input={"prompt": "p", "answer": "a"})
+    second = State(first)
+    second["answer"] = "changed"
+    assert first["answer"] == "a"

@@ -346,3 +346,15 @@ def test_the_tool_rubric_counts_calls_and_errors_and_is_no_part_of_the_reward():
     results = generated(environment, [{"question": "a"}], client)
     assert results.reward == [1.0]
     assert results.metadata.avg_metrics == {"one": 1.0, "num_tool_calls": 3.0, "num_tool_errors": 2.0, "num_calls_of_area": 2.0, "num_calls_of_echo": 0.0}
+
+
+def test_a_tool_that_raises_stop_iteration_is_told_to_the_model_and_does_not_hang():
+    def first(x: int) -> int:
+        """The first."""
+        return next(iter(()))
+
+    async def asked():
+        return await asyncio.wait_for(Tool.of(first).call({"x": 1}), 20)
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(asked())

@@ -196,6 +196,8 @@ def test_they_ask_for_the_token(tmp_path: Path, serving_: ObedientServing) -> No
         (b"[]", 400, "is a JSON list; send an object"),
         (b" " * 5001, 413, "larger than max_request_bytes = 5000"),
         ({"prompt": "a", "n": 9}, 400, "asks for 9 answers, one call may ask for 8"),
+        ({"prompt": "a", "n": "100000"}, 400, "n: must be a whole number, got '100000'"),
+        ({"prompt": "a", "n": 100000.0}, 400, "n: must be a whole number, got 100000.0"),
         ({"prompt": ["a"] * 9}, 400, "asks for 9 answers"),
         ({"prompt": [[1, 2], [3]], "n": 5}, 400, "asks for 10 answers"),
     ],

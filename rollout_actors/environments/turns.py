@@ -1,0 +1,135 @@
+"""Turns at scoring: how many rollouts are scored at a time, how long each of them runs, and plain functions in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+_TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
+
+
+class Turn:
+    """At scoring, of one rollout, or of all those of an example where a rubric compares them.
+
+    It holds one of the places there are. Where functions are called for many of its rollouts at once, each of those calls takes a place of its own and this
+    one is given back meanwhile, so that never more rollouts are scored at a time than there are places.
+    """
+
+    def __init__(self, places: asyncio.Semaphore | None) -> None:
+        """`places`: None: any number."""
+        self._places = places
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since_s = 0.0
+        self.ran_s = 0.0
+        """Seconds in which any of its functions ran, without the wait for a place or for a thread."""
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        token = _TURN.set(self)
+        try:
+            async with self._place():
+                yield
+        finally:
+            _TURN.reset(token)
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        if self._places is not None:
+            await self._places.acquire()
+        try:
+            with self._runs():
+                yield
+        finally:
+            if self._places is not None:
+                self._places.release()
+
+    async def each(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """As `each`."""
+
+        async def placed(work: Coroutine[Any, Any, T]) -> T:
+            try:
+                async with self._place():
+                    return await work
+            finally:
+                work.close()  # it may not have begun when this was cancelled
+
+        if self._places is not None:
+            self._places.release()
+        try:
+            with self.waits():
+                return await _gathered([placed(work) for work in works])
+        finally:
+            if self._places is not None:
+                await self._places.acquire()
+
+    @contextmanager
+    def _runs(self) -> Iterator[None]:
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """What runs meanwhile says so itself."""
+        self._end()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def in_its_thread(self, function: Callable[..., T], arguments: dict[str, Any]) -> T:
+        with self._runs():
+            return function(**arguments)
+
+    def _begin(self) -> None:
+        with self._lock:
+            if not self._running:
+                self._since_s = time.perf_counter()
+            self._running += 1
+
+    def _end(self) -> None:
+        with self._lock:
+            self._running -= 1
+            if not self._running:
+                self.ran_s += time.perf_counter() - self._since_s
+
+
+async def each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All at once, as far as there are places, and when none runs any more, the first error."""
+    turn = _TURN.get()
+    return await _gathered(works) if turn is None or len(works) == 1 else await turn.each(works)
+
+
+async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
+    """A plain function's value, without holding up the event loop. A StopIteration comes as RuntimeError, as out of a coroutine: no future can hold one, and
+    who waits for it would do so for ever."""
+    turn = _TURN.get()
+    if turn is None:
+        return await asyncio.to_thread(_called, function, arguments)
+    with turn.waits():
+        return await asyncio.to_thread(_called, turn.in_its_thread, {"function": function, "arguments": arguments})
+
+
+def _called(function: Callable[..., T], arguments: dict[str, Any]) -> T:
+    try:
+        return function(**arguments)
+    except StopIteration as error:
+        raise RuntimeError("a plain function raised StopIteration; give next() a default") from error
+
+
+async def _gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    values = await asyncio.gather(*works, return_exceptions=True)
+    for value in values:
+        if isinstance(value, BaseException):
+            raise value
+    return cast("list[T]", values)
