@@ -53,8 +53,10 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     else:
         assert isinstance(response, ChatCompletion), type(response)
         prompt_ids = _extra(response, "prompt_token_ids")
-        content = None if choice.logprobs is None else choice.logprobs.content
-        named, logprobs = (None, None) if content is None else ([one.token for one in content], [one.logprob for one in content])
+        named, logprobs = None, _extra(choice.logprobs, "token_logprobs")
+        # Our own engines' answers have them as a list; an object for each token is what others send.
+        if logprobs is None and choice.logprobs is not None and (content := choice.logprobs.content) is not None:
+            named, logprobs = [one.token for one in content], [one.logprob for one in content]
     completion_ids = _extra(choice, "token_ids")
     if completion_ids is None and named is not None:
         completion_ids = _named_ids(named)

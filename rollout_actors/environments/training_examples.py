@@ -36,6 +36,7 @@ def process_trajectories_for_training(states: Sequence[State], mask_prompts: boo
                     advantage=_first_of(step.get("advantage"), rollout.state.get("advantage")),
                     weight_version=_weight_version(step),
                     steps=(number,),
+                    engine=_engine([step]),
                     **rollout.described,
                 )
             )
@@ -111,6 +112,7 @@ class _Merged:
             weight_version=min(versions, default=None),
             token_advantages=self._by_token() if differs else None,
             steps=tuple(number for number, _, _ in self.steps),
+            engine=_engine([step for _, step, _ in self.steps]),
             **rollout.described,
         )
 
@@ -158,3 +160,10 @@ def _weight_version(step: TrajectoryStep) -> int | None:
     # A field that endpoints of ours add to OpenAI's; others may have one that means something else.
     version = extras["weight_version"] if "weight_version" in extras else getattr(step.get("response"), "weight_version", None)
     return version if isinstance(version, int) else None
+
+
+def _engine(steps: Sequence[TrajectoryStep]) -> str | None:
+    """Noted likewise; None where there are several."""
+    engines = {(step.get("extras") or {}).get("engine", getattr(step.get("response"), "engine", None)) for step in steps}
+    (engine,) = engines if len(engines) == 1 else (None,)
+    return engine if isinstance(engine, str) else None

@@ -277,3 +277,10 @@ def test_every_token_is_learned_behind_exactly_the_tokens_that_the_engine_saw(st
             tokens = states[one.rollout]["trajectory"][number]["tokens"]
             whole = tokens["prompt_ids"] + tokens["completion_ids"]
             assert one.token_ids[: len(whole)] == whole
+
+
+def test_the_engine_is_what_the_client_or_the_endpoint_says_and_of_a_merged_example_the_one_of_all_its_steps():
+    steps = [step([1], [2], extras={"engine": "a"}), step([1, 2], [3], response=SimpleNamespace(engine="a")), step([1, 2, 3], [4], extras={"engine": "b"})]
+    assert [one.engine for one in process_trajectories_for_training([rollout(*steps, step([1], [2]))])] == ["a", "a", "b", None]
+    assert merge_trajectories_for_training([rollout(*steps[:2])]).examples[0].engine == "a"
+    assert merge_trajectories_for_training([rollout(*steps)]).examples[0].engine is None
