@@ -232,7 +232,7 @@ def _give(state: State, field: str, value: float | None) -> None:
     for step in state.get("trajectory") or ():
         own = step.get(field)
         if own is None or own is former:
-            step[field] = value  # type: ignore[literal-required]
+            step[field] = value
 
 
 @dataclass(frozen=True, slots=True)
