@@ -60,5 +60,6 @@ def _entry(example: TrainingExample) -> dict[str, Any]:
         "advantage": example.advantage,
         "token_advantages": example.token_advantages,
         "weight_version": example.weight_version,
+        "engine": example.engine,
         "turns": example.steps,
     }

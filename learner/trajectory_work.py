@@ -163,7 +163,7 @@ class TrajectoryStep:
                 raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
             if learned is not None:
                 prompt = EncodedPrompt.of_text(learned.prompt_token_ids)
-                yield Segment(rollout.position, prompt, learned.target, self._plan.step, rollout.actor, example.weight_version)
+                yield Segment(rollout.position, prompt, learned.target, self._plan.step, example.engine or rollout.actor, example.weight_version)
 
     def _span(self, actor: str, rollouts: Sequence[EnvironmentRollout]) -> Span:
         start_s, end_s = min(r.started_s for r in rollouts), max(r.started_s + r.generate_s for r in rollouts)
@@ -184,7 +184,7 @@ class _Sampled(NamedTuple):
         if example.weight_version is None:
             told = f"example {rollout.example}: the engine did not say which weights sampled it; use engines of the run or `python -m launch.serve`"
             raise RolloutError(told, actor=rollout.actor, phase="check")
-        return cls(str(rollout.example), rollout.actor, example.weight_version)
+        return cls(str(rollout.example), example.engine or rollout.actor, example.weight_version)
 
 
 def _has_own_advantages(group: Answer) -> bool:

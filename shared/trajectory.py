@@ -76,7 +76,7 @@ class TrainingExample:
     """The steps of the rollout's trajectory whose sampled tokens it holds, ascending."""
     group_rewards: tuple[float, ...] = ()
     """The rewards of all rollouts of the row, in order; empty where one was not scored."""
-    engine: str | None = None
+    engine: str | None = field(default=None, compare=False)
     """That sampled it; None where the endpoint does not say, and where there were several."""
 
     def __post_init__(self) -> None:

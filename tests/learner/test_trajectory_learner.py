@@ -502,6 +502,7 @@ def test_every_rollout_is_a_line_with_its_tokens_rewards_and_messages(config):
             "advantage": example.advantage,
             "token_advantages": None,
             "weight_version": 0,
+            "engine": None,
             "turns": [0, 1],
         }
     ]

@@ -21,18 +21,14 @@ def adopt_orphans(adopt):
 
 class Command:
     def __init__(self, folder, checkpoint, data, *overrides, experiment="stage2_3v1", options=()):
+        """`data`: a folder of samples; None: the experiment is of an environment."""
         self.before = {child.pid for child in psutil.Process().children(recursive=True)}
         self.run_dir = folder / "run"
         command = [sys.executable, "-m", "launch.train", *options, f"+experiment={experiment}", f"telemetry.run_dir={self.run_dir}", f"model.path={checkpoint}"]
-        command += [f"data.train={data / 'train.jsonl'}", f"data.val={data / 'val.jsonl'}", "training.effective_batch_size=8"]
-        command += [
-            "stage2_ab.channel_b.rollouts_per_step=12",
-            "stage2_ab.schedule.b_ratio=1.0",
-            "training.packing_window=4",
-            "cluster.dashboard=false",
-            "telemetry.name=demo",
-            *overrides,
-        ]
+        if data is not None:
+            command += [f"data.train={data / 'train.jsonl'}", f"data.val={data / 'val.jsonl'}", "training.effective_batch_size=8"]
+            command += ["stage2_ab.channel_b.rollouts_per_step=12", "stage2_ab.schedule.b_ratio=1.0", "training.packing_window=4"]
+        command += ["cluster.dashboard=false", "telemetry.name=demo", *overrides]
         self.log = folder / "log"
         environment = os.environ | {"COLUMNS": "400"}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
