@@ -9,9 +9,10 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from rollout_actors.environments import examples
@@ -102,13 +103,24 @@ def _file_module(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"environment {path}: there is no such file")
     # Under no name that another module might have.
-    spec = importlib.util.spec_from_file_location(f"rollmatch_environment_{path.stem}", path.resolve())
+    name, file = f"rollmatch_environment_{path.stem}", str(path.resolve())
+    spec = importlib.util.spec_from_file_location(name, file, loader=_AsItIs(name, file))
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+class _AsItIs(SourceFileLoader):
+    """Compiles the file each time. Python's cache takes a change within the same second that leaves the size for none, and keeps what a full disk left
+    of it."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
 
 
 def _load_of(module: ModuleType, env_id: str) -> Load:

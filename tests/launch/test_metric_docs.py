@@ -21,7 +21,7 @@ def documented(heading: str) -> list[str]:
 
 
 def rollout(position: int, **metrics: float) -> EnvironmentRollout:
-    nothing_learned = {"num_tokens": 4, "num_splits": 0, "examples": (), "prompt": None, "completion": None}
+    nothing_learned = {"num_tokens": 4, "num_length_limited": 0, "num_splits": 0, "examples": (), "prompt": None, "completion": None}
     of_the_call = {"actor": "environment-0", "started_s": 0.0, "generate_s": 1.0}
     return EnvironmentRollout(
         position=position, example=position, reward=1.0, metrics=metrics, error=None, is_truncated=False, num_turns=2, **nothing_learned, **of_the_call

@@ -67,7 +67,9 @@ def examples(tables, distances, seed=0):
     while left:
         mask = [0, 0, 1, 1, 0, 1, 1, 0][: draw.integers(4, 9)]
         ids = [int(i) for i in draw.choice([v for v in range(VOCABULARY) if v not in BANNED], len(mask))]
-        example = TrainingExample(ids, [0.0] * len(ids), mask, 1.0, advantage=float(draw.choice([-1.5, -0.5, 0.75, 2.0])), group_rewards=(0.0, 1.0))
+        reward = float(draw.choice([-1.5, -0.5, 0.75, 2.0]))
+        # Of a group whose mean is 0, so that the reward is the advantage.
+        example = TrainingExample(ids, [0.0] * len(ids), mask, reward, advantage=reward, group_rewards=(reward, reward - 1.0, 1.0 - 2 * reward))
         logprobs = [slow_logprob(tables, example, place) - (left.pop() if left else 0.0) if m else 0.0 for place, m in enumerate(mask)]
         made.append(replace(example, logprobs=logprobs, example_id=len(made)))
     return made
@@ -114,7 +116,7 @@ def slow_loss(tables, all_examples, **changes):
             if not is_learned:
                 continue
             num_sampled += 1
-            advantage = example.advantage / (0.5 if config["advantage_std"] else 1.0)
+            advantage = example.advantage / (float(np.std(example.group_rewards)) if config["advantage_std"] else 1.0)
             ratio = min(math.exp(slow_logprob(tables, example, place) - example.logprobs[place]), config["ratio_cap"])
             within = max(1 - config["clip_low"], min(1 + config["clip_high"], ratio))
             of_segment -= min(ratio * advantage, within * advantage)
