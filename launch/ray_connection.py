@@ -39,6 +39,12 @@ def connect(config: RunConfig, **of_an_own_cluster: Any) -> None:
         is_refused = isinstance(error, AuthenticationError) or "authenticat" in str(error).lower()
         remedy = "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)" if is_refused else _CHECK_CLUSTER
         raise ConfigError(f"cluster.address: {address} gives no Ray cluster ({error}); {remedy}") from error
+    except Exception as error:
+        # Of no class of its own, and its 30 s cannot be changed.
+        if "timed out during startup" not in str(error):
+            raise
+        told = "Ray's own processes were not up within the 30 s that Ray gives them"
+        raise ConfigError(f"cluster.address: {told}; end what keeps this machine busy (`uptime`, `ps aux --sort=-%cpu`), and start the run again") from error
 
 
 def nodes_there() -> list[Resources]:
