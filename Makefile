@@ -77,10 +77,9 @@ test: lint
 	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not processes"
 	@$(PYTHON) -m pytest -q -m "(engine or ray or processes) and not engines_extra"
 
-# Two files at a time where most of it is engines that start, one thread each; whole runs one after the other: Ray gives its own processes 30 s to start.
+# One after the other: they end processes within seconds, and Ray gives its own 30 s to start.
 test-engines: setup
-	@$(PYTHON) -m pytest -q -n 2 --dist loadfile -m engines_extra tests/rollout_actors
-	@$(PYTHON) -m pytest -q -m engines_extra --ignore tests/rollout_actors tests
+	@$(PYTHON) -m pytest -q -m engines_extra
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
