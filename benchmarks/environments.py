@@ -23,6 +23,7 @@ from typing import Any
 
 from openai.types.chat import ChatCompletion
 
+from rollout_actors.environments.collector import THRESHOLDS
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.outputs import GenerateOutputs
 from rollout_actors.environments.responses import RETURNS_TOKENS
@@ -131,7 +132,7 @@ def frozen() -> Iterator[None]:
 def rarer() -> Iterator[None]:
     """Likewise, and the young are looked at after 50,000 more objects, not after 700."""
     former = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(*THRESHOLDS)
     try:
         with frozen():
             yield
@@ -148,7 +149,7 @@ def off() -> Iterator[None]:
         gc.enable()
 
 
-COLLECTORS = {"as Python sets it": as_python_sets_it, "gc.freeze()": frozen, "gc.freeze(), gc.set_threshold(50_000, 20, 100)": rarer, "gc.disable()": off}
+COLLECTORS = {"as Python sets it": as_python_sets_it, "gc.freeze()": frozen, f"gc.freeze(), gc.set_threshold{THRESHOLDS}": rarer, "gc.disable()": off}
 
 
 def collectors(num_rollouts: int, num_turns: int, repetitions: int) -> dict[str, list[float]]:

@@ -182,7 +182,7 @@ class Cluster:
             for name in names
         ]
         # What bounds a round is what the engines take.
-        environments = ActorPool(actors, names, environment_timeouts(config.timeouts), decode_batch_size=sys.maxsize, check=IN_ENVIRONMENTS)
+        environments = ActorPool(actors, names, environment_timeouts(config.timeouts), decode_batch_size=sys.maxsize)
         self._ends.callback(environments.close)
         environments.start()
         size, ranks = config.rollout_matching.decode_batch_size, config.learner.world_size
@@ -243,6 +243,7 @@ def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Seq
         max_under_way=max(1, config.rollout_matching.decode_batch_size * min(devices) // section.num_actors),
         max_concurrent_scoring=section.max_concurrent_scoring,
         tool_parser=section.tool_call_parser,
+        chat_template_args=section.chat_template_args,
         keeps_messages=config.telemetry.rollouts,
     )
 
@@ -250,7 +251,7 @@ def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Seq
 def environment_timeouts(timeouts: TimeoutsSection) -> PoolTimeouts:
     """Of the pool over the environments. A part of a round has several calls behind each other, and an engine that is late is to be told of first, by name."""
     generate = Limit(2 * timeouts.generate_s, "2 x timeouts.generate_s")
-    return PoolTimeouts(timeouts.limit("start_s"), generate, timeouts.limit("sync_phase_s"))
+    return PoolTimeouts(timeouts.limit("start_s"), generate, timeouts.limit("sync_phase_s"), check=IN_ENVIRONMENTS)
 
 
 def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTimeouts:

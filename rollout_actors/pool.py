@@ -30,6 +30,8 @@ class PoolTimeouts:
     generate: Limit | None
     """None: the engines keep a limit of their own."""
     sync_phase: Limit
+    check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
+    """What to look at where a round is late."""
 
     @classmethod
     def of_actors(cls, timeouts: TimeoutsSection) -> PoolTimeouts:
@@ -64,7 +66,6 @@ class ActorPool:
         learner_ranks: int = 1,
         devices: Sequence[int] | None = None,
         asks_next_on_failure: bool = False,
-        check: str = "the engine's log, and whether max_new_tokens times the share fits the time",
     ) -> None:
         """`actors` are Ray actor handles.
 
@@ -73,12 +74,11 @@ class ActorPool:
             devices: rollout devices of each engine; None: they are asked at the start.
             asks_next_on_failure: requests that an engine could not be asked, or could not answer (UnreachableError), are asked of the next one, behind its
                 own: for engines that are servers launched elsewhere.
-            check: what to look at where a round is late.
         """
         self._names, self._actors = tuple(names), tuple(actors)
         self._timeouts = timeouts
         self._decode_batch_size, self._learner_ranks = decode_batch_size, learner_ranks
-        self._asks_next_on_failure, self._check = asks_next_on_failure, check
+        self._asks_next_on_failure = asks_next_on_failure
         self._version = 0
         self._round: Future[Any] | None = None
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="actor-pool")
@@ -156,7 +156,7 @@ class ActorPool:
         return chunk_size(self._decode_batch_size, self.devices, self._learner_ranks)
 
     def _collect(self, round_: ByRank) -> ByRank:
-        call = Call("generate", self._timeouts.generate, self._check, RolloutError)
+        call = Call("generate", self._timeouts.generate, self._timeouts.check, RolloutError)
         queue = RoundQueue(list(map(len, round_)), self.devices, decode_batch_size=self._decode_batch_size)
         sent: dict[Any, _Sent] = {}
         asked: dict[Any, Asked] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from shared.errors import Limit, RolloutError, WeightSyncError, ended, late
 
@@ -67,15 +67,16 @@ def value_of(call: Call, name: str, answer: Any) -> Any:
     """What the engine of this name has answered. Raises its own error, or the call's."""
     try:
         return ray.get(answer)
-    except (RayTaskError, RayActorError) as error:
+    except RayError as error:
         raise told(call, name, error) from error
 
 
-def told(call: Call, name: str, error: RayTaskError | RayActorError) -> Error:
+def told(call: Call, name: str, error: RayError) -> Error:
     """What is raised where Ray says so of the engine of this name: its own error, or the call's."""
-    if not isinstance(error, RayTaskError):
+    if isinstance(error, RayActorError):
         return call.error(ended("its", error), actor=name, phase=call.phase)
     # Ray hides the actor's own exception in one of its own kind.
-    if isinstance(error.cause, Error):
-        return error.cause
-    return call.error(f"{type(error.cause).__name__}: {error.cause}", actor=name, phase=call.phase)
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, Error):
+        return cause
+    return call.error(f"{type(cause).__name__}: {cause}", actor=name, phase=call.phase)

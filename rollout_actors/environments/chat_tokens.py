@@ -45,12 +45,12 @@ class ChatTokens:
             chat_template: in place of the tokenizer's own.
             template_args: what the template asks for besides messages and tools, such as `enable_thinking`.
         """
-        self._tokenizer, self._chat_template = tokenizer, chat_template
+        self.tokenizer, self._chat_template = tokenizer, chat_template
         self.template_args = dict(template_args or {})
 
     def render(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, *, asks: bool = True) -> str:
         """The conversation as text, and where it `asks`, the beginning of an answer. Raises what the template raises where it refuses the messages."""
-        text: str = self._tokenizer.apply_chat_template(
+        text: str = self.tokenizer.apply_chat_template(
             [_for_template(message) for message in messages],
             tools=list(tools) if tools else None,
             chat_template=self._chat_template,
@@ -62,10 +62,10 @@ class ChatTokens:
 
     def encode(self, text: str, *, is_plain: bool = False) -> tuple[int, ...]:
         """Special tokens that are written in the text are those tokens. None is added, but where it `is_plain`, those that the tokenizer begins a text with."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=is_plain))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False)
         return text
 
     def continued(self, last: Spoken, rendered: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> tuple[int, ...] | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from rollout_actors.environments.call_arguments import CallArguments
@@ -42,7 +41,7 @@ class EngineClient:
     def __init__(
         self,
         engines: Engines,
-        tokenizer: Any,
+        tokens: ChatTokens,
         decode: DecodeSettings,
         run_seed: int,
         step: int,
@@ -50,27 +49,22 @@ class EngineClient:
         max_model_len: int,
         max_under_way: int = 64,
         tool_parser: str | None = None,
-        chat_template: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            tokenizer: the checkpoint's, with its chat template.
+            tokens: the checkpoint's tokenizer and chat template.
             decode: of every call. Sampling arguments of environments and callers may ask for fewer tokens, and for nothing else.
             max_model_len: most tokens of a prompt and its answer together, as the engines have it.
             max_under_way: most requests that one engine has at a time, of one event loop. The others wait here, each until one of those has ended, which the
                 engines' time limit sees to.
             tool_parser: vLLM's name of the one that reads the model's tool calls; None: the checkpoint's own where it has one, or else calls stay text.
-            chat_template: in place of the tokenizer's own.
-            template_args: what the template asks for besides messages and tools.
         """
         if decode.mode is DecodeMode.BEAM:
             raise ValueError("decode.mode: beam search answers with no tokens that were sampled; rollouts of environments use greedy or sample")
         if max_under_way < 1 or not len(engines):
             raise ValueError(f"max_under_way, engines: at least one of each, got {max_under_way} and {len(engines)}")
-        tokens = ChatTokens(tokenizer, chat_template=chat_template, template_args=template_args)
         arguments = CallArguments(decode, tokens.template_args)
-        self._reading = Reading(tokens, arguments, reader_of(tool_parser, tokenizer), decode, max_model_len)
+        self._reading = Reading(tokens, arguments, reader_of(tool_parser, tokens.tokenizer), decode, max_model_len)
         self._engines, self._run_seed, self._step, self._max_under_way = engines, run_seed, step, max_under_way
         self._begun = count()
         # A semaphore belongs to the event loop that first waits for it, and callers may run one after another.

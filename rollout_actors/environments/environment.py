@@ -107,8 +107,8 @@ class Environment(ABC):
             own["prompt"] = self.prompt_format.prompt(own)
         if own.get("info") == "":
             del own["info"]
-        elif isinstance(own.get("info"), str):
-            own["info"] = json.loads(own["info"])
+        elif own.get("info") is not None:
+            own["info"] = _info(own["info"])
         own.setdefault("task", self.env_id or "default")
         state = self._new_state(own)
         tools = (own.get("info") or {}).get("oai_tools")
@@ -287,6 +287,17 @@ class Environment(ABC):
         if push_to_hf_hub:
             push_dataset(made, hub_name or f"{self.name}-results")
         return made
+
+
+def _info(given: Any) -> Mapping[str, Any]:
+    """A row's, or what its JSON says. ValueError where that is no mapping."""
+    try:
+        info = json.loads(given) if isinstance(given, str) else given
+    except json.JSONDecodeError as error:
+        raise ValueError(f"info: is not JSON ({error}): {given[:60]!r}; give a mapping, or its JSON") from error
+    if not isinstance(info, Mapping):
+        raise ValueError(f"info: must be a mapping, or the JSON of one, got {type(info).__name__}: {str(given)[:60]!r}")
+    return info
 
 
 def _chosen(examples: Examples, n: int, seed: int | None) -> Examples:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from rollout_actors.environments.collector import collect_rarely
 from rollout_actors.environments.ray_engines import RayEngines
 from rollout_actors.environments.runner import Answer, EnvironmentRunner, RunnerSettings, load_tokenizer
 from rollout_actors.environments.turns import in_thread
@@ -50,4 +51,6 @@ class EnvironmentActor:
                 raise
 
     def _make(self) -> EnvironmentRunner:
-        return EnvironmentRunner(self._name, self._settings, self._engines, load_tokenizer(self._settings.model_path))
+        runner = EnvironmentRunner(self._name, self._settings, self._engines, load_tokenizer(self._settings.model_path))
+        collect_rarely()
+        return runner

@@ -104,9 +104,12 @@ def require_own_positions(inputs: Sequence[RolloutInput]) -> None:
 
 
 def rows_of(inputs: Any) -> Rows:
-    """What a caller means by inputs: a dataset, a sequence of rows, one row, or a mapping of columns."""
+    """What a caller means by inputs: a dataset, rows (also of a generator), one row, or a mapping of columns. TypeError for what is none of them."""
     if not isinstance(inputs, Mapping):
-        return inputs
+        if isinstance(inputs, str) or not isinstance(inputs, Iterable):
+            raise TypeError(f"inputs: must be a dataset, rows, one row, or a mapping of columns, got {type(inputs).__name__}")
+        rows: Any = inputs
+        return rows if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") else list(rows)
     columns = {key: value for key, value in inputs.items() if value is not None}
     prompts = columns.get("prompt", columns.get("question"))
     is_one_row = isinstance(prompts, str) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping))

@@ -21,6 +21,18 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
     return joined
 
 
+def said(given: Any, by: str) -> Messages:
+    """What an environment's method returned, with the OpenAI library's messages as mappings. TypeError where it is no conversation and no text."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Mapping) or not isinstance(given, Sequence):
+        what = "nothing" if given is None else type(given).__name__
+        raise TypeError(f"{by} returned {what}; return a list of messages, and [] where there is nothing to say")
+    if wrong := [one for one in given if not isinstance(one, Mapping) and not hasattr(one, "model_dump")]:
+        raise TypeError(f"{by} returned a list with {type(wrong[0]).__name__} in it; return a list of messages, each with a role and a content")
+    return [one if isinstance(one, dict) else dict(as_mapping(one)) for one in given]
+
+
 def copied(messages: Messages) -> Messages:
     """The same conversation in lists and mappings of its own."""
     return messages if isinstance(messages, str) else [_copied(message) for message in messages]

@@ -9,7 +9,7 @@ from rollout_actors.environments.begun import inside_a_rollout, require_state
 from rollout_actors.environments.client import OVERLONG, client_of
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import stop, to_the_end
-from rollout_actors.environments.messages import concat_messages, copied
+from rollout_actors.environments.messages import concat_messages, copied, said
 from rollout_actors.environments.responses import parse_response_messages, parse_response_tokens
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State, TrajectoryStep, TrajectoryStepTokens
 
@@ -45,9 +45,7 @@ class MultiTurnEnv(Environment):
         last = state["trajectory"][-1]
         # Copies: what the environment does to them is said in the next call, and was not said in the last one.
         messages = concat_messages([copied(last["prompt"]), copied(last["completion"])])
-        answer = await self.env_response(messages, state)
-        if answer is None:
-            raise TypeError(f"env_response of {self.name} returned nothing; return messages, and [] where there is nothing to say")
+        answer = said(await self.env_response(messages, state), f"env_response of {self.name}")
         prompt = concat_messages([messages, answer])
         state["final_env_response"] = [answer]
         return prompt

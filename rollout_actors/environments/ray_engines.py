@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from rollout_actors.ray_answers import Call, told
 from shared.errors import Limit, RolloutError, late
@@ -43,7 +43,7 @@ class RayEngines:
         try:
             async with asyncio.timeout(None if self._limit is None else self._limit.seconds):
                 rollouts, _ = await answer
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:
             raise told(self._call, name, error) from error
         except TimeoutError as error:
             ray.cancel(answer)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout_actors.environments.call_arguments import CallArguments
+from rollout_actors.environments.chat_tokens import ChatTokens
 from rollout_actors.environments.client import merged
 from rollout_actors.environments.engine_client import EngineClient, Engines
 from rollout_actors.environments.environment import Environment
@@ -45,6 +46,8 @@ class RunnerSettings:
     env_args: dict[str, Any] = field(default_factory=dict)
     max_concurrent_scoring: int | None = None
     tool_parser: str | None = None
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    """What the chat template asks for besides messages and tools, such as `enable_thinking`."""
     keeps_messages: bool = True
     """Prompts and completions of training travel to the learner, which writes them down. Those of held-out reports do in any case."""
     examples: ExampleCounts | None = None
@@ -58,7 +61,8 @@ class EnvironmentRunner:
 
     def __init__(self, name: str, settings: RunnerSettings, engines: Engines, tokenizer: Any) -> None:
         """Loads the environment; raises what that raises, and ValueError where its rows are others than expected."""
-        self._name, self._settings, self._engines, self._tokenizer = name, settings, engines, tokenizer
+        self._name, self._settings, self._engines = name, settings, engines
+        self._tokens = ChatTokens(tokenizer, template_args=settings.chat_template_args)
         self._environment = load_environment(settings.env_id, **settings.env_args)
         if settings.examples is not None:
             require_same(count_examples(self._environment, settings.num_held_out), settings.examples, settings.env_id)
@@ -76,7 +80,7 @@ class EnvironmentRunner:
         engines = WatchedEngines(self._engines, self._name)
         client = EngineClient(
             engines,
-            self._tokenizer,
+            self._tokens,
             first.decode,
             first.run_seed,
             first.step,

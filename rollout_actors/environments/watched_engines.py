@@ -39,7 +39,7 @@ class WatchedEngines:
             if self._num_unreached[key] >= len(self._engines):
                 self._noted(error)
             raise
-        except RolloutError as error:
+        except Exception as error:  # an engine that fails unforeseen has failed too
             self._noted(error)
             raise
         if rollout.prompt_token_ids != request.prompt_token_ids:
@@ -47,19 +47,20 @@ class WatchedEngines:
             raise self._noted(RolloutError(told, actor=rollout.actor, phase="check"))
         return rollout
 
-    def _noted(self, error: RolloutError) -> RolloutError:
+    def _noted(self, error: Exception) -> Exception:
         if not self._failure.done():
             self._failure.set_exception(error)
         return error
 
     async def unless_one_fails(self, work: Any) -> Any:
-        """What `work` comes to. RolloutError, once all its rollouts have cleaned up, where an engine has failed meanwhile."""
+        """What `work` comes to. Raises what an engine has failed with meanwhile, mostly a RolloutError, once all its rollouts have cleaned up."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, self._failure), return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not task.done():
                 task.cancel()
+                # For as long as they clean up; the driver's limit of the round bounds it.
                 await asyncio.wait((task,))
         if self._failure.done():
             if task.done() and not task.cancelled():

@@ -38,5 +38,8 @@ class EnvironmentSection(Section):
     max_concurrent_scoring: PositiveInt | None = None
     """Most rollouts that an actor scores at a time, for rubrics that ask services; null: no bound."""
 
+    chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    """What the checkpoint's chat template asks for besides messages and tools: `{enable_thinking: false}` of a Qwen3."""
+
     tool_call_parser: str | None = None
     """vLLM's name of what reads tool calls in the model's answers; null: what the checkpoint names, or none."""

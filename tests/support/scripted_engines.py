@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollout_actors.environments.chat_tokens import ChatTokens
 from rollout_actors.environments.engine_client import EngineClient
 from rollout_actors.environments.types import State
 from shared.prompts import DEFAULT_USER_PROMPT
@@ -62,6 +63,11 @@ class Says:
     finish_reason: FinishReason = FinishReason.STOP
     delay_s: float = 0.0
     version: int = 0
+
+
+def says(tokenizer: Any, text: str, **fields: Any) -> Says:
+    """With the tokens of this text."""
+    return Says(tuple(tokenizer.encode(text, add_special_tokens=False)), **fields)
 
 
 class ScriptedEngines:
@@ -137,4 +143,9 @@ def state_at(position: int | None = 0, **fields: Any) -> State:
 def client_over(engines: Any, tokenizer: Any, **changes: Any) -> EngineClient:
     """Of run seed 7 and step 3."""
     decode = changes.pop("decode", None) or decode_settings(tokenizer)
-    return EngineClient(engines, tokenizer, decode, 7, 3, **{"max_model_len": 4096, **changes})
+    return EngineClient(engines, ChatTokens(tokenizer), decode, 7, 3, **{"max_model_len": 4096, **changes})
+
+
+def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:
+    """One call, in an event loop of its own."""
+    return asyncio.run(conversation.chat.completions.create(model="m", messages=messages, **arguments))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from environment_support import Talk, generated, user
 from openai.types.chat import ChatCompletion
-from scripted_engines import Says, ScriptedEngines, client_over, decode_settings, demo_tokenizer, rollout_of, state_at
+from scripted_engines import Says, ScriptedEngines, ask, client_over, decode_settings, demo_tokenizer, rollout_of, says, state_at
 
 from launch.make_demo_model import CHAT_TEMPLATE
 from rollout_actors.environments.client import OVERLONG
@@ -28,14 +28,6 @@ from shared.rollouts import DecodeMode, FinishReason, Rollout, RolloutRequest
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return demo_tokenizer()
-
-
-def says(tokenizer: Any, text: str, **fields: Any) -> Says:
-    return Says(tuple(tokenizer.encode(text, add_special_tokens=False)), **fields)
-
-
-def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:
-    return asyncio.run(conversation.chat.completions.create(model="m", messages=messages, **arguments))
 
 
 def one_answer(tokenizer: Any, script: Any, **changes: Any) -> Any:

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 from environment_support import Talk, generated, rows, user
 from scripted_client import ScriptedClient
-from scripted_engines import Says, ScriptedEngines, client_over, demo_tokenizer, state_at
+from scripted_engines import ScriptedEngines, ask, client_over, demo_tokenizer, says, state_at
 
 from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.types import State
@@ -21,14 +21,6 @@ from shared.seeds import request_seed
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return demo_tokenizer()
-
-
-def says(tokenizer: Any, text: str, **fields: Any) -> Says:
-    return Says(tuple(tokenizer.encode(text, add_special_tokens=False)), **fields)
-
-
-def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:
-    return asyncio.run(conversation.chat.completions.create(model="m", messages=messages, **arguments))
 
 
 def test_the_client_knows_rollouts(tokenizer: Any) -> None:

@@ -85,6 +85,16 @@ def test_one_row_is_a_row():
     assert inputs({"prompt": [user("a")], "answer": "1"})[0]["prompt"] == [user("a")]
 
 
+def test_rows_of_a_generator_are_rows():
+    assert [row["prompt"] for row in inputs({"question": text} for text in "ab")] == [[user("a")], [user("b")]]
+
+
+@pytest.mark.parametrize("given", ["What is 2 + 2?", 7, None])
+def test_what_is_no_rows_is_refused_with_what_it_must_be(given):
+    with pytest.raises(TypeError, match=f"inputs: must be a dataset, rows, one row, or a mapping of columns, got {type(given).__name__}"):
+        inputs(given)
+
+
 def test_columns_of_different_lengths_are_refused_with_their_lengths():
     with pytest.raises(ValueError, match=r"question 2, answer 1"):
         inputs({"question": ["a", "b"], "answer": ["1"]})

@@ -3,10 +3,12 @@
 import asyncio
 import copy
 import pickle
+import re
 
 import openai
 import pytest
 from environment_support import Talk, assistant, generated, rolled_out, user
+from openai.types.chat import ChatCompletionMessage
 from scripted_client import Answer, ScriptedClient, answer_ids, connection_error, overlong_error, rendered_ids, status_error, timeout_error
 
 from rollout_actors.environments.client import PAUSE_S, TRIES
@@ -168,6 +170,19 @@ def test_init_state_comes_first_then_setup_state_then_the_first_call():
 
 def test_info_that_a_dataset_stores_as_json_is_read():
     assert asyncio.run(Talk().init_state({**ROW, "info": '{"k": 1}'}))["info"] == {"k": 1}
+
+
+@pytest.mark.parametrize(
+    ("info", "told"),
+    [
+        ("[1]", r"info: must be a mapping, or the JSON of one, got list: '\[1\]'"),
+        ([1], "info: must be a mapping, or the JSON of one, got list"),
+        ("{k", "info: is not JSON .*give a mapping, or its JSON"),
+    ],
+)
+def test_info_that_is_no_mapping_fails_its_rollout_with_what_it_must_be(info, told):
+    (state,) = generated(Talk(), [{**ROW, "info": info}], ScriptedClient([])).state
+    assert re.match(f"ValueError: {told}", state["error"]), state["error"]
 
 
 def test_the_callers_row_stays_as_it_is():
@@ -387,7 +402,15 @@ def test_a_step_shares_no_message_with_the_state_or_with_another_step():
     assert len(set(messages)) == len(messages) and id(state["prompt"][0]) not in messages
 
 
-@pytest.mark.parametrize(("answer", "told"), [(None, "TypeError: env_response of Silent returned nothing"), ("text", "TypeError: text cannot be joined")])
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "TypeError: env_response of Silent returned nothing; return a list of messages"),
+        (user("yes"), "TypeError: env_response of Silent returned dict; return a list of messages"),
+        (["yes"], "TypeError: env_response of Silent returned a list with str in it; return a list of messages, each with a role and a content"),
+        ("text", "TypeError: text cannot be joined"),
+    ],
+)
 def test_an_environment_that_answers_with_what_is_no_message_fails_the_rollout_and_the_completion_has_the_steps(answer, told):
     class Silent(MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
@@ -395,6 +418,17 @@ def test_an_environment_that_answers_with_what_is_no_message_fails_the_rollout_a
 
     (state,) = generated(Silent(), [ROW], ScriptedClient(["a", "b"])).state
     assert state["error"].startswith(told) and state["completion"] == [assistant("a"), user("yes"), assistant("b")]
+
+
+def test_an_environment_may_answer_with_the_openai_librarys_messages():
+    class Library(MultiTurnEnv):
+        async def env_response(self, messages, state, **kwargs):
+            return [ChatCompletionMessage(role="assistant", content="yes")]
+
+    client = ScriptedClient(["a", "b"])
+    state = rolled_out(Library(max_turns=2), ROW, client)
+    assert state["completion"] == [assistant("a"), assistant("yes"), assistant("b")]
+    assert client.calls[1].prompt == [user("hi"), assistant("a"), assistant("yes")]
 
 
 def test_an_answer_that_ends_by_itself_exactly_at_max_seq_len_is_not_truncated():

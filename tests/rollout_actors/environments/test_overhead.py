@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,12 @@ def test_a_thousand_concurrent_rollouts_of_three_turns_against_an_instant_client
         _, cpu_ms = benchmark.overhead(1000, 3, getattr(benchmark, reward))
         spent_ms.append(cpu_ms)
     assert min(spent_ms) <= MOST_MS, spent_ms
+
+
+def test_an_environment_actors_collector_is_set_as_it_is_measured() -> None:
+    code = "import gc; from rollout_actors.environments.collector import collect_rarely; collect_rarely(); print(gc.get_threshold(), gc.get_freeze_count() > 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "(50000, 20, 100) True"
 
 
 def test_settings_of_the_collector_change_no_result_and_are_taken_back(benchmark: Any) -> None:

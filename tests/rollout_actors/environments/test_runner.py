@@ -199,7 +199,7 @@ def test_a_rollouts_own_error_is_data() -> None:
 DEAD = RolloutError("its process has ended; check its log", actor="rollout-actor-2", phase="generate")
 
 
-def failing_at(position: int, error: RolloutError) -> Any:
+def failing_at(position: int, error: Exception) -> Any:
     """The second turn of this position's rollout; the others are slow."""
     turns: Counter[int] = Counter()
 
@@ -223,6 +223,12 @@ def test_an_engine_that_fails_ends_the_call_with_its_error_when_every_rollout_ha
     assert sorted(runner_environment.CLEANED) == list(range(6))
     assert engines.num_under_way == [0, 0]
     assert engines.num_cancelled == 5
+
+
+def test_what_an_engine_fails_with_unforeseen_is_no_rollouts_error() -> None:
+    with pytest.raises(KeyError, match="request_id"):
+        ran(training(4, 1), ScriptedEngines(failing_at(1, KeyError("request_id"))))
+    assert sorted(runner_environment.CLEANED) == list(range(4))
 
 
 class Unreachable(ScriptedEngines):
@@ -293,6 +299,16 @@ def test_a_teardown_that_raises_is_told_and_keeps_no_other_from_its_turn() -> No
     assert runner_environment.TORN_DOWN == ["runner_environment"]
     asyncio.run(runner.aclose())
     assert runner_environment.TORN_DOWN == ["runner_environment"], "once"
+
+
+# What the template asks for
+
+
+def test_the_chat_template_gets_the_arguments_of_the_configuration() -> None:
+    tokenizer = demo_tokenizer("{{ mood }}: " + CHATML)
+    engines = ScriptedEngines(by_seed)
+    ran(training(4), engines, tokenizer=tokenizer, chat_template_args={"mood": "kind"})
+    assert all(tokenizer.decode(prompt).startswith("kind:") for prompt in engines.prompts)
 
 
 # What no rollout could do

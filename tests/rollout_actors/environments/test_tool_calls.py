@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from environment_support import generated, user
-from scripted_engines import Says, ScriptedEngines, client_over, decode_settings, demo_tokenizer, state_at
+from scripted_engines import ScriptedEngines, client_over, decode_settings, demo_tokenizer, says, state_at
 
 from rollout_actors.environments.responses import parse_response_messages
 from rollout_actors.environments.tool import ToolEnv
@@ -36,10 +36,6 @@ def tokenizer() -> Any:
 
 def read(tokenizer: Any, text: str, *, seed: int = 1) -> Any:
     return ToolCallReader("hermes", tokenizer).read(tokenizer.encode(text, add_special_tokens=False), text, TOOLS, seed=seed)
-
-
-def says(tokenizer: Any, text: str) -> Says:
-    return Says(tuple(tokenizer.encode(text, add_special_tokens=False)))
 
 
 def test_without_a_parsers_name_calls_stay_text(tokenizer: Any) -> None:
