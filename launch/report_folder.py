@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,8 @@ def write_report(folder: Path, report: Report) -> None:
         StorageError: it cannot be written.
         RecordError: an image to be drawn is gone or has changed.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        (partial / "pictures").mkdir(parents=True)
+    with whole_folder(folder) as partial:
+        (partial / "pictures").mkdir()
         (partial / "report.json").write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         (partial / "config.json").write_text(report.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (partial / "report.html").write_text(page(report), encoding="utf-8")
@@ -40,6 +39,20 @@ def write_report(folder: Path, report: Report) -> None:
             file.writelines(json.dumps(_row(scene)) + "\n" for scene in report.evaluation.outcomes)
         for worst in report.worst:
             draw_scene(worst.scene, worst.pairs).save(partial / worst.picture)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `folder`, which must not exist, at the end of the block: complete, or not there at all.
+
+    Raises StorageError where a file or the folder cannot be written. What the block leaves when it raises is beside `folder`, and gone with the next attempt.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        yield partial
         partial.rename(folder)
     except OSError as error:
         raise StorageError(str(folder), str(error)) from error

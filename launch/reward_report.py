@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launch.headline import Headline
+from launch.report_folder import whole_folder
+from learner.trajectory_line import line_of
 from rollout_actors.environments.outputs import mean
-from shared.errors import StorageError
 from shared.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
 
@@ -58,31 +57,11 @@ class RewardReport:
 
 
 def write_reward_report(folder: Path, report: RewardReport) -> None:
-    """`report.json` with the figures, and `rollouts.jsonl` with every rollout, in `folder`, which must not exist: complete, or not there at all.
-    Raises StorageError."""
-    partial = folder.with_name(f"{folder.name}.partial")
+    """`report.json` with the figures, and `rollouts.jsonl` with a line for every rollout (learner.trajectory_line), in `folder`, which must not exist:
+    complete, or not there at all. Raises StorageError."""
     evaluation = report.evaluation
     place = {"step": evaluation.step, "weight_version": evaluation.weight_version, "num_samples": len(evaluation.outcomes), "wall_s": evaluation.wall_s}
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+    with whole_folder(folder) as partial:
         (partial / "report.json").write_text(json.dumps({**place, **report.metrics()}, indent=2) + "\n", encoding="utf-8")
         with (partial / "rollouts.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(_row(rollout)) + "\n" for rollout in evaluation.outcomes)
-        partial.rename(folder)
-    except OSError as error:
-        raise StorageError(str(folder), str(error)) from error
-
-
-def _row(rollout: EnvironmentRollout) -> dict[str, Any]:
-    return {
-        "example": rollout.example,
-        "reward": rollout.reward,
-        "metrics": dict(rollout.metrics),
-        "error": rollout.error,
-        "is_truncated": rollout.is_truncated,
-        "num_turns": rollout.num_turns,
-        "prompt": rollout.prompt,
-        "completion": rollout.completion,
-    }
+            file.writelines(json.dumps(line_of(evaluation.step, rollout)) + "\n" for rollout in evaluation.outcomes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from launch.html_text import attribute, inline
 from launch.sample_overlay import MATCH_COLOURS, UNMATCHED_PREDICTION, UNMATCHED_TRUTH, Canvas, Shape
-from launch.sample_style import STYLE
+from launch.sample_parts import chip_row, count, document, header, section
 from launch.sample_tokens import TokenView
 from learner.rollout_line import GroundTruthEntry, ObjectEntry, ReadingEntry, RolloutEntry, RolloutLine
 from shared.tokens.vocabulary import TokenCodec
@@ -30,41 +30,29 @@ class SamplePage:
 
     def html(self) -> str:
         line = self.line
-        title = f"step {line['step']}, position {line['position']}"
         reading = line["reading"]
-        sections = [_header(self), _pictures(self), _objects(line), _section("Prompt", f'<div class="text">{inline(self.prompt)}</div>')]
+        sections = [_header(self), _pictures(self), _objects(line), section("Prompt", f'<div class="text">{inline(self.prompt)}</div>')]
         if line["rollout"] is not None and reading is not None:
             sections.append(_answer(line["rollout"], reading, line["target"]["token_ids"], self.codec))
-            sections.append(_section("Appended text", f'<div class="text">{inline(reading["appended_text"])}</div>'))
+            sections.append(section("Appended text", f'<div class="text">{inline(reading["appended_text"])}</div>'))
         sections.append(_target(self))
-        return (
-            f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{inline(title)} · {inline(self.run)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{self.canvas.definitions()}\n<main>\n"
-            + "\n".join(sections)
-            + "\n</main>\n</body>\n</html>\n"
-        )
+        return document(_heading(line), self.run, sections, definitions=self.canvas.definitions())
 
 
-def _section(heading: str, content: str, note: str = "") -> str:
-    below = f'<p class="note">{inline(note)}</p>' if note else ""
-    return f"<section><h2>{inline(heading)}</h2>{content}{below}</section>"
+def _heading(line: RolloutLine) -> str:
+    return f"Step {line['step']}, position {line['position']}"
 
 
 def _header(page: SamplePage) -> str:
     line = page.line
-    chips = [f"<li><b>channel</b> {inline(line['channel'])}</li>", f"<li><b>sample</b> {inline(line['sample_id'])}</li>"]
+    facts = {"channel": line["channel"], "sample": line["sample_id"]}
     if line["rollout"] is not None:
         rollout = line["rollout"]
-        facts = {"weights": f"v{rollout['weight_version']}", "actor": rollout["actor"], "seed": rollout["seed"], "attempt": rollout["attempt"]}
-        sizes = {"prompt tokens": rollout["num_prompt_tokens"], "response tokens": len(rollout["response_token_ids"]), "finish": rollout["finish_reason"]}
-        chips += [f"<li><b>{name}</b> {inline(str(value))}</li>" for name, value in {**facts, **sizes}.items()]
-    if line["reading"] is not None:
-        chips += [f'<li class="warn">{inline(warning)}</li>' for warning in _warnings(line["reading"])]
-    notes = "".join(f'<p class="note">{inline(note)}</p>' for note in page.notes)
-    return (
-        f'<header><h1>Step {line["step"]}, position {line["position"]}</h1><p class="soft">{inline(page.run)} · steps and positions count from 0</p>'
-        f'<p>{inline(_summary(line))}</p><ul class="chips">{"".join(chips)}</ul>{notes}</header>'
-    )
+        facts |= {"weights": f"v{rollout['weight_version']}", "actor": rollout["actor"], "seed": str(rollout["seed"]), "attempt": str(rollout["attempt"])}
+        sizes = {"prompt tokens": rollout["num_prompt_tokens"], "response tokens": len(rollout["response_token_ids"])}
+        facts |= {name: str(size) for name, size in sizes.items()} | {"finish": rollout["finish_reason"]}
+    warnings = [] if line["reading"] is None else _warnings(line["reading"])
+    return header(_heading(line), page.run, _summary(line), [chip_row(facts, warnings)], page.notes)
 
 
 def _warnings(reading: ReadingEntry) -> list[str]:
@@ -81,16 +69,12 @@ def _warnings(reading: ReadingEntry) -> list[str]:
 def _summary(line: RolloutLine) -> str:
     reading, num_truths = line["reading"], len(line["ground_truth"])
     if reading is None:
-        return f"Teacher-forced on the ground truth: {_count(num_truths, 'object')}, {_count(len(line['target']['token_ids']), 'target token')}."
+        return f"Teacher-forced on the ground truth: {count(num_truths, 'object')}, {count(len(line['target']['token_ids']), 'target token')}."
     supervised = sum(pair["supervised"] for pair in reading["pairs"])
     return (
-        f"{_count(len(reading['objects']), 'valid prediction')} for {_count(num_truths, 'ground-truth object')}: {supervised} matched and supervised, "
+        f"{count(len(reading['objects']), 'valid prediction')} for {count(num_truths, 'ground-truth object')}: {supervised} matched and supervised, "
         f"{len(reading['unmatched_predictions'])} unmatched, {len(reading['dropped'])} dropped; {len(reading['appended'])} appended to the kept prefix."
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # Pictures: one colour per pair, whatever draws it
@@ -106,7 +90,7 @@ def _pictures(page: SamplePage) -> str:
             shapes = list(_prediction_shapes(line["reading"]))
             panels.append(page.canvas.panel(image, shapes, f"Predictions{of} in the colour of their match. Dashed: unmatched."))
     note = "P and G number predictions and ground truths as the log does." if line["reading"] else ""
-    return _section("Picture", f'<div class="panels">{"".join(panels)}</div>', note)
+    return section("Picture", f'<div class="panels">{"".join(panels)}</div>', note)
 
 
 def _pair_colours(reading: ReadingEntry) -> list[str]:
@@ -154,8 +138,8 @@ def _objects(line: RolloutLine) -> str:
         head = '<tr><th colspan="2">prediction</th><th colspan="2">ground truth</th><th>maskIoU</th><th>what happens</th></tr>'
         rows = [*_prediction_rows(line, reading), *_dropped_rows(reading), *_appended_rows(line, reading)]
     if not rows:
-        return _section("Objects", '<p class="soft">There is no object, and none was predicted.</p>')
-    return _section("Objects", f'<table class="objects"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>')
+        return section("Objects", '<p class="soft">There is no object, and none was predicted.</p>')
+    return section("Objects", f'<table class="objects"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>')
 
 
 def _row(prediction: str, truth: str, iou: str, outcome: str) -> str:
@@ -225,14 +209,14 @@ def _answer(rollout: RolloutEntry, reading: ReadingEntry, target_ids: Sequence[i
     if cut:
         content += f'<span class="cut" title="{attribute("not kept")}">{inline(cut.decode(errors="replace"))}</span>'
     replaced = reading["num_prefix"] - reading["num_unchanged"]
-    note = f"Kept: {_count(reading['num_prefix'], 'token')}. Struck through: cut off."
+    note = f"Kept: {count(reading['num_prefix'], 'token')}. Struck through: cut off."
     if reading["fallback"]:
         note = "Nothing was kept: the target begins with a fresh {."
     elif replaced:
-        note += f" The cut falls into a token, which is replaced by {_count(replaced, 'token')}."
+        note += f" The cut falls into a token, which is replaced by {count(replaced, 'token')}."
     if rollout["forced_positions"]:
         note += f" Set by the repeat guard, not sampled: positions {', '.join(map(str, rollout['forced_positions']))}."
-    return _section("Rollout", f'<div class="text">{content}</div>', note)
+    return section("Rollout", f'<div class="text">{content}</div>', note)
 
 
 def _bytes(token_ids: Sequence[int], codec: TokenCodec) -> bytes:
@@ -244,5 +228,5 @@ def _target(page: SamplePage) -> str:
     view = TokenView(page.line["target"], 0 if reading is None else reading["num_prefix"], page.codec)
     modules = "; ".join(page.objective) or "none: nothing is learned in this channel"
     note = f"Objective of channel {page.line['channel']}: {modules}. The stronger the colour, the larger the weight; point at a token for its numbers."
-    heading = f"Target: {_count(len(page.line['target']['token_ids']), 'token')} and what supervises them"
-    return _section(heading, f'{view.legend()}<div class="text tokens">{view.tokens()}</div>', note)
+    heading = f"Target: {count(len(page.line['target']['token_ids']), 'token')} and what supervises them"
+    return section(heading, f'{view.legend()}<div class="text tokens">{view.tokens()}</div>', note)

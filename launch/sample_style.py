@@ -1,4 +1,4 @@
-"""The style sheet of the sample page. Role colours are RGB triples, so that a token's weight can be their opacity."""
+"""The style sheet of the pages. Colours of tokens are RGB triples, so that a weight can be their opacity."""
 
 STYLE = """
 :root { --ink: #1c2330; --soft: #5c6675; --line: #dde2ea; --paper: #fff; --ground: #f5f7fa; }
@@ -6,10 +6,11 @@ STYLE = """
 body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 16px; margin: 0 0 10px; }
+h3 { font-size: 14px; margin: 14px 0 6px; }
 p { margin: 0 0 10px; } .soft, figcaption, .note { color: var(--soft); font-size: 13px; } .note { margin: 8px 0 0; }
 section { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; margin-top: 16px; }
 .chips { display: flex; flex-wrap: wrap; gap: 6px; margin: 10px 0 0; padding: 0; list-style: none; }
-.chips li { background: #eaeef4; border-radius: 99px; padding: 2px 11px; font-size: 13px; } .chips b { font-weight: 600; }
+.chips li { background: #eaeef4; border-radius: 11px; padding: 2px 11px; font-size: 13px; overflow-wrap: anywhere; } .chips b { font-weight: 600; }
 .chips .warn { background: #fde8d7; color: #7a3300; }
 .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 16px; }
 figure { margin: 0; max-width: 560px; } figure svg { display: block; width: 100%; height: auto; border-radius: 6px; background: #888; }
@@ -38,4 +39,12 @@ td.mark { white-space: nowrap; width: 1%; padding-right: 12px; font: 700 13px ui
 .legend { margin-bottom: 12px; } .legend td { border: 0; padding: 2px 14px 2px 0; } .legend td:nth-child(-n+3), .legend th { white-space: nowrap; }
 .legend .tokens { line-height: 1.7; } .legend .run { margin-right: 6px; } .legend .run i { padding: 2px 5px; box-shadow: none; }
 .seam { color: #fff; background: #3c4656; border-radius: 3px; padding: 2px 6px; margin: 0 4px; font-size: 11px; }
+.run.context { color: #6b7482; border-bottom: 0; } .run.context i { box-shadow: none; }
+.run.up { --c: 37 110 235; } .run.down { --c: 214 90 10; border-bottom-style: double; border-bottom-width: 3px; } .run.unusable { --c: 200 30 60; --a: 0.3; }
+.dialogue { display: grid; grid-template-columns: minmax(60px, max-content) minmax(0, 1fr); gap: 8px 14px; }
+.dialogue .who { font-size: 13px; font-weight: 600; color: var(--soft); text-align: right; padding-top: 9px; max-width: 120px; overflow-wrap: anywhere; }
+.dialogue .text.completion { background: #eef4ff; border-color: #c9d9f8; }
+.dialogue .border { grid-column: 1 / -1; font-size: 12px; color: var(--soft); border-top: 1px dashed #aab2bd; padding-top: 4px; margin-top: 4px; }
+.call { border-left: 3px solid #8a4b00; padding-left: 8px; } .field { color: var(--soft); font-size: 12px; }
+.figures { margin-bottom: 14px; } .figures td { font-variant-numeric: tabular-nums; }
 """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from launch.html_text import attribute, inline, piece, printable
+from launch.sample_parts import LegendRow, legend, marked_token, strength, token
 from learner.rollout_line import TargetEntry
 from learner.targets import TokenRole
 from shared.tokens.vocabulary import TokenCodec
@@ -83,9 +83,8 @@ class TokenView:
             swatches = "".join(f'<span class="run {run.tag}"{_strength(run, strongest)}><i>{run.tag}</i></span>' for run in _one_per_weight(of_role))
             count = sum(run.stop - run.start for run in of_role)
             shown = "slots" if role is TokenRole.COORD else ", ".join(f"{weight:g}" for weight in weights)
-            rows.append(f'<tr><td class="tokens">{swatches}</td><td>{count}</td><td>{shown}</td><td>{inline(MEANINGS[role])}</td></tr>')
-        head = "<tr><th>role</th><th>tokens</th><th>weight</th><th>meaning</th></tr>"
-        return f'<table class="legend"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+            rows.append(LegendRow(swatches, count, shown, MEANINGS[role]))
+        return legend("role", "weight", rows)
 
     def _total_weight(self) -> float:
         return sum(run.weight * (run.stop - run.start) for run in self.runs)
@@ -96,20 +95,16 @@ class TokenView:
         if position in aims:
             bin_, aim = self.codec.coord_bin(token_id), aims[position]
             facts += [f"bin {bin_}, should be {aim:g}", f"one of {len(aims)} slots"]
-            content = f"{bin_}<b>→{aim:.4g}</b>"
-        else:
-            facts.append(f"weight {run.weight:g}" + (f" ({run.weight / total:.2%} of the sample's text)" if run.weight else ""))
-            data = self.codec.piece_bytes(token_id)
-            facts.append(printable(data.decode(errors="replace")) if data else "no text")
-            content = piece(data) or '<b class="code">∅</b>'
-        return f'<i title="{attribute(" · ".join(facts))}">{content}</i>'
+            return marked_token(facts, f"{bin_}<b>→{aim:.4g}</b>")
+        facts.append(f"weight {run.weight:g}" + (f" ({run.weight / total:.2%} of the sample's text)" if run.weight else ""))
+        return token(facts, self.codec.piece_bytes(token_id))
 
 
 def _strength(run: Run, strongest: float) -> str:
-    """The opacity of the run's colour, 0.12 .. 0.5 for a positive weight; none for an unsupervised run."""
+    """None for an unsupervised run."""
     if run.role is TokenRole.COORD:
         return ' style="--a:0.45"'
-    return f' style="--a:{0.12 + 0.38 * run.weight / strongest:.2f}"' if run.weight else ""
+    return strength(run.weight / strongest) if run.weight else ""
 
 
 def _one_per_weight(runs: Sequence[Run]) -> list[Run]:

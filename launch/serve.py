@@ -8,7 +8,7 @@ itself, with a message, when its engine has died. Several on one machine need a 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import atexit
 import os
 import signal
 import socket
@@ -17,6 +17,7 @@ from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.console import Console
 
 from launch.arguments import read_arguments
@@ -25,6 +26,7 @@ from launch.serve_options import ServeOptions, model_names, settings_of
 from rollout_actors.engine_settings import EngineSettings, engine_environment, model_type
 from shared.config.server import is_loopback
 from shared.errors import ConfigError, RolloutError, ended
+from shared.protocols import CLOSED_S
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 ALIVE_CHECK_S = 0.5
 """How often the server looks whether its engine is alive."""
 GRACE_S = 2
-"""For answers under way when the server is told to end."""
+"""For answers under way when the server is told to end, and for an engine that is being made."""
 END_S = 3.0
 """For an engine's processes to end when they are told to."""
 
@@ -102,9 +104,13 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
     finally:
         if not service.is_up:
             # Its thread waits for these.
-            _end_children()
-        engine.close()
-        _end_children()
+            _end_family()
+        has_ended = engine.end(CLOSED_S if service.is_up else GRACE_S)
+        _end_family()
+        if not has_ended:
+            # A thread in the midst of importing vLLM hears of nothing for half a minute, and Python's own end may crash in it. What it starts until
+            # then ends with this process (`rollout_actors.vllm_plugin`).
+            atexit.register(_exit, 130 if interrupted else 1)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -151,16 +157,30 @@ async def _start(service: RolloutService, openai: OpenAIThread, url: str) -> Non
     print(f"ready     {url}, {service.world_size} rollout device{'s' * (service.world_size > 1)}", flush=True)
 
 
-def _end_children() -> None:
-    """What is left of the engine: it may have been told to end while it was starting."""
-    children = multiprocessing.active_children()
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.join(END_S)
-        if child.is_alive():
-            child.kill()
-            child.join(END_S)
+def _end_family() -> None:
+    """What is left of the engine: it may have been told to end while it was starting, when vLLM has other processes too."""
+    family = [process for process in psutil.Process().children(recursive=True) if not _ends_by_itself(process)]
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(family, END_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, END_S)
+
+
+def _ends_by_itself(process: psutil.Process) -> bool:
+    """Python's own helper, which tidies up when all the others have ended."""
+    with suppress(psutil.NoSuchProcess):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return True
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

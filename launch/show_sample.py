@@ -3,36 +3,41 @@
 Prompt, images with ground truth and predictions, the rollout and what was kept of it, the appended text, and every token of the target
 coloured by what supervises it. Reads the run's `config.json` and `rollouts/` (learner.rollout_log), the sample's images from `data.train`,
 and the tokenizer of `model.path`; starts nothing. The same files give the same page.
+
+Of a run of an environment (learner.trajectory_log) it is one rollout: the dialogue, its rewards, and its tokens coloured by their advantage.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, NonNegativeInt
 from rich.console import Console
 
 from launch.arguments import read_arguments
 from launch.command import explained
+from launch.rollout_page import RolloutPage
+from launch.rollout_tokens import advantages
 from launch.sample_overlay import Canvas
 from launch.sample_page import SamplePage
 from launch.saved_run import load_run
+from learner import rollout_log, trajectory_log
 from learner.rollout_line import RolloutLine
-from learner.rollout_log import read_step
 from learner.samples import image_size, load_samples
 from learner.step_log import step_path
+from learner.trajectory_line import TrajectoryLine
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
-from shared.config.pipeline import Channel
+from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.errors import ConfigError, RecordError
 from shared.prompts import detection_messages
 from shared.records import ImageRef, Sample
-from shared.tokens.hf_codec import HFTokenCodec
+from shared.tokens.hf_codec import HFTokenCodec, token_pieces
 
 
 class ShowOptions(Section):
@@ -43,10 +48,13 @@ class ShowOptions(Section):
     """Step, from 0, as in the name of its file in `rollouts`."""
 
     position: Annotated[NonNegativeInt, Field(examples=[3])]
-    """The sample's place in the step, from 0."""
+    """The sample's, or the rollout's, place in the step, from 0."""
 
     out: ConfigPath | None = None
     """HTML file to write; without it `samples/step_..._position_....html` in the run's folder."""
+
+
+Line = TypeVar("Line", RolloutLine, TrajectoryLine)
 
 
 def show_sample(options: ShowOptions) -> Path:
@@ -57,15 +65,18 @@ def show_sample(options: ShowOptions) -> Path:
         RecordError: a line of the log is damaged or of another version; the data file or an image is gone, or has become unusable.
     """
     config = load_run(options.run)
-    if config.environment is not None:
-        told = f"run: {options.run} is of an environment, whose rollouts are no pictures; read {step_path(options.run / 'rollouts', options.step)}"
-        raise ConfigError(f"{told}, a line of JSON each, for example with jq")
-    line = _find_line(options, config)
+    html = _sample_page(options, config).html() if config.environment is None else _rollout_page(options, config).html()
+    out = options.out or options.run / "samples" / f"step_{options.step:06d}_position_{options.position:03d}.html"
+    return _write(out, html)
+
+
+def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
+    line = _find_line(options, config, rollout_log.read_step)
     sample = _find_sample(config, line)
     tokenizer = _load_tokenizer(config)
     codec = _codec(config, tokenizer, line)
     messages = detection_messages(len(sample.images), system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
-    page = SamplePage(
+    return SamplePage(
         run=f"{config.telemetry.name}, {options.run}",
         line=line,
         canvas=Canvas(tuple(map(_image_file, sample.images)), sample.width, sample.height),
@@ -74,11 +85,20 @@ def show_sample(options: ShowOptions) -> Path:
         notes=_notes(config, sample, line),
         codec=codec,
     )
-    out = options.out or options.run / "samples" / f"step_{options.step:06d}_position_{options.position:03d}.html"
-    return _write(out, page.html())
 
 
-def _find_line(options: ShowOptions, config: RunConfig) -> RolloutLine:
+def _rollout_page(options: ShowOptions, config: RunConfig) -> RolloutPage:
+    line = _find_line(options, config, trajectory_log.read_step)
+    return RolloutPage(
+        run=f"{config.telemetry.name}, {options.run}",
+        line=line,
+        pieces=_pieces(config, line),
+        objective=_objective(config, Channel.B),
+        notes=_rollout_notes(config, line),
+    )
+
+
+def _find_line(options: ShowOptions, config: RunConfig, read_step: Callable[[Path], list[Line]]) -> Line:
     folder = options.run / "rollouts"
     path = step_path(folder, options.step)
     try:
@@ -100,7 +120,7 @@ def _find_line(options: ShowOptions, config: RunConfig) -> RolloutLine:
 
 def _find_sample(config: RunConfig, line: RolloutLine) -> Sample:
     """With its images' bytes. Only they are read, whatever `data.check_images` says: one page needs no check of the whole file."""
-    assert config.data.train is not None, "runs of environments are refused before"
+    assert config.data.train is not None, "runs of environments have other pages"
     unchecked = config.model_copy(update={"data": config.data.model_copy(update={"check_images": False})})
     found = next((sample for sample in load_samples(unchecked, config.data.train) if sample.sample_id == line["sample_id"]), None)
     if found is None:
@@ -145,11 +165,39 @@ def _codec(config: RunConfig, tokenizer: Any, line: RolloutLine) -> HFTokenCodec
     return codec
 
 
+def _pieces(config: RunConfig, line: TrajectoryLine) -> dict[int, bytes]:
+    """The text of every token of the line's examples. ConfigError where one is not of this model."""
+    token_ids = sorted({token_id for example in line["examples"] for token_id in example["token_ids"]})
+    if not token_ids:
+        return {}
+    tokenizer = _load_tokenizer(config)
+    size = max(len(tokenizer), _embeddings(config))
+    if token_ids[-1] >= size:
+        told = f"model.path: {config.model.path} has no token {token_ids[-1]}, which the log has, but {size} of them"
+        raise ConfigError(f"{told}; restore the folder that the run began from")
+    try:
+        table = token_pieces(tokenizer)
+    except ValueError:
+        # Not a byte-level tokenizer: then a token's text is what it is by itself.
+        return {token_id: tokenizer.decode([token_id], clean_up_tokenization_spaces=False).encode() for token_id in token_ids}
+    return {token_id: table[token_id] if token_id < len(table) else b"" for token_id in token_ids}
+
+
+def _embeddings(config: RunConfig) -> int:
+    """How many the model has: often more than its tokenizer has tokens, and the engine may sample those without a text."""
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(config.model.path).get_text_config().vocab_size)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path: {config.model.path} cannot be read ({error}); restore the folder that the run began from") from error
+
+
 def _objective(config: RunConfig, channel: Channel) -> tuple[str, ...]:
     """The active modules, each with its weight and the settings that are not 0 or null."""
     described = []
     for entry in config.rollout_matching.pipeline.active(channel):
-        settings = ", ".join(f"{key} {value:g}" for key, value in entry.config.model_dump().items() if value)
+        settings = ", ".join(f"{key} {value if isinstance(value, str) else f'{value:g}'}" for key, value in entry.config.model_dump().items() if value)
         described.append(f"{entry.name} × {entry.weight:g} ({settings})" if settings else f"{entry.name} × {entry.weight:g}")
     return tuple(described)
 
@@ -161,6 +209,17 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutLine) -> tuple[str, .
         notes.append(f"{config.data.train} has changed since the run: the ground truth here is the run's, the images are today's.")
     if not any(entry.name == "token_ce" for entry in config.rollout_matching.pipeline.active(Channel(line["channel"]))):
         notes.append("token_ce is not active in this channel: text weights only say where text_gate applies.")
+    return tuple(notes)
+
+
+def _rollout_notes(config: RunConfig, line: TrajectoryLine) -> tuple[str, ...]:
+    assert config.environment is not None, "runs of samples have other pages"
+    notes = []
+    if any(isinstance(entry, PolicyGradientEntry) and entry.config.advantage_std for entry in config.rollout_matching.pipeline.active(Channel.B)):
+        notes.append("Advantages are those of the log: advantage_std divides them by the standard deviation of their group's rewards before they are learned.")
+    given = [advantage for example in line["examples"] for advantage in advantages(example)]
+    if config.environment.drop_equal_groups and given and not any(given):
+        notes.append("Its advantages are 0: where all rollouts of its row have the same reward, drop_equal_groups leaves them out of the step.")
     return tuple(notes)
 
 

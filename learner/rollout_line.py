@@ -10,19 +10,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
 
+from learner.step_log import Text, checked
 from learner.targets import TokenRole
-from shared.config.base import dotted
-from shared.errors import RecordError
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS
-
-REMEDY = "a run's log is not to be edited: restore the file, or check out the version that ran it"
-
-Text = InstanceOf[str]
-"""What a model wrote may hold half of a surrogate pair, which pydantic does not take for text."""
 
 _Kind = Annotated[str, Field(pattern=f"^({'|'.join(GeometryKind)})$")]
 _Bins = Annotated[Sequence[Annotated[int, Field(ge=0, lt=NUM_BINS)]], Field(min_length=4)]
@@ -156,15 +150,7 @@ _LINE = TypeAdapter(RolloutLine)
 
 def checked_line(value: Any) -> RolloutLine:
     """What a line's JSON says, if it is the line of a rollout log. RecordError, not located, with the field that it is not for."""
-    try:
-        line = _LINE.validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise RecordError(first["msg"][0].lower() + first["msg"][1:], field=dotted(first["loc"]) or "line", remedy=REMEDY) from None
-    for field, holds in _consistent(line).items():
-        if not holds:
-            raise RecordError("contradicts the rest of the line", field=field, remedy=REMEDY)
-    return line
+    return checked(value, _LINE, _consistent)
 
 
 def _consistent(line: RolloutLine) -> dict[str, bool]:

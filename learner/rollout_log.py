@@ -13,16 +13,14 @@ Shape legend: L target tokens, S coord slots.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
-from learner.rollout_line import REMEDY, ReadingEntry, RolloutEntry, RolloutLine, TargetEntry, checked_line
-from learner.step_log import StepLog
+from learner.rollout_line import ReadingEntry, RolloutEntry, RolloutLine, TargetEntry, checked_line
+from learner.step_log import StepLog, read_lines
 from learner.targets import Reading, Target, TokenRole
 from shared.config.pipeline import Channel
-from shared.errors import RecordError
 from shared.records import Sample
 from shared.rollouts import Rollout
 from shared.tokens.vocabulary import TokenCodec
@@ -62,28 +60,9 @@ class RolloutLog:
 
 
 def read_step(path: Path) -> list[RolloutLine]:
-    """The whole lines of a step, in the order of positions. `path` is rank 0's file, and those of other ranks are looked for beside it.
-
-    Half a line at a file's end is what a run that died left, and no line. Raises OSError, and RecordError with file and line for a line that `RolloutLog` of
-    this version did not write.
-    """
-    lines = _read_file(path)
-    # By number: rank 10 comes after rank 9.
-    for other in sorted(path.parent.glob(f"{path.stem}.rank*.jsonl"), key=lambda other: (len(other.name), other.name)):
-        lines += _read_file(other)
-    return lines
-
-
-def _read_file(path: Path) -> list[RolloutLine]:
-    lines: list[RolloutLine] = []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            lines.append(checked_line(json.loads(text)))
-        except RecordError as error:
-            raise error.at(str(path), number) from error
-        except ValueError as error:
-            raise RecordError(f"is not JSON ({error})", field="line", remedy=REMEDY, file=str(path), line=number) from error
-    return lines
+    """`learner.step_log.read_lines` of a file of `RolloutLog`. Raises OSError, and RecordError with file and line for a line that this version did not
+    write."""
+    return read_lines(path, checked_line)
 
 
 def _rollout_entry(rollout: Rollout, codec: TokenCodec) -> RolloutEntry:

@@ -1,18 +1,17 @@
 """What became of every rollout of an environment: a line each in `rollouts/step_000123.jsonl` (`learner.step_log`), in the order of positions.
+`TrajectoryLine` (learner.trajectory_line) is the format.
 
     jq -c 'select(.error != null) | [.position, .error]' step_000123.jsonl
     jq -r 'select(.reward == 1) | .completion[] | "\\(.role): \\(.content)"' step_000123.jsonl
-
-`examples` are what it trains on: `token_ids` as the engine had them, `mask` 1 where a token is learned, `logprobs` the engine's.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from learner.step_log import StepLog
-from shared.trajectory import EnvironmentRollout, TrainingExample
+from learner.step_log import StepLog, read_lines
+from learner.trajectory_line import TrajectoryLine, checked_trajectory_line, line_of
+from shared.trajectory import EnvironmentRollout
 
 
 class TrajectoryLog:
@@ -28,38 +27,13 @@ class TrajectoryLog:
 
     def write(self, rollout: EnvironmentRollout) -> None:
         """Raises StorageError."""
-        self._lines.write(
-            {
-                "step": self._step,
-                "position": rollout.position,
-                "example": rollout.example,
-                "reward": rollout.reward,
-                "metrics": dict(rollout.metrics),
-                "error": rollout.error,
-                "is_truncated": rollout.is_truncated,
-                "num_turns": rollout.num_turns,
-                "num_splits": rollout.num_splits,
-                "actor": rollout.actor,
-                "generate_s": rollout.generate_s,
-                "prompt": rollout.prompt,
-                "completion": rollout.completion,
-                "examples": [_entry(example) for example in rollout.examples],
-            }
-        )
+        self._lines.write(line_of(self._step, rollout))
 
     def close(self) -> None:
         self._lines.close()
 
 
-def _entry(example: TrainingExample) -> dict[str, Any]:
-    return {
-        "token_ids": example.token_ids,
-        "mask": example.mask,
-        "logprobs": example.logprobs,
-        "reward": example.reward,
-        "advantage": example.advantage,
-        "token_advantages": example.token_advantages,
-        "weight_version": example.weight_version,
-        "engine": example.engine,
-        "turns": example.steps,
-    }
+def read_step(path: Path) -> list[TrajectoryLine]:
+    """`learner.step_log.read_lines` of a file of `TrajectoryLog`. Raises OSError, and RecordError with file and line for a line that this version did not
+    write."""
+    return read_lines(path, checked_trajectory_line)

@@ -63,11 +63,16 @@ class EngineThread:
 
     def close(self) -> None:
         """End the engine and the thread. Twice is harmless."""
+        self.end(CLOSED_S)
+
+    def end(self, within_s: float) -> bool:
+        """The same, and whether the thread has ended: not where it is stuck, or is making the engine for longer than that."""
         engine, self._engine = self._engine, None
         if engine is not None:
             self._loop.call_soon_threadsafe(engine.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSED_S)
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     @property
     def _made(self) -> ServedEngine:

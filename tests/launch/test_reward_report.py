@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from config_support import trajectory_config
 
 from launch.reward_report import RewardReport, write_reward_report
-from launch.show_sample import ShowOptions, show_sample
-from learner.trajectory_log import TrajectoryLog
-from shared.errors import ConfigError, StorageError
+from learner.step_log import read_lines
+from learner.trajectory_line import TrajectoryLine, checked_trajectory_line, line_of
+from shared.errors import StorageError
 from shared.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
 
@@ -74,8 +72,8 @@ def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it() -> None:
     assert (metrics["val/reward/first"], metrics["val/reward/other"]) == (1.0, 3.0)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+def rows(folder: Path) -> list[TrajectoryLine]:
+    return read_lines(folder / "rollouts.jsonl", checked_trajectory_line)
 
 
 def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_model_wrote(tmp_path: Path) -> None:
@@ -85,18 +83,15 @@ def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_mode
     assert (figures["step"], figures["weight_version"], figures["num_samples"], figures["wall_s"]) == (20, 21, 3, 1.5)
     assert figures["val/reward"] == pytest.approx(1 / 3)
     assert [row["example"] for row in rows(folder)] == [0, 1, 2]
-    assert rows(folder)[0] == {
-        "example": 0,
-        "reward": 0.75,
-        "metrics": {"first": 1.0, "last": 0.5},
-        "error": None,
-        "is_truncated": False,
-        "num_turns": 2,
-        "prompt": [{"role": "user", "content": "first of 431"}],
-        "completion": [{"role": "assistant", "content": "4\ud800 猫"}],
-    }
+    assert rows(folder)[0] == json.loads(json.dumps(line_of(20, ROLLOUT)))
+    assert rows(folder)[0]["completion"] == [{"role": "assistant", "content": "4\ud800 猫"}]
     assert (rows(folder)[2]["error"], rows(folder)[2]["completion"]) == ("ValueError: no", None)
     assert [path.name for path in folder.parent.iterdir()] == ["step_000020"]
+
+
+def test_a_report_of_a_checkpoint_that_does_not_say_its_step_has_lines_without_one(tmp_path: Path) -> None:
+    write_reward_report(tmp_path / "report", RewardReport(Evaluation(None, 0, ROLLOUTS, wall_s=1.5)))
+    assert [row["step"] for row in rows(tmp_path / "report")] == [None] * 3
 
 
 def test_what_a_report_that_was_interrupted_left_is_no_report_and_in_nobodys_way(tmp_path: Path) -> None:
@@ -112,18 +107,3 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "evaluations").touch()
     with pytest.raises(StorageError, match=r"cannot write .*evaluations/step_000020: "):
         write_reward_report(tmp_path / "evaluations" / "step_000020", report())
-
-
-def test_one_sample_as_a_page_is_of_runs_with_pictures(tmp_path: Path) -> None:
-    """`launch.show_sample` says where the rollouts of an environment are to be read instead."""
-    config = trajectory_config(tmp_path / "model", tmp_path / "run")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(config.model_dump_json())
-    log = TrajectoryLog(tmp_path / "run" / "rollouts")
-    log.begin(7)
-    log.write(ROLLOUT)
-    log.close()
-    with pytest.raises(
-        ConfigError, match=r"run: .*run is of an environment, whose rollouts are no pictures; read .*rollouts/step_000007\.jsonl, a line of JSON each"
-    ):
-        show_sample(ShowOptions(run=tmp_path / "run", step=7, position=0))

@@ -113,6 +113,16 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint:
         assert eventually(lambda: not any(child.is_running() for child in children))
 
 
+def test_a_killed_server_takes_its_engine_with_it(demo_checkpoint: Path, tmp_path: Path) -> None:
+    """SIGKILL, as of a system that is out of memory: nobody is left to end the engine."""
+    with serve_process(serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path) as one:
+        assert OneServer(ServerClient("server-0", one.address(), index=0, expected=small_settings(demo_checkpoint))).start() == 1
+        _, *children = one.family()
+        assert any(is_engine(" ".join(child.cmdline())) for child in children)
+        one.process.kill()
+        assert eventually(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_server_that_is_loading_and_all_its_processes(demo_checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
     with serve_process(serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path) as one:

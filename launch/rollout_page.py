@@ -1,0 +1,170 @@
+"""One rollout of an environment as a page of HTML that needs nothing beside itself: what was said, what it was worth, and what is learned of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.html_text import inline
+from launch.rollout_tokens import CreditView, learned_logprobs, signed
+from launch.sample_parts import chip_row, count, document, header, section
+from learner.trajectory_line import ExampleEntry, Messages, TrajectoryLine
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPage:
+    """What the page shows."""
+
+    run: str
+    line: TrajectoryLine
+    pieces: Mapping[int, bytes]
+    """The text of every token of the examples, by its id."""
+    objective: tuple[str, ...]
+    """The active modules with their weights."""
+    notes: tuple[str, ...]
+    """What the reader should know of the figures."""
+
+    def html(self) -> str:
+        line, heading = self.line, f"Step {self.line['step']}, position {self.line['position']}"
+        sections = [header(heading, self.run, _summary(line), [_facts(line), _metrics(line)], self.notes)]
+        if line["error"] is not None:
+            note = "A rollout that failed teaches nothing, and is not in the mean that the others of its row are compared with."
+            sections.append(section("Error", f'<div class="text">{inline(line["error"])}</div>', note))
+        sections += [_dialogue(line), _learned(self)]
+        return document(heading, self.run, sections)
+
+
+def _summary(line: TrajectoryLine) -> str:
+    calls = count(line["num_turns"], "call") + " of the model"
+    if line["error"] is not None:
+        return f"Failed after {calls}: nothing is learned of it."
+    num_learned = sum(sum(example["mask"]) for example in line["examples"])
+    return f"Reward {line['reward']:.4g} for {calls}: {count(len(line['examples']), 'training example')} with {count(num_learned, 'learned token')}."
+
+
+def _facts(line: TrajectoryLine) -> str:
+    examples = line["examples"]
+    facts = {"row": str(line["example"]), "turns": str(line["num_turns"]), "splits": str(line["num_splits"]), "seconds": f"{line['generate_s']:.2f}"}
+    versions = sorted({example["weight_version"] for example in examples if example["weight_version"] is not None})
+    engines = sorted({example["engine"] for example in examples if example["engine"] is not None})
+    facts |= {"weights": ", ".join(f"v{version}" for version in versions)} if versions else {}
+    facts |= {"engine": ", ".join(engines)} if engines else {}
+    facts |= {"environment": line["actor"]}
+    found = {"failed": line["error"] is not None, "truncated: it was ended for its length": line["is_truncated"]}
+    return chip_row(facts, [warning for warning, holds in found.items() if holds])
+
+
+def _metrics(line: TrajectoryLine) -> str:
+    return chip_row({"reward": f"{line['reward']:.4g}"} | {name: f"{value:.4g}" for name, value in line["metrics"].items()})
+
+
+# The dialogue: a row of two cells for each message, who and what
+
+
+def _dialogue(line: TrajectoryLine) -> str:
+    rows = [*_rows(line["prompt"], "prompt"), '<div class="border">what follows is the rollout</div>', *_rows(line["completion"], "completion")]
+    return section("Dialogue", f'<div class="dialogue">{"".join(rows)}</div>')
+
+
+def _rows(messages: Messages | None, name: str) -> Iterator[str]:
+    """`name` is what a text is called."""
+    if messages is None:
+        yield _row(name, "", '<span class="soft">none: it ended before</span>')
+    elif isinstance(messages, str):
+        yield _row(name, name, inline(messages))
+    else:
+        for message in messages:
+            yield _message(message)
+
+
+def _row(who: str, kind: str, content: str) -> str:
+    """`kind` is a class of the style sheet."""
+    return f'<div class="who">{inline(who)}</div><div class="text {kind}">{content}</div>'
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    role = str(message["role"]) if "role" in message else "no role"
+    calls = message.get("tool_calls") or []
+    others = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls") and value not in (None, "", [], {})}
+    # Before what was said: which call a tool answers, and what was thought.
+    parts = [f'<div class="field"><b>{inline(key)}</b> {inline(_text(value))}</div>' for key, value in others.items()]
+    parts += [_content(message.get("content")), *map(_call, calls if isinstance(calls, list) else [calls])]
+    # Nothing else of the role is a class: an environment may give any.
+    kind = "completion" if role == "assistant" else ""
+    return _row(role, kind, "".join(parts) or '<span class="soft">no content</span>')
+
+
+def _content(content: Any) -> str:
+    if content is None or content == "":
+        return ""
+    return "".join(map(_part, content)) if isinstance(content, list) else inline(_text(content))
+
+
+def _part(part: Any) -> str:
+    """One of several of a message's content; of what is no text its type."""
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return f"<div>{inline(text)}</div>"
+        case {"type": str(kind)}:
+            return f'<div><b class="code">{inline(kind)}</b></div>'
+        case _:
+            return f"<div>{inline(_text(part))}</div>"
+
+
+def _call(given: Any) -> str:
+    """Of a tool: as a JSON text in the log, or whatever else an environment has made of it."""
+    match _parsed(given):
+        case {"function": {"name": str(name), "arguments": arguments}, **others}:
+            known_as = f' <span class="soft">{inline(others["id"])}</span>' if "id" in others and isinstance(others["id"], str) else ""
+            return f'<div class="call"><b>{inline(name)}</b> {inline(_text(arguments))}{known_as}</div>'
+        case _:
+            return f'<div class="call">{inline(_text(given))}</div>'
+
+
+def _parsed(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError:
+        return given
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# What is learned
+
+
+def _learned(page: RolloutPage) -> str:
+    examples = page.line["examples"]
+    if not examples:
+        why = "it failed" if page.line["error"] is not None else "no call of the model has left tokens"
+        return section("What is learned", f'<p class="soft">Nothing: {why}.</p>')
+    view = CreditView(examples, page.pieces)
+    bodies = [f'<h3>Example {number}</h3><div class="text tokens">{view.tokens(number)}</div>' for number in range(len(examples))]
+    note = f"Objective: {'; '.join(page.objective)}. The stronger the colour, the larger the advantage; point at a token for its numbers. Turns count from 0."
+    heading = f"What is learned: {count(len(examples), 'training example')}"
+    return section(heading, f"{_figures(examples)}{view.legend()}{''.join(bodies)}", note)
+
+
+def _figures(examples: Sequence[ExampleEntry]) -> str:
+    heads = ("example", "tokens", "learned", "advantage", "mean log-probability", "turns", "weights", "engine")
+    rows = "".join(f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in _cells(number, example))}</tr>" for number, example in enumerate(examples))
+    return f'<table class="figures"><thead><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _cells(number: int, example: ExampleEntry) -> Iterator[str]:
+    logprobs, advantage, version = learned_logprobs(example), example["advantage"], example["weight_version"]
+    yield str(number)
+    yield str(len(example["token_ids"]))
+    yield str(len(logprobs))
+    yield "one per token" if example["token_advantages"] is not None else "none" if advantage is None else signed(advantage)
+    # Not fmean, which refuses infinities of both signs.
+    yield f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "–"
+    yield ", ".join(map(str, example["turns"])) or "–"
+    yield "–" if version is None else f"v{version}"
+    yield example["engine"] or "–"
