@@ -1,4 +1,4 @@
-"""Makes the language model of the demo of environments: the Qwen3 architecture of transformers with about a hundred thousand random parameters.
+"""Makes the language model of the demo of environments: the Qwen3 architecture of transformers with 248,896 random parameters.
 
 `python -m launch.make_demo_lm --out outputs/demo/lm` writes an ordinary checkpoint (configuration, weights, tokenizer, chat template) that
 `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load without this project. The same arguments give the same bytes.
@@ -21,7 +21,7 @@ from rollout_actors.environments.examples import copy_digits
 
 HIDDEN = 128
 HEADS, KV_HEADS, HEAD = 8, 4, 32
-"""Of attention. Many heads find what to copy sooner; 32 is the smallest size of one that vLLM computes on CPU."""
+"""Of attention; 32 is the smallest size of one that vLLM computes on CPU."""
 NUM_LAYERS = 1
 INITIALIZER_RANGE = 0.02
 MAX_LENGTH = 512
