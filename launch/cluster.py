@@ -242,6 +242,7 @@ def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Seq
         max_model_len=config.global_max_length,
         max_under_way=max(1, config.rollout_matching.decode_batch_size * min(devices) // section.num_actors),
         max_concurrent_scoring=section.max_concurrent_scoring,
+        rollout_timeout_s=section.rollout_timeout_s,
         tool_parser=section.tool_call_parser,
         chat_template_args=section.chat_template_args,
         keeps_messages=config.telemetry.rollouts,

@@ -46,6 +46,7 @@ class EvalOptions:
     max_concurrent_generation: int | None
     max_concurrent_scoring: int | None
     interleave_scoring: bool
+    rollout_timeout_s: float | None
     save: bool
     push: bool
     dataset_name: str | None
@@ -87,6 +88,7 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
         max_concurrent_generation=given.max_concurrent_generation,
         max_concurrent_scoring=given.max_concurrent_scoring,
         interleave_scoring=not given.no_interleave_scoring,
+        rollout_timeout_s=given.rollout_timeout,
         save=given.save,
         push=given.push,
         dataset_name=given.dataset_name,
@@ -149,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-concurrent-generation", type=_some_or_all, metavar="N", help="the same of generating alone (default: -c)")
     add("--max-concurrent-scoring", type=_some_or_all, metavar="N", help="the same of scoring alone (default: -c)")
     add("--no-interleave-scoring", action="store_true", help="score when all are generated, instead of each as soon as it is there")
+    add("--rollout-timeout", type=_seconds, metavar="S", help="a rollout that is not done after so many seconds has failed (default: none is cut off)")
     results = parser.add_argument_group("results")
     add = results.add_argument
     add("-s", "--save-results", dest="save", action="store_true", help="write the dataset of all rollouts: results.jsonl and metadata.json in the same folder")
@@ -203,6 +206,13 @@ def _not_negative(text: str) -> float:
     number = _number(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds over 0, got {text!r}")
     return number
 
 

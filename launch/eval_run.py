@@ -124,6 +124,7 @@ class EvalRun:
                     max_concurrent_scoring=options.max_concurrent_scoring,
                     interleave_scoring=options.interleave_scoring,
                     on_rollout=notes.write,
+                    rollout_timeout_s=options.rollout_timeout_s,
                 )
                 watching.cancel()
         except ExceptionGroup as group:

@@ -207,6 +207,7 @@ class Environment(ABC):
         save_path: Path | None = None,
         use_tqdm: bool = True,
         on_rollout: Callable[[int, State], None] | None = None,
+        rollout_timeout_s: float | None = None,
     ) -> GenerateOutputs:
         """A rollout for each of `inputs` (a dataset, rows, or columns), and its reward; results in the order of the inputs.
 
@@ -220,6 +221,8 @@ class Environment(ABC):
             state_columns: fields of the state that are saved too, `timing.total_ms` for one inside another. What no rollout has is left out, with a warning.
             save_path: a folder for the results, which is made before the first rollout. StorageError where it cannot be written.
             on_rollout: called with the place and the state of each rollout that is done, in the order in which they are.
+            rollout_timeout_s: a rollout that is not done so many seconds after its begin, waits for the model counted and scoring not, is cancelled, cleans up,
+                and has failed; None: none is. Results depend on the machine's load then.
         """
         if save_path is not None:
             made_folder(save_path)  # better known now than when all is done
@@ -233,6 +236,7 @@ class Environment(ABC):
             interleaves=interleave_scoring,
             shows_progress=use_tqdm,
             on_rollout=on_rollout,
+            rollout_timeout_s=rollout_timeout_s,
         )
         results = await generate(self, examples, call)
         results.metadata.state_columns = list(state_columns or [])

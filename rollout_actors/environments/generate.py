@@ -54,6 +54,7 @@ class GenerateCall:
     interleaves: bool = True
     shows_progress: bool = False
     on_rollout: Callable[[int, State], None] | None = None
+    rollout_timeout_s: float | None = None
 
 
 async def generate(environment: Environment, examples: Examples, call: GenerateCall) -> GenerateOutputs:
@@ -138,7 +139,8 @@ class _Rollouts:
             BEGUN.set(begun)
             CLEANED.set(cleaned)
             try:
-                state = await self._cleaned_up(self._inputs[place], begun, cleaned)
+                async with _within(self._call.rollout_timeout_s):
+                    state = await self._cleaned_up(self._inputs[place], begun, cleaned)
             except (Exception, asyncio.CancelledError) as error:  # of one rollout: it is data, and the others go on
                 _raise_if_cancelled(error)
                 _LOGGER.debug("rollout %d failed", place, exc_info=error)
@@ -222,6 +224,19 @@ async def _note_failure(environment: Environment, state: State, error: BaseExcep
             await environment._render_completion(state)
         except Exception:  # perhaps the failure itself: the steps are kept, in their own words
             state["completion"] = "" if environment.message_type == "completion" else []
+
+
+@asynccontextmanager
+async def _within(limit_s: float | None) -> AsyncIterator[None]:
+    """Cancels the block where it is not done by then, and raises a TimeoutError for it."""
+    try:
+        async with asyncio.timeout(limit_s) as timeout:
+            yield
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise
+        told = f"not done after rollout_timeout_s = {limit_s:g} s; check what its turns and tools wait for, or allow more"
+        raise TimeoutError(told) from error
 
 
 def _bounded(number: int | None) -> Callable[[], AbstractAsyncContextManager[Any]]:

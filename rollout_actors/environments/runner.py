@@ -45,6 +45,7 @@ class RunnerSettings:
     """Most requests that one engine has at a time, of this runner."""
     env_args: dict[str, Any] = field(default_factory=dict)
     max_concurrent_scoring: int | None = None
+    rollout_timeout_s: float | None = None
     tool_parser: str | None = None
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     """What the chat template asks for besides messages and tools, such as `enable_thinking`."""
@@ -110,7 +111,13 @@ class EnvironmentRunner:
     async def _generate(self, inputs: _Placed, client: EngineClient, request: EnvironmentRequest) -> list[EnvironmentRollout]:
         started_s, settings = time.time(), self._settings
         results = await self._environment.generate(
-            inputs, client, settings.model_path, _taken_back(request), max_concurrent_scoring=settings.max_concurrent_scoring, use_tqdm=False
+            inputs,
+            client,
+            settings.model_path,
+            _taken_back(request),
+            max_concurrent_scoring=settings.max_concurrent_scoring,
+            use_tqdm=False,
+            rollout_timeout_s=settings.rollout_timeout_s,
         )
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shared.config.base import Section
 
@@ -37,6 +37,13 @@ class EnvironmentSection(Section):
 
     max_concurrent_scoring: PositiveInt | None = None
     """Most rollouts that an actor scores at a time, for rubrics that ask services; null: no bound."""
+
+    rollout_timeout_s: PositiveFloat | None = None
+    """A rollout that is not done after this has failed, as one whose tool raised: the others go on, and it is counted. Its waits for an engine count, scoring
+    does not. null: no rollout is cut off, and one that hangs ends the run after 2 x `timeouts.generate_s`.
+
+    A rollout that is cut off on a slow machine is not on a fast one: losses repeat to the bit where none is.
+    """
 
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """What the checkpoint's chat template asks for besides messages and tools: `{enable_thinking: false}` of a Qwen3."""

@@ -224,6 +224,12 @@ def test_generation_is_bounded_by_its_own_flag(place, endpoint, url):
     assert endpoint.most_under_way == 3
 
 
+def test_a_rollout_that_is_not_done_at_its_limit_has_failed(place, endpoint, url):
+    endpoint.delay_s = 60.0
+    done = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", "--rollout-timeout", "1")
+    assert done.returncode == 1 and "TimeoutError: not done after rollout_timeout_s = 1 s" in done.stdout + done.stderr
+
+
 def test_no_interleave_scoring_scores_when_all_are_generated(place, endpoint, url):
     for flags, order in (([], ["generated", "scored"] * 3), (["--no-interleave-scoring"], ["generated"] * 3 + ["scored"] * 3)):
         log = place.folder / f"log{len(flags)}"
@@ -392,6 +398,7 @@ def test_a_sampling_argument_that_every_call_would_fail_of_is_refused_before_any
         (["e", "-T", "-1"], "-T/--temperature: must be a number from 0 on, got '-1'"),
         (["e", "-c", "-2"], "-c/--max-concurrent: must be a whole number from 1 on, or -1 for all, got '-2'"),
         (["e", "-C", " ,"], "-C/--state-columns: names nothing: ' ,'"),
+        (["e", "--rollout-timeout", "0"], "--rollout-timeout: must be a number of seconds over 0, got '0'"),
         (["e", "--solved-at", "nan"], "--solved-at: must be a number, got 'nan'"),
     ],
 )

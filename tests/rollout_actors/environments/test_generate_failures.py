@@ -104,6 +104,53 @@ def test_wherever_an_environment_fails_the_other_rollouts_go_on(place):
     assert results.state[1]["error"] == f"RuntimeError: broken {place}"
 
 
+class Hangs(Talk):
+    """In its second turn, for the row `q1`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(max_turns=2, **kwargs)
+        self.put_away_of = []
+
+    async def env_response(self, messages, state, **kwargs):
+        if state["prompt"][0]["content"] == "q1":
+            await asyncio.sleep(3600)
+        return await super().env_response(messages, state, **kwargs)
+
+    @cleanup
+    async def put_away(self, state):
+        self.put_away_of.append(state["example_id"])
+
+
+def test_a_rollout_that_hangs_is_cut_off_at_its_limit_and_is_data_as_any_that_fails():
+    env = Hangs(rubric=rubric_of(lambda state: 1.0))
+    results = generated(env, rows(3), ScriptedClient(lambda call: "a"), rollout_timeout_s=1.0)
+    assert results.reward == [1.0, 0.0, 1.0] and results.metadata.num_errors == 1
+    failed = results.state[1]
+    told = "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns and tools wait for, or allow more"
+    assert failed["error"] == told and len(failed["trajectory"]) == 1
+    assert sorted(env.put_away_of) == [0, 1, 2]
+
+
+def test_the_wait_for_a_turn_does_not_count_towards_a_rollouts_limit():
+    class Slow(Talk):
+        async def setup_state(self, state):
+            await asyncio.sleep(0.25)
+            return state
+
+    results = generated(Slow(max_turns=1), rows(6), ScriptedClient(lambda call: "a"), rollout_timeout_s=1.2, max_concurrent=1)
+    assert [state["error"] for state in results.state] == [None] * 6
+
+
+def test_a_timeout_of_an_environments_own_says_what_it_said():
+    class Own(Talk):
+        async def setup_state(self, state):
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(3600)
+
+    (failed,) = generated(Own(), rows(1), ScriptedClient([]), rollout_timeout_s=60.0).state
+    assert failed["error"] == "TimeoutError: "
+
+
 def test_info_that_is_no_json_is_one_rollouts_failure():
     given = [{"question": "q0", "info": '{"k": 1}'}, {"question": "q1", "info": "{k"}]
     results = generated(SingleTurnEnv(), given, ScriptedClient(echo))

@@ -196,6 +196,15 @@ def test_a_rollouts_own_error_is_data() -> None:
     assert sorted(runner_environment.CLEANED[:4]) == [0, 1, 2, 3]
 
 
+def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it() -> None:
+    answers = ran(training(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
+    assert [rollout.reward for rollout in answers[0]] == [0.0, 0.0] and all(not rollout.examples for rollout in answers[0])
+    assert {rollout.error for rollout in answers[0]} == {
+        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns and tools wait for, or allow more"
+    }
+    assert timeless(answers[1:]) == timeless(ran(training(1, first=1)))
+
+
 DEAD = RolloutError("its process has ended; check its log", actor="rollout-actor-2", phase="generate")
 
 

@@ -54,7 +54,7 @@ REFUSED = [
         {"environment": "guess_number"},
         (
             "environment: must be a mapping of keys, got the text 'guess_number'; write its keys (id, args, rollouts_per_example, drop_equal_groups, "
-            "num_eval_examples, num_actors, cpus_per_actor, max_concurrent_scoring, chat_template_args, tool_call_parser), or remove it"
+            "num_eval_examples, num_actors, cpus_per_actor, max_concurrent_scoring, rollout_timeout_s, chat_template_args, tool_call_parser), or remove it"
         ),
     ),
     (
