@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,7 @@ from launch.placement import Placement, Resources, plan_placement
 from launch.rank_rollouts import RankRollouts
 from launch.ray_connection import connect, nodes_there
 from launch.run_engines import settings_of_run
+from launch.server_checks import instead_of_servers
 from learner.actor import STOPPING, LearnerActor
 from learner.place import LearnerPlace, ReceiverGroup
 from learner.remote_learner import RemoteLearner
@@ -29,6 +31,7 @@ from rollout_actors.environments.environment_actor import EnvironmentActor
 from rollout_actors.environments.pool import EnvironmentPool
 from rollout_actors.environments.runner import RunnerSettings
 from rollout_actors.pool import ActorPool, PoolTimeouts
+from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.derive import EnginePlace, actor_name, engines_in, environment_name, rank_name, rollout_servers, server_name
 from shared.config.environment import EnvironmentSection
@@ -167,19 +170,18 @@ class Cluster:
         if section is None:
             return engines
         assert self._examples is not None, "they are counted before the start"
-        settings = runner_settings(config, section, engines.devices, self._examples)
         names = [environment_name(index) for index in range(section.num_actors)]
         where = here() if section.cpus_per_actor == 0 else "SPREAD"
         actors = [
             self._create(
                 ray.remote(EnvironmentActor),
-                (name, settings, engines.actors, engines.names, engines.call_limit),
+                (name, runner_settings(config, section, engines.devices, self._examples, index), engines.actors, engines.names, engines.call_limit),
                 name=name,
                 resources=Resources(cpus=section.cpus_per_actor, gpus=0.0),
                 where=where,
                 environment={"HF_HUB_OFFLINE": "1"},
             )
-            for name in names
+            for index, name in enumerate(names)
         ]
         # What bounds a round is what the engines take.
         environments = ActorPool(actors, names, environment_timeouts(config.timeouts), decode_batch_size=sys.maxsize)
@@ -196,7 +198,8 @@ class Cluster:
         """
         names = [server_name(index) for index in range(len(section.servers))]
         settings = settings_of_run(self._config, placement, self._images)
-        specs = [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, server_addresses(section), strict=True))]
+        addresses = server_addresses(section, instead_of_servers(self._config))
+        specs = [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, addresses, strict=True))]
         nothing = Resources(cpus=0.0, gpus=0.0)
         actors = [self._create(ray.remote(EngineActor), (spec,), name=spec.name, resources=nothing, where=here(), environment={}) for spec in specs]
         return self._pool(actors, names, server_timeouts(section, self._config.timeouts), asks_next_on_failure=True)
@@ -231,18 +234,21 @@ class Cluster:
         return group
 
 
-def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Sequence[int], examples: ExampleCounts) -> RunnerSettings:
-    """Of every environment actor, with engines of so many devices each."""
+def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Sequence[int], examples: ExampleCounts, index: int) -> RunnerSettings:
+    """Of the environment actor of this index, with engines of so many devices each. Together they fill an engine, the first ones with a request more."""
+    room = config.rollout_matching.decode_batch_size * min(devices)
     return RunnerSettings(
         env_id=section.id,
         env_args=section.args,
+        working_dir=str(Path.cwd()),
         examples=examples,
         num_held_out=section.num_eval_examples,
         model_path=config.model.path,
         max_model_len=config.global_max_length,
-        max_under_way=max(1, config.rollout_matching.decode_batch_size * min(devices) // section.num_actors),
+        max_under_way=len(rank_share(room, section.num_actors, index)),
         max_concurrent_scoring=section.max_concurrent_scoring,
         rollout_timeout_s=section.rollout_timeout_s,
+        max_images=section.max_images_per_prompt,
         tool_parser=section.tool_call_parser,
         chat_template_args=section.chat_template_args,
         keeps_messages=config.telemetry.rollouts,

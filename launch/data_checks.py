@@ -6,16 +6,21 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.checkpoint_folder import checkpoint_problems
+from launch.environment_checks import EnvironmentKeys, environment_errors, loaded_environment
+from learner.checkpoint_folder import MODEL_TYPES, TEXT_MODEL_TYPES, checkpoint_problems
 from learner.samples import load_samples
-from rollout_actors.environments.loading import load_environment
-from rollout_actors.environments.runner import count_examples
+from rollout_actors.engine_settings import model_type
+from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.runner import count_examples, require_no_tools
+from rollout_actors.environments.tool_calls import has_own_parser
 from shared.config import RunConfig
 from shared.config.derive import has_held_out
 from shared.config.environment import EnvironmentSection
 from shared.dataset import Dataset
 from shared.errors import ConfigError
 from shared.trajectory import ExampleCounts
+
+_KEYS = EnvironmentKeys("environment.id", "environment.args")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +73,36 @@ def check_data(config: RunConfig) -> DataFacts:
 
 def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
     """Loads the environment in this process, as its actors will, and closes it. Raises ConfigError where there is none of this name, its arguments are wrong,
-    or it lacks data; and what it raises itself."""
+    it lacks data, or a reader of its tool calls, and for whatever it raises itself. (Whether vLLM knows the reader its actors find out, which import that.)"""
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
-    try:
-        examples = _counted(section)
-    except ValueError as error:
-        raise ConfigError(f"environment: {error}") from error
+    if section.max_images_per_prompt and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
+        told = f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees no images"
+        raise ConfigError(f"{told}; set it to 0, or choose a model with a vision tower ({', '.join(MODEL_TYPES)})")
+    examples = _counted(config, section)
     if has_held_out(config) and not examples.held_out:
         told = f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on"
         raise ConfigError(f"{told}; give it an eval_dataset, or set the key to 0 for a run without held-out reports")
-    return DataFacts(ImageNeeds(0), 0, 0, examples)
+    return DataFacts(ImageNeeds(section.max_images_per_prompt), 0, 0, examples)
 
 
-def _counted(section: EnvironmentSection) -> ExampleCounts:
-    environment = load_environment(section.id, **section.args)
+def _counted(config: RunConfig, section: EnvironmentSection) -> ExampleCounts:
+    environment = loaded_environment(section.id, section.args, _KEYS)
     try:
-        return count_examples(environment, section.num_eval_examples)
+        _require_parser(config, section, environment)
+        with environment_errors(section.id, _KEYS, _KEYS.name):
+            return count_examples(environment, section.num_eval_examples)
     finally:
         # What it holds is for its actors to have.
         asyncio.run(environment.aclose())
+
+
+def _require_parser(config: RunConfig, section: EnvironmentSection, environment: Environment) -> None:
+    try:
+        if section.tool_call_parser is None and not has_own_parser(Path(config.model.path)):
+            require_no_tools(environment)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_actors.environments.loading import environment_names
 from shared.errors import ConfigError
 
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, MAX_CONCURRENT = 5, 3, 32
@@ -60,7 +61,7 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
     """Exits with 2 where argparse refuses, with 0 after `--help`. ConfigError for what contradicts itself."""
     given = _parser().parse_args(arguments)
     if given.environment is None and given.resume is None:
-        raise ConfigError("ENVIRONMENT: which one is to be evaluated? `vf-eval NAME`, a module with load_environment or an installed entry point")
+        raise ConfigError(f"ENVIRONMENT: which one is to be evaluated? `vf-eval NAME`: {_environments()}")
     if given.dataset_name is not None and not given.push:
         raise ConfigError("-D: names the dataset that -H pushes; give -H too, or leave it out")
     if given.output is not None and given.resume is not None:
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("environment", nargs="?", metavar="ENVIRONMENT", help="its name: a module with load_environment, or an installed entry point")
+    add("environment", nargs="?", metavar="ENVIRONMENT", help=_environments())
     add("-a", "--env-args", type=_json_object, metavar="JSON", help="keyword arguments of load_environment, a JSON object")
     where = parser.add_argument_group("model")
     add = where.add_argument
@@ -163,6 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--solved-at", type=_finite, default=1.0, metavar="REWARD", help="reward from which on a rollout counts for pass@k (default: %(default)g)")
     add("-v", "--verbose", action="store_true", help="show the first rollout; say every retry, and the traceback of what fails")
     return parser
+
+
+def _environments() -> str:
+    return f"one of {', '.join(environment_names())}, or any module or .py file that has load_environment"
 
 
 def _json_object(text: str) -> dict[str, Any]:

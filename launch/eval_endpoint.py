@@ -45,9 +45,9 @@ class Endpoint:
     key_variable: str
 
     def client(self) -> openai.AsyncOpenAI:
-        """To be closed. A proxy of the environment is no way to this machine's own address."""
+        """To be closed. A proxy of the environment is no way to this machine's own address, and calls are tried again by who makes them, who says so."""
         http_client = openai.DefaultAsyncHttpxClient(trust_env=False) if is_loopback(urlsplit(self.url).hostname or "") else None
-        return openai.AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=http_client)
+        return openai.AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=http_client, max_retries=0)
 
 
 def endpoint_of(url: str | None, key_variable: str | None, environ: Mapping[str, str]) -> Endpoint:
@@ -61,7 +61,10 @@ def endpoint_of(url: str | None, key_variable: str | None, environ: Mapping[str,
     key = "" if is_local and key_variable is None else environ.get(key_variable or KEY_VARIABLE, "")
     if not key and (key_variable is not None or not is_local):
         name = key_variable or KEY_VARIABLE
-        raise ConfigError(f"-k: the variable {name} is not set, and {chosen} needs a key; `export {name}=...`, or name another variable with -k")
+        if is_local:
+            raise ConfigError(f"-k: was given, and the variable {name} is not set; leave -k out, or `export {name}=...`")
+        elsewhere = "" if chosen != OPENAI_URL else f", or name an endpoint of your own with -b or {URL_VARIABLE}"
+        raise ConfigError(f"-k: the variable {name} is not set, and {chosen} needs a key; `export {name}=...`, or name another variable with -k{elsewhere}")
     return Endpoint(chosen, key or "none", key_variable or KEY_VARIABLE)
 
 

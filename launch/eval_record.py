@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from launch.eval_arguments import NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, EvalOptions
@@ -20,6 +20,12 @@ from rollout_actors.environments.results_file import FinishedRollout
 from shared.errors import ConfigError, RecordError, StorageError
 
 NAME = "evaluation.json"
+
+
+def _some_or_all(number: int) -> int:
+    if number < 1 and number != -1:
+        raise ValueError(f"must be 1 or more, or -1 for all, got {number}")
+    return number
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
@@ -34,7 +40,7 @@ class Evaluation:
     base_url: str | None
     """As it was said; the same for the key."""
     key_variable: str | None
-    num_examples: int
+    num_examples: Annotated[int, AfterValidator(_some_or_all)]
     """-1: all."""
     rollouts_per_example: Annotated[int, Field(ge=1)]
     state_columns: tuple[str, ...]
@@ -74,6 +80,14 @@ class Evaluation:
             key_variable=options.key_variable or self.key_variable,
             num_examples=self.num_examples if options.num_examples is None else options.num_examples,
             rollouts_per_example=options.rollouts_per_example or self.rollouts_per_example,
+        )
+
+    def no_smaller_than(self, other: Evaluation) -> Evaluation:
+        sizes = (self.num_examples, other.num_examples)
+        return replace(
+            self,
+            num_examples=-1 if -1 in sizes else max(sizes),
+            rollouts_per_example=max(self.rollouts_per_example, other.rollouts_per_example),
         )
 
     def write(self, folder: Path) -> None:

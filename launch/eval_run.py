@@ -20,7 +20,7 @@ from tqdm import tqdm
 from launch.command import EXPLAINED
 from launch.eval_arguments import OUTPUT, EvalOptions
 from launch.eval_endpoint import Endpoint, check_there, checked_model, endpoint_of, watch
-from launch.eval_record import Evaluation, missing_places, new_folder
+from launch.eval_record import Evaluation, missing_places, new_folder, read_evaluation
 from launch.eval_results import RolloutNotes, results_of, show_rollout
 from launch.eval_sampling import sampling_of
 from launch.eval_summary import summary_tables
@@ -70,10 +70,14 @@ class EvalRun:
                 # Where nothing is missing, the endpoint may be gone.
                 if places and client is None:
                     client = await self._client(stack)
-                self._evaluation.write(self.folder)
+                self._noted().write(self.folder)
                 if places:
                     notes = RolloutNotes(file, places, digests, self._evaluation.state_columns, self.say)
                     await self._generate(client, sampling, examples.select([example for example, _ in places]), notes)
+
+    def _noted(self) -> Evaluation:
+        """What the folder is of. Asking for less of what is there, and of what is still missing, makes it no smaller."""
+        return self._evaluation if self._options.resume is None else self._evaluation.no_smaller_than(read_evaluation(self._options.resume))
 
     async def _client(self, stack: AsyncExitStack) -> Any:
         """Of the endpoint, which has answered; the evaluation's model is known then."""
@@ -88,9 +92,10 @@ class EvalRun:
         name = self._evaluation.environment
         try:
             examples = self._environment.get_eval_dataset(self._evaluation.num_examples)
+            # Rows become inputs as they are read.
+            rows = [(repr((row["task"], row["example_id"])), digest(row)) for row in examples]
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
-        rows = [(repr((row["task"], row["example_id"])), digest(row)) for row in examples]
         if not rows:
             raise ConfigError(f"{name}: its dataset to evaluate on is empty; give it rows (with -a, where its load_environment has an argument for them)")
         self._num_examples = len(rows)

@@ -7,7 +7,9 @@ actors of `rollout_matching.vllm.actors`, at most `decode_batch_size` at a time 
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +31,7 @@ from launch.saved_run import load_run
 from learner.checkpoint_folder import checkpoint_problems
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section, refusal
+from shared.config.environment import EnvironmentSection
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,16 +141,41 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
     problems = [*checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy)]
     if config.environment is not None:
-        problems.append(
-            f"run: it is of an environment; serve its checkpoint (`python -m launch.serve model={checkpoint}`) and evaluate that with "
-            f"`python -m launch.vf_eval {config.environment.id}`"
-        )
+        serve, evaluate = serve_command(config, checkpoint), vf_eval_command(config, config.environment)
+        problems.append(f"run: it is of an environment, which vf-eval evaluates; serve its checkpoint with `{serve}`, and beside that run `{evaluate}`")
     elif config.data.val is None:
         problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
     if problems:
         raise ConfigError(problems)
     decided = {"model.path": str(checkpoint), "telemetry.run_dir": str(options.run)}
     return with_absolute_paths(load_run(options.run, {**changes, **_BY_ACTORS_ALONE, **decided}))
+
+
+def serve_command(config: RunConfig, checkpoint: Path) -> str:
+    """Serves it as the run's engines had it."""
+    matching, images = config.rollout_matching, 0 if config.environment is None else config.environment.max_images_per_prompt
+    guard = json.dumps(matching.repeat_terminate.model_dump(mode="json")) if matching.repeat_terminate.enabled else None
+    options = {
+        "model": checkpoint,
+        "dtype": config.model.dtype,
+        "max_model_len": matching.vllm.max_model_len or config.global_max_length,
+        "max_num_seqs": matching.decode_batch_size,
+        "kv_cache_memory_bytes": matching.vllm.kv_cache_memory_bytes,
+        "enforce_eager": "true" if matching.vllm.enforce_eager else None,
+        "max_images_per_prompt": images or None,
+        "tool_call_parser": None if config.environment is None else config.environment.tool_call_parser,
+        "repeat_terminate": guard,
+    }
+    return shlex.join(["python", "-m", "launch.serve", *(f"{key}={value}" for key, value in options.items() if value is not None)])
+
+
+def vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
+    """What a held-out report of the run asks, of the server that `serve_command` starts."""
+    command = ["python", "-m", "launch.vf_eval", section.id, "-b", "http://127.0.0.1:8000/v1"]
+    command += ["-a", json.dumps(section.args)] if section.args else []
+    command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens), "-n", str(section.num_eval_examples or -1), "-r", "1"]
+    command += ["-S", json.dumps({"extra_body": {"chat_template_kwargs": section.chat_template_args}})] if section.chat_template_args else []
+    return shlex.join(command)
 
 
 def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:

@@ -25,8 +25,9 @@ from launch.path_checks import path_problems
 from launch.placement import Placement, Resources, plan_placement
 from launch.ray_connection import cluster_nodes
 from launch.run_engines import settings_of_run
-from launch.server_checks import ask_servers, port_problems
+from launch.server_checks import ask_servers, instead_of_servers, port_problems
 from launch.version_checks import version_problems
+from learner.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig, load_config
 from shared.config.batch_algebra import batch_algebra
@@ -92,8 +93,11 @@ def preflight(
     findings.lines += (f"note      {remark}" for remark in remarks(config))
     for find in (version_problems, path_problems, port_problems):
         findings.check(partial(find, config))
-    facts = _data(config, findings)
-    shape = findings.attempt(lambda: ModelShape.read(Path(config.model.path)))
+    # Once: all that is asked below of the checkpoint would say the same.
+    missing = checkpoint_problems(Path(config.model.path))
+    findings.problems += missing
+    facts = None if missing else _data(config, findings)
+    shape = None if missing else findings.attempt(lambda: ModelShape.read(Path(config.model.path)))
     nodes = findings.attempt(lambda: nodes_of(config))
     placement = None if nodes is None else findings.attempt(lambda: plan_placement(config, nodes))
     expected = None
@@ -152,7 +156,7 @@ def _servers(config: RunConfig, expected: EngineSettings | None, findings: Findi
     section = rollout_servers(config)
     if section is None:
         return
-    answers = ask_servers(section, expected)
+    answers = ask_servers(section, expected, instead=instead_of_servers(config))
     findings.lines += answers.lines
     yield from answers.problems
     if answers.devices is not None:

@@ -57,7 +57,8 @@ def _facts(line: TrajectoryLine) -> str:
 
 
 def _metrics(line: TrajectoryLine) -> str:
-    return chip_row({"reward": f"{line['reward']:.4g}"} | {name: f"{value:.4g}" for name, value in line["metrics"].items()})
+    metrics = {name if name != "reward" else "reward (metric)": f"{value:.4g}" for name, value in line["metrics"].items()}
+    return chip_row({"reward": f"{line['reward']:.4g}"} | metrics)
 
 
 # The dialogue: a row of two cells for each message, who and what
@@ -152,15 +153,19 @@ def _learned(page: RolloutPage) -> str:
 
 
 def _figures(examples: Sequence[ExampleEntry]) -> str:
-    heads = ("example", "tokens", "learned", "advantage", "mean log-probability", "turns", "weights", "engine")
-    rows = "".join(f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in _cells(number, example))}</tr>" for number, example in enumerate(examples))
+    with_images = any(example["images"] for example in examples)
+    heads = ("example", "tokens", *(("images",) if with_images else ()), "learned", "advantage", "mean log-probability", "turns", "weights", "engine")
+    cells = (_cells(number, example, with_images=with_images) for number, example in enumerate(examples))
+    rows = "".join(f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in row)}</tr>" for row in cells)
     return f'<table class="figures"><thead><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _cells(number: int, example: ExampleEntry) -> Iterator[str]:
+def _cells(number: int, example: ExampleEntry, *, with_images: bool) -> Iterator[str]:
     logprobs, advantage, version = learned_logprobs(example), example["advantage"], example["weight_version"]
     yield str(number)
     yield str(len(example["token_ids"]))
+    if with_images:
+        yield str(len(example["images"]))
     yield str(len(logprobs))
     yield "one per token" if example["token_advantages"] is not None else "none" if advantage is None else signed(advantage)
     # Not fmean, which refuses infinities of both signs.

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rollout_actors.backends.http_client import HttpClient, HttpStatusError, ServerAddress, UnansweredError, server_addresses
+from rollout_actors.backends.http_client import IN_THE_LEARNER, HttpClient, HttpStatusError, ServerAddress, UnansweredError, server_addresses
 from rollout_actors.backends.remote_engine import ServerFacts
 from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.engine_settings import EngineSettings
@@ -21,6 +21,11 @@ ANSWER_S = 5.0
 INSPECT_S = 20.0
 """Some of what a server is asked its engine answers, and that may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"
+
+
+def instead_of_servers(config: RunConfig) -> str:
+    """What this run can be set to do without them: environments ask for answers while the learner learns, which no engine of its own gives."""
+    return IN_THE_LEARNER if config.environment is None else "rollout_matching.vllm.mode: actors"
 
 
 def port_problems(config: RunConfig) -> Iterator[str]:
@@ -41,17 +46,18 @@ class ServerAnswers:
     """Rollout devices of each server, in order; None where one of them did not say."""
 
 
-def ask_servers(section: ServerSection, settings: EngineSettings | None, *, inspect_s: float = INSPECT_S) -> ServerAnswers:
+def ask_servers(section: ServerSection, settings: EngineSettings | None, *, instead: str = IN_THE_LEARNER, inspect_s: float = INSPECT_S) -> ServerAnswers:
     """Ask each of them what a run's client asks at its start, without waiting for one that loads, and changing nothing.
 
     Args:
         settings: what the run expects of them; None: not known, and they are asked only whether they are up.
+        instead: of servers, as `instead_of_servers` says.
         inspect_s: for everything that one server is asked.
 
     Raises:
         ConfigError: the token is not there.
     """
-    addresses = [replace(address, timeout_s=ANSWER_S) for address in server_addresses(section)]
+    addresses = [replace(address, timeout_s=ANSWER_S) for address in server_addresses(section, instead)]
     answers = asyncio.run(_all(addresses, settings, inspect_s))
     lines, problems, seen = [], [], dict[str, int]()
     for index, (address, answer) in enumerate(zip(addresses, answers, strict=True)):
@@ -80,7 +86,7 @@ async def _ask(index: int, address: ServerAddress, settings: EngineSettings | No
     except TimeoutError:
         return f"answers {address.health_route}, and has not said in {limit_s:g} s what it was started with: its engine may be stuck; start it again"
     except UnansweredError as error:
-        return f"does not answer ({error}); launch it, check the address, or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
+        return f"does not answer ({error}); launch it, check the address, or set {address.instead}"
     except HttpStatusError as error:
         return f"answers {error.status} to {address.health_route}; check the server's output, and {_SERVERS.rpartition('.')[0]}.token_env"
     except RolloutError as error:

@@ -10,8 +10,6 @@ import asyncio
 import logging
 import signal
 import sys
-import sysconfig
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,16 +17,14 @@ from rich.console import Console
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from launch.command import EXPLAINED, end_on_signals, explained
+from launch.environment_checks import EnvironmentKeys, loaded_environment
 from launch.eval_arguments import read_options
 from launch.eval_record import Evaluation, read_evaluation
 from launch.eval_run import EvalRun
 from rollout_actors.environments import client
-from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.loading import load_environment
 from shared.errors import ConfigError, RecordError
 
-_LOGGER = logging.getLogger(__name__)
-
+KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback")
 QUIET_S = 10.0
 """Between two words about calls that are tried again."""
 
@@ -39,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         _log(options.verbose)
         evaluation = Evaluation.of(options) if options.resume is None else read_evaluation(options.resume).resumed(options, options.resume)
-        run = EvalRun(options, evaluation, _loaded(evaluation))
+        run = EvalRun(options, evaluation, loaded_environment(evaluation.environment, evaluation.env_args, KEYS))
         with _kept(run), _cancelled_by_signals(), logging_redirect_tqdm(), _retries_said(options.verbose):
             asyncio.run(run.evaluate())
         if status := run.report():
@@ -49,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _log(verbose: bool) -> None:
     """Warnings; verbose: what goes on, with the tracebacks of rollouts that fail, but not a line per request."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    for name in ("rollout_actors", _LOGGER.name):
+    for name in ("rollout_actors", "launch"):
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.WARNING)
     for name in ("httpx", "httpx2", "openai"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -99,29 +95,6 @@ def _kept(run: EvalRun) -> Iterator[None]:
             also = f" (and {failed} that failed, which it makes again)" if failed else ""
             run.say(f"{len(run.finished) - failed} finished rollouts are kept in {run.folder}; `vf-eval --resume {run.folder}` goes on{also}")
         raise
-
-
-def _loaded(evaluation: Evaluation) -> Environment:
-    name, arguments = evaluation.environment, evaluation.env_args
-    try:
-        return load_environment(name, **arguments)
-    except (ConfigError, RecordError):
-        raise
-    except (ValueError, ImportError) as error:
-        _LOGGER.debug("%s was not loaded", name, exc_info=error)
-        raise ConfigError(f"ENVIRONMENT: {error}") from error
-    except Exception as error:  # whatever a module of somebody's raises
-        _LOGGER.debug("%s was not loaded", name, exc_info=error)
-        where, what = _place(error), f"{type(error).__name__}: {error}"
-        raise ConfigError(f"ENVIRONMENT: {name} was not loaded: {what} ({where}); check -a and the environment, -v shows the traceback") from error
-
-
-def _place(error: Exception) -> str:
-    """Of the last line that is not a library's."""
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    frames = traceback.extract_tb(error.__traceback__)
-    last = [one for one in frames if not one.filename.startswith(libraries)][-1]
-    return f"{last.filename}:{last.lineno}"
 
 
 if __name__ == "__main__":

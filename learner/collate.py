@@ -172,16 +172,15 @@ def _equal_weights(count: int) -> np.ndarray:
 def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> ModelInputs:
     input_ids, position_ids, with_images = [], [], [segment.prompt for segment in segments if len(segment.prompt.image_grid_I3)]
     for segment in segments:
-        prompt, num_target = segment.prompt, len(segment.target.token_ids)
+        prompt = segment.prompt
         ids_1L = torch.tensor([[*prompt.token_ids, *segment.target.token_ids]])
         input_ids.append(ids_1L)
         positions_1L = torch.arange(ids_1L.shape[1])[None]
         if rope_index is None:
             position_ids.append(positions_1L)
             continue
-        modality_1L = torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(num_target)])[None]
         grid = prompt.image_grid_I3 if len(prompt.image_grid_I3) else None
-        mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=modality_1L, image_grid_thw=grid)
+        mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=segment.modality[None], image_grid_thw=grid)
         position_ids.append(torch.cat([positions_1L[None], mrope_31L]))
     return ModelInputs(
         torch.cat(input_ids, dim=1),

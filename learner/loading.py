@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import is_flash_attn_2_available
 
 from learner.adapters import apply_adapter
-from learner.checkpoint_folder import checkpoint_problems
+from learner.checkpoint_folder import MODEL_TYPES, TEXT_MODEL_TYPES, checkpoint_problems
 from learner.collate import RopeIndex
 from learner.parts import freeze_parts
 from shared.config import RunConfig
@@ -22,10 +22,6 @@ from shared.config.derive import is_sharded
 from shared.errors import ConfigError
 from shared.tokens.hf_codec import HFTokenCodec
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
-"""With a vision tower."""
-TEXT_MODEL_TYPES = ("qwen2", "qwen3")
-"""Trained on trajectories alone: there are no images to ask them about."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -57,9 +57,17 @@ class Segment:
     """Who generated the rollout; None in channel A."""
     weight_version: int | None = None
     """Of the weights that generated it; None in channel A."""
+    target_modality_L: torch.Tensor | None = None
+    """int [L], as the prompt's `modality_P`, of a target in which more images are shown, whose patches are the prompt's too. None: it is text."""
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) + len(self.target.token_ids)
+
+    @property
+    def modality(self) -> torch.Tensor:
+        """int [P + L]"""
+        behind = self.target_modality_L
+        return torch.cat([self.prompt.modality_P, self.prompt.modality_P.new_zeros(len(self.target.token_ids)) if behind is None else behind])
 
 
 class PromptEncoder:

@@ -53,6 +53,8 @@ class ExampleEntry(TypedDict):
     """Null where the endpoint does not say, and where there were several."""
     turns: Sequence[_Count]
     """Calls of the rollout, from 0, ascending, whose sampled tokens it holds."""
+    images: Sequence[Text]
+    """SHA-256 of the files that the tokens have placeholders of, in order."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -127,6 +129,7 @@ def _entry(example: TrainingExample) -> ExampleEntry:
         "weight_version": example.weight_version,
         "engine": example.engine,
         "turns": example.steps,
+        "images": [image.sha256 for image in example.images],
     }
 
 

@@ -5,28 +5,33 @@ The environment runs elsewhere (`rollout_actors.environments.runner`) and has th
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from PIL import Image
 
 from learner.checks import check_weight_versions
 from learner.counters import StepTally
 from learner.credit import Credit, CreditRule
+from learner.image_encoder import ImageEncoder
 from learner.loading import LoadedTokens
 from learner.ranks import Ranks
-from learner.segments import EncodedPrompt, Segment
+from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.targets import Target, TokenRole
 from learner.trajectory_log import TrajectoryLog
-from learner.trajectory_targets import trajectory_target
+from learner.trajectory_targets import TrajectoryTarget, trajectory_target
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.dataset import SampleStream
 from shared.errors import RolloutError
-from shared.records import ImageRef
+from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeMode, DecodeSettings
 from shared.schedule import StepPlan
 from shared.timeline import Span
@@ -37,6 +42,8 @@ Answer = Sequence[EnvironmentRollout]
 
 _NUM_FIXED = 40
 """Tokens of the fixed sequence: enough to pass every layer and the head."""
+_FIXED_SIDE = 64
+"""Pixels of the fixed image's width and height."""
 
 
 class TrajectoryWork:
@@ -50,8 +57,9 @@ class TrajectoryWork:
         self._num_held_out = examples.held_out
         objective = next(entry for entry in config.rollout_matching.pipeline.active(Channel.B) if isinstance(entry, PolicyGradientEntry))
         self.rule = CreditRule.of(objective.config, max_new_tokens=config.rollout_matching.max_new_tokens)
-        self.fixed = _fixed(tokens)
-        self.fixed_images: tuple[ImageRef, ...] = ()
+        self.images = ImageEncoder(tokens.processor) if self.environment.max_images_per_prompt else None
+        self.fixed_images: tuple[ImageRef, ...] = (_fixed_image(),) if self.images is not None else ()
+        self.fixed = _fixed(config, tokens, self.fixed_images)
         self.log = TrajectoryLog(config.telemetry.run_dir / "rollouts", rank=ranks.rank) if config.telemetry.rollouts else None
 
     def begin_step(self, plan: StepPlan, tally: StepTally) -> TrajectoryStep:
@@ -162,8 +170,22 @@ class TrajectoryStep:
             except ValueError as error:
                 raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
             if learned is not None:
-                prompt = EncodedPrompt.of_text(learned.prompt_token_ids)
-                yield Segment(rollout.position, prompt, learned.target, self._plan.step, example.engine or rollout.actor, example.weight_version)
+                prompt, target_modality = self._shown(rollout, example, learned)
+                engine = example.engine or rollout.actor
+                yield Segment(rollout.position, prompt, learned.target, self._plan.step, engine, example.weight_version, target_modality)
+
+    def _shown(self, rollout: EnvironmentRollout, example: TrainingExample, learned: TrajectoryTarget) -> tuple[EncodedPrompt, torch.Tensor | None]:
+        """The prompt, with all images that are shown until the last token that is learned, and where they are in the target."""
+        prompt_ids, target_ids, images = learned.prompt_token_ids, learned.target.token_ids, self._work.images
+        if not example.images:
+            return EncodedPrompt.of_text(prompt_ids), None
+        assert images is not None, "environments refuse more images than environment.max_images_per_prompt"
+        try:
+            encoded = images.encode(example.images, example.token_ids).first(images.num_images((*prompt_ids, *target_ids)))
+        except ValueError as error:
+            raise RolloutError(f"example {rollout.example}: {error}", actor=example.engine or rollout.actor, phase="check") from error
+        # Nobody is asked it again: both forms are the engine's.
+        return EncodedPrompt(prompt_ids, prompt_ids, images.modality(prompt_ids), *encoded), images.modality(target_ids)
 
     def _span(self, actor: str, rollouts: Sequence[EnvironmentRollout]) -> Span:
         start_s, end_s = min(r.started_s for r in rollouts), max(r.started_s + r.generate_s for r in rollouts)
@@ -199,14 +221,26 @@ def _require_reward(rollout: EnvironmentRollout) -> None:
         raise RolloutError(told, actor=rollout.actor, phase="score")
 
 
-def _fixed(tokens: LoadedTokens) -> Segment:
-    """Ids from all over the vocabulary, so that a canary reads rows of the embedding that no example of the environment has. Trajectories are text: of a model
-    with a vision tower that tower is proved by its checksums alone."""
+def _fixed(config: RunConfig, tokens: LoadedTokens, images: tuple[ImageRef, ...]) -> Segment:
+    """Ids from all over the vocabulary, so that a canary reads rows of the embedding that no example of the environment has, behind the images, if there are
+    any: of a model that is trained on text alone a vision tower is proved by its checksums."""
     size = len(tokens.tokenizer)
     spread = (size * place // _NUM_FIXED for place in range(_NUM_FIXED))
     ids = [token_id for token_id in dict.fromkeys(spread) if token_id not in tokens.banned_token_ids]
-    num_prompt = len(ids) // 4
+    num_prompt = 0 if images else len(ids) // 4
+    prompt = EncodedPrompt.of_text(ids[:num_prompt])
+    if images:
+        prompt = PromptEncoder.of(config, tokens.processor).encode(Sample("fixed", images, _FIXED_SIDE, _FIXED_SIDE, (), {}))
     response = tuple(ids[num_prompt:])
     credit = Credit(tuple(range(len(response))), (0.0,) * len(response), (0.0,) * len(response), 1.0 / len(response))
     roles = np.full(len(response), TokenRole.NEUTRAL, dtype=np.uint8)
-    return Segment(0, EncodedPrompt.of_text(ids[:num_prompt]), Target("fixed", response, roles, (), (), (), credit=credit))
+    return Segment(0, prompt, Target("fixed", response, roles, (), (), (), credit=credit))
+
+
+def _fixed_image() -> ImageRef:
+    """Every shade of two colours, as a file."""
+    shades = np.arange(_FIXED_SIDE, dtype=np.uint8) * (256 // _FIXED_SIDE)
+    across, down = np.meshgrid(shades, shades)
+    file = io.BytesIO()
+    Image.fromarray(np.stack([across, down, 255 - across], axis=-1)).save(file, format="PNG")
+    return ImageRef(path=None, data=file.getvalue(), sha256=hashlib.sha256(file.getvalue()).hexdigest())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from shared.records import ImageRef
 from shared.rollouts import DecodeSettings
 
 _ROUNDING = 1e-9
@@ -70,12 +71,16 @@ class TrainingExample:
     """Of the weights that sampled it, the oldest where there were several; None where the endpoint does not say."""
     token_advantages: list[float] | None = None
     """[L], 0 outside the mask: of a merged example whose steps differ in their advantage; None: `advantage` at every token."""
+    token_is_relative: list[int] | None = None
+    """[L]: 1 where that is the group's, the reward less its mean; 0 where the step has one of its own. None: all have."""
     rollout: int = 0
     """The place of its rollout among those that it was made of."""
     steps: tuple[int, ...] = ()
     """The steps of the rollout's trajectory whose sampled tokens it holds, ascending."""
     group_rewards: tuple[float, ...] = ()
     """The rewards of all rollouts of the row, in order; empty where one was not scored."""
+    images: tuple[ImageRef, ...] = ()
+    """That `token_ids` have the placeholders of, in order, each with its data."""
     engine: str | None = field(default=None, compare=False)
     """That sampled it; None where the endpoint does not say, and where there were several."""
 
@@ -84,6 +89,7 @@ class TrainingExample:
         assert len(self.logprobs) == length, "a log-probability per token"
         assert len(self.mask) == length, "a mask per token"
         assert self.token_advantages is None or len(self.token_advantages) == length, "an advantage per token"
+        assert self.token_is_relative is None or len(self.token_is_relative) == length, "a flag per token"
 
     @property
     def num_learned(self) -> int:
@@ -104,17 +110,18 @@ class TrainingExample:
                 f'example {self.example_id!r}: has no advantage, because its rollouts were not scored; generate with score_rollouts, or set state["advantage"]'
             )
         given = [self.advantage] * len(self.token_ids) if self.token_advantages is None else self.token_advantages
-        divisor = _deviation(self.group_rewards) if divided_by_std and self._has_the_groups_advantage else 1.0
-        return [value / divisor if is_learned else 0.0 for value, is_learned in zip(given, self.mask, strict=True)]
+        relative = self._relative() if divided_by_std and has_signal(self.group_rewards) else [False] * len(given)
+        deviation = _deviation(self.group_rewards) if any(relative) else 1.0
+        columns = zip(given, self.mask, relative, strict=True)
+        return [(value / deviation if is_relative else value) if is_learned else 0.0 for value, is_learned, is_relative in columns]
 
-    @property
-    def _has_the_groups_advantage(self) -> bool:
-        """Rather than one that a rubric or a step gave itself, which is in no units of the rewards."""
-        if self.token_advantages is not None or not has_signal(self.group_rewards):
-            return False
+    def _relative(self) -> Sequence[bool]:
+        """[L]: whether a token's advantage is the group's, rather than one that a rubric or a step gave itself, which is in no units of the rewards."""
+        if self.token_advantages is not None:
+            return [False] * len(self.token_ids) if self.token_is_relative is None else [bool(flag) for flag in self.token_is_relative]
         assert self.advantage is not None
-        advantage = self.advantage
-        return any(math.isclose(advantage, own, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for own in group_advantages(self.group_rewards))
+        advantage, groups = self.advantage, group_advantages(self.group_rewards)
+        return [any(math.isclose(advantage, own, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for own in groups)] * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

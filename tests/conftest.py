@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,14 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 # The pool reports every failed call itself.
 os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _modules_are_looked_for_where_they_were() -> Iterator[None]:
+    """An environment's file adds its folder, in which the next test's module of the same name is another."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="session")

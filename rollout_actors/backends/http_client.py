@@ -32,6 +32,8 @@ CONNECT_S = 10.0
 NOT_YET = (502, 503, 504)
 """What a server, or the proxy before it, answers while it loads."""
 
+IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
+
 
 def another_answer(error: ValueError, expected: str) -> str:
     """What is said of an answer that is not of the form that the expected server gives."""
@@ -50,6 +52,8 @@ class ServerAddress:
     """None: no limit, and the server is watched instead."""
     kind: Literal["rollmatch", "vllm"]
     token: str | None = field(default=None, repr=False)
+    instead: str = IN_THE_LEARNER
+    """What the run can be set to do without servers, for messages."""
 
     @property
     def health_route(self) -> str:
@@ -57,7 +61,7 @@ class ServerAddress:
         return "/health" if self.kind == "vllm" else "/health/"
 
 
-def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
+def server_addresses(section: ServerSection, instead: str = IN_THE_LEARNER) -> tuple[ServerAddress, ...]:
     """In their order. The token is read here, once, from this process's environment. Raises ConfigError where it is not there."""
     token = None
     if section.token_env is not None:
@@ -75,6 +79,7 @@ def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
             limit_s if limit_s is not None and limit_s > 0 else None,
             section.kind,
             token,
+            instead,
         )
         for index, entry in enumerate(section.servers)
     )
@@ -220,8 +225,7 @@ class HttpClient:
 
     def _remedy(self) -> str:
         return (
-            f"check that it runs (`{self.command}`), that {self.address.key}.base_url is its address and no firewall is between, "
-            "or set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
+            f"check that it runs (`{self.command}`), that {self.address.key}.base_url is its address and no firewall is between, or set {self.address.instead}"
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard
 
@@ -18,9 +18,11 @@ _LOGGER = logging.getLogger(__name__)
 OVERLONG = "overlong-prompt"
 """The id of what stands for an answer to a prompt that has no room in the model's context."""
 TRIES = 3
-"""Of one call, where nothing but the way to the endpoint, or its load, is at fault."""
+"""Of one call, where nothing but the way to the endpoint, or its load, is at fault. An `AsyncOpenAI` that tries again itself (`max_retries`) is asked once."""
 PAUSE_S = 0.5
 """Before the second try; doubled before each further one."""
+
+_CONTEXT = re.compile(r"maximum context length is (\d+)", re.IGNORECASE)
 
 INFRASTRUCTURE = (
     openai.APIConnectionError,
@@ -47,7 +49,7 @@ class KnowsRollouts(Protocol):
 
 def knows_rollouts(client: Any) -> TypeGuard[KnowsRollouts]:
     """By what it has, and not by what it answers to: a stand-in that makes whatever attribute it is asked for is no such client."""
-    return inspect.getattr_static(client, "conversation", None) is not None
+    return getattr(type(client), "conversation", None) is not None  # asked at every call, so not `inspect.getattr_static`
 
 
 def client_of(client: Any, state: State) -> Any:
@@ -66,7 +68,8 @@ async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, t
     Raises what the endpoint says is wrong with the call, and after `TRIES` what was wrong with the way to it.
     """
     arguments = {key: value for key, value in sampling_args.items() if value is not None}
-    for number in range(1, TRIES + 1):
+    tries = 1 if isinstance(client, openai.AsyncOpenAI) and client.max_retries else TRIES
+    for number in range(1, tries + 1):
         try:
             if message_type == "completion":
                 return await client.completions.create(model=model, prompt=prompt, **arguments)
@@ -77,9 +80,9 @@ async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, t
                 raise
             return overlong_answer(model)
         except INFRASTRUCTURE as error:
-            if number == TRIES:
+            if number == tries:
                 raise
-            _LOGGER.warning("call %d of %d failed (%s: %s); again in %.1f s", number, TRIES, type(error).__name__, error, PAUSE_S * 2 ** (number - 1))
+            _LOGGER.warning("call %d of %d failed (%s: %s); again in %.1f s", number, tries, type(error).__name__, error, PAUSE_S * 2 ** (number - 1))
             await asyncio.sleep(PAUSE_S * 2 ** (number - 1))
     raise AssertionError("the last try returns or raises")
 
@@ -89,6 +92,9 @@ def is_overlong(error: openai.BadRequestError, sampling_args: SamplingArgs) -> b
 
     A call that asks for more new tokens than the context has is another matter: it is wrong for every prompt.
     """
+    asked = max((number for name in ("max_tokens", "max_completion_tokens") if isinstance(number := sampling_args.get(name), int)), default=0)
+    if (context := _CONTEXT.search(str(error))) is not None and asked >= int(context[1]):
+        return False
     if error.code == "context_length_exceeded" or says_overlong(str(error)):
         return True
     # Of a prompt that leaves no room for a single token vLLM says no more than this; so it does of a call that asks for none.

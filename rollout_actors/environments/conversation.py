@@ -72,6 +72,8 @@ class Conversation:
         self._images = MessageImages()
         self._turn = 0
         self._last: Spoken | None = None
+        self._shown: tuple[ImageRef, ...] = ()
+        """In the last call."""
         self._expansion = 0
         # By whom it is waited for: other calls of this rollout. Unblocked by this call's end, for which the engine has a limit.
         self._one_at_a_time = asyncio.Lock()
@@ -119,7 +121,8 @@ class Conversation:
             return text_answer(self._answer_id(), model, rollout, sampled, tokens.decode(rollout.response_token_ids, with_special=False))
 
     def _prompt(self, continued: tuple[int, ...] | None, text: str, images: tuple[ImageRef, ...], *, is_plain: bool = False) -> _Prompt:
-        if continued is not None:
+        # The same tokens may stand for another image now.
+        if continued is not None and images[: len(self._shown)] == self._shown:
             return _Prompt(continued, images, is_split=False)
         return _Prompt(self._reading.tokens.encode(text, is_plain=is_plain), images, is_split=self._last is not None)
 
@@ -138,6 +141,9 @@ class Conversation:
             raise
         if not prompt.images and rollout.prompt_token_ids != prompt.token_ids:
             raise RolloutError(f"answered another prompt than the one of sample {self._place.sample_id}", actor=rollout.actor, phase="check")
+        if len(rollout.prompt_token_ids) + len(Sampled.of(rollout).token_ids) > self._reading.max_model_len:
+            # The engine takes longer ones than this client may, and only now it is known that it did.
+            return None
         self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
         return rollout
 
@@ -158,6 +164,7 @@ class Conversation:
             "" if sampled.stop_token_id is None else tokens.decode((sampled.stop_token_id,), with_special=True),
             answer,
         )
+        self._shown = prompt.images
         self._turn += 1
         self._state["num_splits"] += prompt.is_split
 

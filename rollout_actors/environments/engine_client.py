@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from itertools import count
-from typing import Protocol
+from typing import NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 from rollout_actors.environments.call_arguments import CallArguments
 from rollout_actors.environments.chat_tokens import ChatTokens
 from rollout_actors.environments.conversation import Conversation, Reading, RolloutPlace
-from rollout_actors.environments.tool_calls import reader_of
+from rollout_actors.environments.tool_calls import ToolCallReader
 from rollout_actors.environments.types import State
+from rollout_actors.environments.waits import waiting
 from shared.errors import UnreachableError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 
@@ -48,7 +49,7 @@ class EngineClient:
         *,
         max_model_len: int,
         max_under_way: int = 64,
-        tool_parser: str | None = None,
+        tool_calls: ToolCallReader | None = None,
     ) -> None:
         """
         Args:
@@ -57,14 +58,14 @@ class EngineClient:
             max_model_len: most tokens of a prompt and its answer together, as the engines have it.
             max_under_way: most requests that one engine has at a time, of one event loop. The others wait here, each until one of those has ended, which the
                 engines' time limit sees to.
-            tool_parser: vLLM's name of the one that reads the model's tool calls; None: the checkpoint's own where it has one, or else calls stay text.
+            tool_calls: reads the model's tool calls (`tool_calls.reader_of` makes one); None: they stay text.
         """
         if decode.mode is DecodeMode.BEAM:
             raise ValueError("decode.mode: beam search answers with no tokens that were sampled; rollouts of environments use greedy or sample")
         if max_under_way < 1 or not len(engines):
             raise ValueError(f"max_under_way, engines: at least one of each, got {max_under_way} and {len(engines)}")
         arguments = CallArguments(decode, tokens.template_args)
-        self._reading = Reading(tokens, arguments, reader_of(tool_parser, tokens.tokenizer), decode, max_model_len)
+        self._reading = Reading(tokens, arguments, tool_calls, decode, max_model_len)
         self._engines, self._run_seed, self._step, self._max_under_way = engines, run_seed, step, max_under_way
         self._begun = count()
         # A semaphore belongs to the event loop that first waits for it, and callers may run one after another.
@@ -82,6 +83,12 @@ class EngineClient:
         place = RolloutPlace(self._run_seed, self._step, position, str(state.get("example_id", position)))
         return Conversation(place, self._reading, self._generate, state)
 
+    @property
+    def chat(self) -> NoReturn:
+        raise AttributeError("EngineClient has to know of which rollout a call is; call `self.get_model_response(client, model, messages, ...)` instead")
+
+    completions = chat
+
     async def _generate(self, request: RolloutRequest) -> Rollout:
         """By the rollout's own engine, and where that cannot be reached, by the next ones, with the same seed. Raises the last one's UnreachableError."""
         number = len(self._engines)
@@ -94,8 +101,13 @@ class EngineClient:
         return await self._by(last, request)
 
     async def _by(self, engine: int, request: RolloutRequest) -> Rollout:
-        async with self._semaphores()[engine]:
+        place = self._semaphores()[engine]
+        with waiting():
+            await place.acquire()
+        try:
             return await self._engines.generate(engine, request)
+        finally:
+            place.release()
 
     def _semaphores(self) -> list[asyncio.Semaphore]:
         loop = asyncio.get_running_loop()

@@ -13,12 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollout_actors.environments.begun import note_begun, note_cleaned, whole
-from rollout_actors.environments.client import ask, merged
+from rollout_actors.environments.begun import client_under_way, note_begun, note_cleaned, whole
+from rollout_actors.environments.client import ask, knows_rollouts, merged
 from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, present, push_dataset
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
 from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
-from rollout_actors.environments.lifecycle import Event, Handler, awaited, close_at_exit, forget, handlers
+from rollout_actors.environments.lifecycle import Event, Handler, all_of, awaited, close_at_exit, forget, handlers
 from rollout_actors.environments.messages import concat_messages
 from rollout_actors.environments.outputs import GenerateOutputs, made_folder
 from rollout_actors.environments.parsers import Parser
@@ -60,7 +60,7 @@ class Environment(ABC):
         self.env_id, self.env_args = env_id, dict(env_args or {})
         self.message_type, self.max_seq_len = message_type, max_seq_len
         self.sampling_args = merged(sampling_args)
-        self.oai_tools = list(oai_tools or [])
+        self.oai_tools = deepcopy(list(oai_tools or []))
         self.parser = parser or (rubric.parser if rubric is not None and rubric.parser is not None else Parser())
         self.rubric = rubric or Rubric(parser=self.parser)
         self.rubric.lend_parser(self.parser)
@@ -112,8 +112,8 @@ class Environment(ABC):
         own.setdefault("task", self.env_id or "default")
         state = self._new_state(own)
         tools = (own.get("info") or {}).get("oai_tools")
-        state["oai_tools"] = list(self.oai_tools if tools is None else tools)
-        note_begun(state)
+        state["oai_tools"] = deepcopy(list(self.oai_tools if tools is None else tools))
+        note_begun(self, state)
         return state
 
     def _new_state(self, own: dict[str, Any]) -> State:
@@ -140,6 +140,8 @@ class Environment(ABC):
     ) -> Any:
         """One call of the model: its `ChatCompletion` or `Completion`. Its id is `overlong-prompt` where there is no room for the prompt."""
         arguments = merged(self.sampling_args, sampling_args)
+        if knows_rollouts(client):
+            client = client_under_way(self, client)
         return await ask(client, model, prompt, message_type=message_type or self.message_type, tools=oai_tools, sampling_args=arguments)
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:  # noqa: ARG002
@@ -173,8 +175,8 @@ class Environment(ABC):
 
     async def _cleanup(self, state: State) -> None:
         """Every `@cleanup`, whatever the others raise; the first error is raised at the end. `generate` calls it where `rollout` has not."""
-        note_cleaned(self)
-        await _all_of(self._cleanups, state)
+        note_cleaned(self, state)
+        await all_of(self._cleanups, state)
 
     async def aclose(self) -> None:
         """Every `@teardown`, once. Also the end of `async with environment`."""
@@ -182,7 +184,7 @@ class Environment(ABC):
             return
         self._is_closed = True
         forget(self)
-        await _all_of(self._teardowns)
+        await all_of(self._teardowns)
 
     async def __aenter__(self) -> Environment:
         return self
@@ -241,11 +243,15 @@ class Environment(ABC):
         results = await generate(self, examples, call)
         results.metadata.state_columns = list(state_columns or [])
         if save_path is not None:
-            columns = [path for path in state_columns or () if present(path, results.state)]
-            if absent := [path for path in state_columns or () if path not in columns]:
-                _LOGGER.warning("no rollout has %s, which %s goes without", ", ".join(absent), save_path)
-            results.save(save_path, self.make_dataset(results, state_columns=columns))
+            self._save(results, save_path)
         return results
+
+    def _save(self, results: GenerateOutputs, folder: Path) -> None:
+        wanted = results.metadata.state_columns
+        columns = [path for path in wanted if present(path, results.state)]
+        if absent := [path for path in wanted if path not in columns]:
+            _LOGGER.warning("no rollout has %s, which %s goes without", ", ".join(absent), folder)
+        results.save(folder, self.make_dataset(results, state_columns=columns))
 
     async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
         """`generate` by its other name."""
@@ -263,10 +269,16 @@ class Environment(ABC):
         """`generate` on the held-out rows, each `rollouts_per_example` times: row i is of example i // rollouts_per_example."""
         if rollouts_per_example < 1:
             raise ValueError(f"rollouts_per_example: must be 1 or more, got {rollouts_per_example}")
+        # Saved here, when all is known that is saved.
+        save_path = generate_kwargs.pop("save_path", None)
+        if save_path is not None:
+            made_folder(save_path)
         examples = self.get_eval_dataset(num_examples)
         repeated = examples.select([i for i in range(len(examples)) for _ in range(rollouts_per_example)])
         results = await self.generate(repeated, client, model, sampling_args, **generate_kwargs)
         results.metadata.num_examples, results.metadata.rollouts_per_example = len(examples), rollouts_per_example
+        if save_path is not None:
+            self._save(results, save_path)
         return results
 
     def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
@@ -309,14 +321,3 @@ def _chosen(examples: Examples, n: int, seed: int | None) -> Examples:
     if seed is not None:
         Random(seed).shuffle(order)
     return examples.select(order if n < 0 else order[:n])
-
-
-async def _all_of(called: Sequence[Handler], *arguments: Any) -> None:
-    first: Exception | None = None
-    for handler in called:
-        try:
-            await awaited(handler(*arguments))
-        except Exception as error:  # raised below, when the others have had their turn
-            first = first or error
-    if first is not None:
-        raise first

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rollout_actors.environments.collector import collect_rarely
@@ -51,6 +53,8 @@ class EnvironmentActor:
                 raise
 
     def _make(self) -> EnvironmentRunner:
+        if (folder := self._settings.working_dir) is not None and Path(folder).is_dir():
+            os.chdir(folder)
         runner = EnvironmentRunner(self._name, self._settings, self._engines, load_tokenizer(self._settings.model_path))
         collect_rarely()
         return runner

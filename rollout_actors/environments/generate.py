@@ -9,18 +9,21 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rollout_actors.environments.begun import BEGUN, CLEANED, require_state, whole
+from rollout_actors.environments.begun import Begun, begins, require_state, whole
 from rollout_actors.environments.client import knows_rollouts
+from rollout_actors.environments.failures import FAILURES, raise_if_for_all, told
 from rollout_actors.environments.inputs import Examples, placed, require_own_positions
-from rollout_actors.environments.lifecycle import to_the_end
+from rollout_actors.environments.lifecycle import all_of, to_the_end
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
 from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of, lent, require_rewards
 from rollout_actors.environments.turns import Turn
 from rollout_actors.environments.types import RolloutInput, State
+from rollout_actors.environments.waits import WAITED_S
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
@@ -133,38 +136,44 @@ class _Rollouts:
 
     async def _generate(self, place: int, *, is_last: bool = False) -> None:
         async with self._generation():
-            began_s = time.perf_counter()
-            begun: list[State] = []
-            cleaned: list[object] = []
-            BEGUN.set(begun)
-            CLEANED.set(cleaned)
-            try:
-                async with _within(self._call.rollout_timeout_s):
-                    state = await self._cleaned_up(self._inputs[place], begun, cleaned)
-            except (Exception, asyncio.CancelledError) as error:  # of one rollout: it is data, and the others go on
-                _raise_if_cancelled(error)
-                _LOGGER.debug("rollout %d failed", place, exc_info=error)
-                state = whole(begun[-1]) if begun else self._environment._new_state(dict(self._inputs[place]))
-                await _note_failure(self._environment, state, error)
+            began_s, waited_s = time.perf_counter(), list[float]()
+            WAITED_S.set(waited_s)
+            state = await self._rolled_out(place)
             timing = state["timing"]
-            timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s)
+            timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s - sum(waited_s))
         self._done[place] = state
         if is_last:
             self._tell(place)
 
-    async def _cleaned_up(self, one: RolloutInput, begun: Sequence[State], cleaned: Sequence[object]) -> State:
+    async def _rolled_out(self, place: int) -> State:
+        one, environment = self._inputs[place], self._environment
+        begun: Begun | None = None
+        try:
+            with begins(environment.member(one["task"]), one) as begun:
+                async with _within(self._call.rollout_timeout_s):
+                    return await self._cleaned_up(one, begun)
+        except FAILURES as error:  # of one rollout: it is data, and the others go on
+            raise_if_for_all(error)
+            _LOGGER.debug("rollout %d failed", place, exc_info=error)
+            noted = None if begun is None else begun.noted
+            state = environment._new_state(dict(one)) if noted is None else whole(noted)
+            await _note_failure(environment, state, error)
+            return state
+
+    async def _cleaned_up(self, one: RolloutInput, begun: Begun) -> State:
         """A rollout, and however it ended, after it every `@cleanup`, if the environment's own `rollout` has not called them."""
         call, environment = self._call, self._environment
         state: State | None = None
         try:
             made = await environment.rollout(one, call.client, call.model, call.sampling_args)
             state = whole(require_state(made, f"rollout of {environment.name}"))
+            if begun.state is not None and "num_splits" in begun.state:
+                state.setdefault("num_splits", begun.state["num_splits"])  # it may be another one than the client knows
         finally:
-            left = state if state is not None else begun[-1] if begun else None
-            if left is not None:
-                member = environment.member(one["task"])
-                if member._cleanups and not any(by is member for by in cleaned):
-                    await to_the_end(member._cleanup(left))
+            member = environment.member(one["task"])
+            left = begun.left(state)
+            if member._cleanups and left:
+                await to_the_end(all_of([partial(member._cleanup, each) for each in left]))
         return state
 
     async def _score(self, unit: Sequence[int]) -> None:
@@ -179,11 +188,11 @@ class _Rollouts:
                     elif sound:
                         await rubric.score_rollout(sound[0])
                 require_rewards(sound, rubric)
-            except (Exception, asyncio.CancelledError) as error:  # of one unit, as above
-                _raise_if_cancelled(error)
+            except FAILURES as error:  # of one unit, as above
+                raise_if_for_all(error)
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
                 for state in sound:
-                    state["error"] = f"{type(error).__name__}: {error}"
+                    state["error"] = told(error)
         scoring_ms = 1000 * turn.ran_s
         for place, state in zip(unit, states, strict=True):
             if state["error"] is not None:
@@ -209,20 +218,14 @@ class _Rollouts:
             self._call.on_rollout(place, self._state(place))
 
 
-def _raise_if_cancelled(error: BaseException) -> None:
-    """What this task was cancelled by; not what an environment met that waited for a cancelled task of its own."""
-    task = asyncio.current_task()
-    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-        raise error
-
-
 async def _note_failure(environment: Environment, state: State, error: BaseException) -> None:
-    state["error"] = f"{type(error).__name__}: {error}"
+    state["error"] = told(error)
     state["is_completed"], state["stop_condition"] = True, "error"
     if state["completion"] is None:
         try:
             await environment._render_completion(state)
-        except Exception:  # perhaps the failure itself: the steps are kept, in their own words
+        except FAILURES as again:  # perhaps the failure itself: the steps are kept, in their own words
+            raise_if_for_all(again)
             state["completion"] = "" if environment.message_type == "completion" else []
 
 

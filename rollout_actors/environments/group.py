@@ -17,7 +17,8 @@ from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
 
 
 class EnvGroup(Environment):
-    """The rows of all its environments, one environment after the other; a row's `task` says whose it is."""
+    """The rows of all its environments, one environment after the other; a row's `task` says whose it is, its `example_id` is its place among all, and an
+    `id` that it had is still there."""
 
     def __init__(self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any) -> None:
         """

@@ -15,10 +15,12 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from enum import StrEnum
 from types import FrameType
 from typing import Any, Protocol, TypeVar, overload
+
+from rollout_actors.environments.failures import FAILURES, called_exit, is_cancelled, raise_if_for_all, told
 
 _LOGGER = logging.getLogger(__name__)
 _MARK = "_rollmatch_handles"
@@ -88,17 +90,40 @@ async def awaited(value: Awaitable[T] | T) -> T:
     return await value if inspect.isawaitable(value) else value
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """What it comes to, however often this task is cancelled meanwhile: that counts when it is done."""
+async def all_of(called: Sequence[Handler], *arguments: Any) -> None:
+    """Each of them, whatever the others raise; the first error is raised at the end. What would end more than a rollout comes as RuntimeError."""
+    first: BaseException | None = None
+    for handler in called:
+        try:
+            await awaited(handler(*arguments))
+        except FAILURES as error:
+            raise_if_for_all(error)
+            first = first or error
+    if isinstance(first, SystemExit):
+        raise called_exit(first) from first
+    if isinstance(first, asyncio.CancelledError):
+        raise RuntimeError("a task that was waited for is cancelled; catch its CancelledError").with_traceback(first.__traceback__) from first
+    if first is not None:
+        raise first
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """For what is put away, however often this task is cancelled meanwhile: that counts when it is done. Raises what the work raises, but where the task is
+    being cancelled: that is what happens to it then, and the error is logged."""
     task, cancelled = asyncio.ensure_future(work), None
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             cancelled = error
+    try:
+        task.result()
+    except Exception as error:
+        if not is_cancelled():
+            raise
+        _LOGGER.warning("cleaning up after what was cancelled failed: %s", told(error), exc_info=error)
     if cancelled is not None:
         raise cancelled
-    return task.result()
 
 
 class TearsDown(Protocol):

@@ -30,11 +30,15 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
     Modules are looked for in the working directory too. ValueError for a name that means nothing (it says what there is), or two things; for arguments
     that are not there or are missing; and for a module without that function. What importing or calling it raises is raised.
     """
-    load = _found(env_id)
+    return make_environment(env_id, find_environment(env_id), env_args)
+
+
+def make_environment(env_id: str, load: Load, env_args: Mapping[str, Any]) -> Environment:
+    """The second half of `load_environment`: `load` is what `find_environment` found under this name. Raises as that does of arguments, and of what is made."""
     _check_arguments(env_id, load, env_args)
     environment = load(**env_args)
     if not isinstance(environment, Environment):
-        raise ValueError(f"environment {env_id}: its load_environment returned {type(environment).__name__}; return an Environment")
+        raise ValueError(f"{env_id}: its load_environment returned {type(environment).__name__}; return an Environment")
     if environment.env_id is None:
         environment.env_id = Path(env_id).stem if env_id.endswith(".py") else env_id
     environment.env_args = environment.env_args or dict(env_args)
@@ -46,7 +50,8 @@ def environment_names() -> list[str]:
     return sorted({*_installed(), *_examples()})
 
 
-def _found(env_id: str) -> Load:
+def find_environment(env_id: str) -> Load:
+    """The first half of `load_environment`: the function of this name. Raises as that does of names."""
     if env_id.endswith(".py"):
         return _load_of(_file_module(Path(env_id)), env_id)
     # An argument of a command may be written either way; a module's name has underscores.
@@ -60,7 +65,7 @@ def _found(env_id: str) -> Load:
     if _can_be_imported(module_name):
         meanings[f"the module {module_name}"] = lambda: importlib.import_module(module_name)
     if len(meanings) > 1:
-        raise ValueError(f"environment {env_id} is {' and '.join(meanings)}; write the module with its package, or the path of its file")
+        raise ValueError(f"{env_id} is {' and '.join(meanings)}; write the module with its package, or the path of its file")
     if not meanings:
         near = get_close_matches(module_name, environment_names(), n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
@@ -101,9 +106,12 @@ def _look_here() -> None:
 
 def _file_module(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"environment {path}: there is no such file")
+        raise ValueError(f"{path}: there is no such file")
     # Under no name that another module might have.
     name, file = f"rollmatch_environment_{path.stem}", str(path.resolve())
+    # It finds its neighbours, as a script does.
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(name, file, loader=_AsItIs(name, file))
     assert spec is not None, path
     assert spec.loader is not None, path
@@ -126,7 +134,7 @@ class _AsItIs(SourceFileLoader):
 def _load_of(module: ModuleType, env_id: str) -> Load:
     load: Load | None = getattr(module, "load_environment", None)
     if load is None:
-        raise ValueError(f"environment {env_id}: {module.__file__} has no load_environment; define load_environment(**args) that returns an Environment")
+        raise ValueError(f"{env_id}: {module.__file__} has no load_environment; define load_environment(**args) that returns an Environment")
     return load
 
 
@@ -140,4 +148,4 @@ def _check_arguments(env_id: str, load: Load, given: Mapping[str, Any]) -> None:
         return
     faults = [*(f"there is no argument {name!r}" for name in unknown), *(f"{name!r} is missing" for name in missing)]
     takes = ", ".join(name if one.default is one.empty else f"{name}={one.default!r}" for name, one in named.items())
-    raise ValueError(f"environment {env_id}: {'; '.join(faults)}; it takes {takes or 'none'}")
+    raise ValueError(f"{env_id}: {'; '.join(faults)}; it takes {takes or 'none'}")

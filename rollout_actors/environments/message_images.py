@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollout_actors.environments.messages import as_mapping
+from rollout_actors.environments.types import Messages
 from shared.records import ImageRef
 
 BASE64 = ";base64"
@@ -36,6 +37,40 @@ class MessageImages:
                 raise ValueError(f"image_url: {url[:60]!r}... is not base64 ({error})") from error
             self._known[url] = ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
         return self._known[url]
+
+
+def shown_in(messages: Messages) -> list[Any]:
+    """What a prompt shows beside its text, in order: two prompts may be the same tokens and show different images."""
+    if isinstance(messages, str):
+        return []
+    contents = [content for message in messages if isinstance(content := as_mapping(message).get("content"), list | tuple)]
+    return [part for content in contents for part in content if not (isinstance(part, Mapping) and part.get("type") == "text")]
+
+
+def without_images(messages: Messages) -> Messages:
+    """The same to be read: in place of an image's data their size and their hash."""
+    if isinstance(messages, str):
+        return messages
+    return [{**message, "content": _without_data(message.get("content"))} for message in map(as_mapping, messages)]
+
+
+def _without_data(content: Any) -> Any:
+    if not isinstance(content, list | tuple):
+        return content
+    return [part if (url := _data_url(part)) is None else {"type": "image_url", "image_url": {"url": _described(url)}} for part in content]
+
+
+def _data_url(part: Any) -> str | None:
+    match part:
+        case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if url.startswith("data:"):
+            return str(url)
+        case _:
+            return None
+
+
+def _described(url: str) -> str:
+    head, _, body = url.partition(",")
+    return f"{head.removesuffix(BASE64)}, {len(body.rstrip('=')) * 3 // 4} bytes, sha256 of the URL {hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
 def _urls(content: Any) -> Iterator[str]:

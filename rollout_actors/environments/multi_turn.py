@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Any
 
 from rollout_actors.environments.begun import inside_a_rollout, require_state
-from rollout_actors.environments.client import OVERLONG, client_of
+from rollout_actors.environments.client import OVERLONG
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import stop, to_the_end
 from rollout_actors.environments.messages import concat_messages, copied, said
@@ -76,10 +76,10 @@ class MultiTurnEnv(Environment):
         """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however that ends."""
         state = require_state(await self.init_state(input), f"init_state of {self.name}")
         try:
-            with inside_a_rollout() as note_begun:
-                state = require_state(await self.setup_state(state), f"setup_state of {self.name}")
-                note_begun(state)  # which may be another object now
-                await self._take_turns(state, client_of(client, state), model, sampling_args)
+            with inside_a_rollout(self, state) as begun:
+                begun_with, state = state, require_state(await self.setup_state(state), f"setup_state of {self.name}")
+                begun.note_successor(state, begun_with)
+                await self._take_turns(state, begun.client(client), model, sampling_args)
         finally:
             if self._cleanups:
                 await to_the_end(self._cleanup(state))
@@ -95,8 +95,8 @@ class MultiTurnEnv(Environment):
                 client, model, prompt, oai_tools=state["oai_tools"], sampling_args=sampling_args, message_type=self.message_type
             )
             await self.add_model_response(state, prompt, response)
-        if not state["is_completed"]:
-            # An `is_completed` of a subclass, which noted nothing.
+        if not state["is_completed"] or state.get("completion") is None:
+            # An `is_completed` of a subclass, which noted nothing, or that alone.
             state["is_completed"] = True
             await self._render_timing(state)
             await self._render_completion(state)

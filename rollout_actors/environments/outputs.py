@@ -47,7 +47,7 @@ class GenerateMetadata:
 
 class GenerateOutputs(dict[str, Any]):
     """By key and by attribute: `prompt`, `completion`, `answer`, `state`, `info`, `task`, `example_id`, `reward`, each a list with an item per rollout;
-    `metrics`, such a list for every metric; `metadata`."""
+    `metrics`, such a list for every metric, with None for rollouts that do not have it; `metadata`."""
 
     metadata: GenerateMetadata
 
@@ -70,7 +70,7 @@ class GenerateOutputs(dict[str, Any]):
         made["answer"] = ["" if answer is None else answer for answer in made["answer"]]
         made["info"] = [info or {} for info in made["info"]]
         names = dict.fromkeys(name for state in states for name in state["metrics"] or {})
-        made["metrics"] = {name: [(state["metrics"] or {}).get(name, 0.0) for state in states] for name in names}
+        made["metrics"] = {name: [(state["metrics"] or {}).get(name) for state in states] for name in names}
         made["metadata"] = metadata
         return made
 

@@ -86,8 +86,8 @@ class Rubric:
 
     @property
     def compares_rollouts(self) -> bool:
-        """Whether a function needs all rollouts of an example."""
-        return any(reward.is_of_group for reward in self._rewards)
+        """Whether a function needs all rollouts of an example, or the subclass has a `score_group` of its own."""
+        return any(reward.is_of_group for reward in self._rewards) or type(self).score_group is not Rubric.score_group
 
     async def score_rollout(self, state: State) -> None:
         """Write the state's `reward` and `metrics`, and the reward of the steps that have none. Raises what a function raises."""
@@ -197,7 +197,7 @@ def require_rewards(states: Sequence[State], rubric: Rubric) -> None:
 
 
 def credit(state: State, reward: float) -> None:
-    """The rollout's reward, which is that of its steps too, where they have none of their own (but the same object that the rollout had before)."""
+    """The rollout's reward, which is that of its steps too, where they have none of their own."""
     _give(state, "reward", reward)
 
 
@@ -226,13 +226,17 @@ def _give_advantage(state: State, advantage: float | None) -> None:
 
 
 def _give(state: State, field: str, value: float | None) -> None:
-    """States and steps may be of users, who leave out what is not known yet."""
-    former = state.get(field)
+    """What steps got so is noted in `state["inherited"]`, and changes where the rollout is scored again. States and steps may be of users, who leave out
+    what is not known yet."""
+    former, noted = state.get(field), state.setdefault("inherited", {})
+    before, now = noted.get(field, ()), []
     state[field] = value
-    for step in state.get("trajectory") or ():
-        own = step.get(field)
-        if own is None or own is former:
+    for number, step in enumerate(state.get("trajectory") or ()):
+        # Not what somebody has set since.
+        if step.get(field) is None or (number in before and step[field] == former):
             step[field] = value
+            now.append(number)
+    noted[field] = now
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,9 @@ from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.loading import load_environment
+from rollout_actors.environments.message_images import MessageImages, without_images
 from rollout_actors.environments.messages import sanitize_messages
+from rollout_actors.environments.tool_calls import reader_of
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
 from rollout_actors.environments.types import RolloutInput, State, TrajectoryStep
 from rollout_actors.environments.watched_engines import WatchedEngines
@@ -34,7 +36,7 @@ Answer = tuple[EnvironmentRollout, ...]
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """The same for every environment actor of a run."""
+    """The same for every environment actor of a run, but for `max_under_way`."""
 
     env_id: str
     model_path: str
@@ -44,8 +46,12 @@ class RunnerSettings:
     max_under_way: int
     """Most requests that one engine has at a time, of this runner."""
     env_args: dict[str, Any] = field(default_factory=dict)
+    working_dir: str | None = None
+    """Of the command that was given, where relative paths of the environment begin on every node that has it. (An actor's own is Ray's.)"""
     max_concurrent_scoring: int | None = None
     rollout_timeout_s: float | None = None
+    max_images: int = 0
+    """Most images of one prompt, as the engines were started for."""
     tool_parser: str | None = None
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     """What the chat template asks for besides messages and tools, such as `enable_thinking`."""
@@ -61,24 +67,28 @@ class EnvironmentRunner:
     """An environment of this process, and the run's engines behind it."""
 
     def __init__(self, name: str, settings: RunnerSettings, engines: Engines, tokenizer: Any) -> None:
-        """Loads the environment; raises what that raises, and ValueError where its rows are others than expected."""
+        """Loads the environment, and imports vllm where a parser reads tool calls. Raises what loading raises, and ValueError where its rows are others
+        than expected, it has tools and nothing reads calls, or vLLM has no such parser."""
         self._name, self._settings, self._engines = name, settings, engines
         self._tokens = ChatTokens(tokenizer, template_args=settings.chat_template_args)
         self._environment = load_environment(settings.env_id, **settings.env_args)
         if settings.examples is not None:
             require_same(count_examples(self._environment, settings.num_held_out), settings.examples, settings.env_id)
+        self._tool_calls = reader_of(settings.tool_parser, tokenizer)
+        if self._tool_calls is None:
+            require_no_tools(self._environment)
 
     async def run(self, requests: Sequence[EnvironmentRequest]) -> list[Answer]:
         """One answer per request, in the same order. The requests are of one step. A rollout that fails is data (`EnvironmentRollout.error`).
 
         Raises RolloutError where an engine fails (its requests are not asked again, and no rollout is blamed for it), and for what no rollout of the
-        environment could do: sampling arguments that contradict the run, images.
+        environment could do: sampling arguments that contradict the run, more images than engines take.
         """
         if not requests:
             return []
         first = requests[0]
         self._require_agreement(first)
-        engines = WatchedEngines(self._engines, self._name)
+        engines = WatchedEngines(self._engines, self._name, self._settings.max_images)
         client = EngineClient(
             engines,
             self._tokens,
@@ -87,7 +97,7 @@ class EnvironmentRunner:
             first.step,
             max_model_len=self._settings.max_model_len,
             max_under_way=self._settings.max_under_way,
-            tool_parser=self._settings.tool_parser,
+            tool_calls=self._tool_calls,
         )
         dataset = self._environment.get_eval_dataset() if first.is_held_out else self._environment.get_dataset()
         done: dict[int, EnvironmentRollout] = {}
@@ -101,8 +111,8 @@ class EnvironmentRunner:
 
     def _require_agreement(self, request: EnvironmentRequest) -> None:
         """That its calls may ask for what it asks of all of them: or every rollout would fail at its first."""
-        environment, arguments = self._environment, CallArguments(request.decode, {})
-        for one in environment.envs.values() if isinstance(environment, EnvGroup) else (environment,):
+        environment, arguments = self._environment, CallArguments(request.decode, self._settings.chat_template_args)
+        for one in _members(environment):
             try:
                 arguments.max_tokens(merged(one.sampling_args, environment.sampling_args, _taken_back(request)))
             except ValueError as error:
@@ -121,10 +131,14 @@ class EnvironmentRunner:
         )
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
+        images = MessageImages()
         # Nothing is learned of a report.
         for made in () if request.is_held_out else merge_trajectories_for_training(states).examples:
+            # All that it shows is in the prompt of its last call, which goes on from those before.
+            prompt = states[made.rollout]["trajectory"][made.steps[-1]]["prompt"]
+            shown = () if isinstance(prompt, str) else images.of(prompt)
             # By its place in the step, which does not depend on how the step is cut into calls.
-            learned[made.rollout].append(replace(made, rollout=inputs.places[made.rollout].position))
+            learned[made.rollout].append(replace(made, rollout=inputs.places[made.rollout].position, images=shown))
         keeps = settings.keeps_messages or request.is_held_out
         return [
             self._rollout(state, place, examples, started_s, keeps_messages=keeps)
@@ -163,6 +177,16 @@ def count_examples(environment: Environment, num_held_out: int | None) -> Exampl
     held_out: Sequence[RolloutInput] = [] if environment.eval_dataset is None else environment.get_eval_dataset()
     count = len(held_out) if num_held_out is None else min(num_held_out, len(held_out))
     return ExampleCounts(len(rows), count, _digest(rows, held_out))
+
+
+def require_no_tools(environment: Environment) -> None:
+    """ValueError where the environment has tools, though nothing reads the model's calls: each would stay text, and none would be answered."""
+    for one in _members(environment):
+        if one.oai_tools:
+            told = (
+                f"environment.tool_call_parser: {one.name} has tools, and neither this key nor the checkpoint's tokenizer says how the model's calls are read"
+            )
+            raise ValueError(f"{told}; set it to vLLM's name of the model's parser, such as hermes")
 
 
 def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) -> None:
@@ -212,6 +236,11 @@ class _Placed(Examples):
         return {**self._dataset[row], "position": position}
 
 
+def _members(environment: Environment) -> Sequence[Environment]:
+    """Those of a group, or the one that it is."""
+    return list(environment.envs.values()) if isinstance(environment, EnvGroup) else [environment]
+
+
 def _taken_back(request: EnvironmentRequest) -> dict[str, Any]:
     """Of the environment's sampling arguments: a report is greedy, whatever it asks of training."""
     return {"temperature": None} if request.is_held_out else {}
@@ -219,7 +248,7 @@ def _taken_back(request: EnvironmentRequest) -> dict[str, Any]:
 
 def _written(messages: Any) -> Any:
     """As they travel and are written down, whatever an environment has put into them; None of a rollout that ended before it had any."""
-    return None if messages is None else json.loads(json.dumps(sanitize_messages(messages), default=str))
+    return None if messages is None else json.loads(json.dumps(sanitize_messages(without_images(messages)), default=str))
 
 
 def _calls(groups: Sequence[ExampleGroup], dataset: Examples) -> list[list[ExampleGroup]]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rollout_actors.environments.failures import called_exit
 from rollout_actors.environments.lifecycle import stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import RewardFunction, Rubric
@@ -70,6 +71,8 @@ class ToolEnv(MultiTurnEnv):
             return await tool.call(arguments)
         except Exception as error:  # whatever a tool raises is told to the model, which may try another way
             return self._refusal(error, state)
+        except SystemExit as error:
+            return self._refusal(called_exit(error), state)
 
     def _called(self, name: str) -> Tool:
         if name not in self._tools:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
@@ -32,7 +34,7 @@ class ToolCallReader:
     """One of vLLM's tool parsers, for one tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
-        """Imports vllm, which takes some seconds. Raises ValueError where it has no parser of this name."""
+        """Imports vllm, which takes some seconds. Raises ValueError where it has no parser of this name, with the key of a run that names one."""
         # Here and not above: most runs have no tools.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
@@ -41,7 +43,7 @@ class ToolCallReader:
             self._parser: Callable[..., Any] = ToolParserManager.get_tool_parser(name)
         except KeyError as error:
             known = ", ".join(sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}))
-            raise ValueError(f"tool_parser: vLLM has none of the name {name!r}, only {known}") from error
+            raise ValueError(f"environment.tool_call_parser: vLLM has none of the name {name!r}; set it to one of {known}") from error
         self._name, self._tokenizer, self._request = name, tokenizer, ChatCompletionRequest
 
     def read(self, token_ids: Sequence[int], text: str, tools: Sequence[Mapping[str, Any]], *, seed: int) -> Said:
@@ -69,6 +71,12 @@ def reader_of(name: str | None, tokenizer: Any) -> ToolCallReader | None:
     if name is None and isinstance(getattr(tokenizer, "response_template", None), Mapping):
         name = CHECKPOINTS_OWN
     return None if name is None else ToolCallReader(name, tokenizer)
+
+
+def has_own_parser(checkpoint: Path) -> bool:
+    """Whether `reader_of` would find one in this folder's tokenizer, without loading it."""
+    path = checkpoint / "tokenizer_config.json"
+    return path.is_file() and isinstance(json.loads(path.read_text(encoding="utf-8")).get("response_template"), Mapping)
 
 
 def _tool_call(call: Any, place: int, seed: int) -> ChatCompletionMessageFunctionToolCall:

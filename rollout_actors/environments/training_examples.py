@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rollout_actors.environments.message_images import shown_in
 from rollout_actors.environments.types import State, TrajectoryStep, TrajectoryStepTokens
 from shared.trajectory import TrainingExample
 
@@ -54,7 +55,7 @@ def merge_trajectories_for_training(states: Sequence[State], mask_prompts: bool 
     for rollout in _rollouts(states):
         merged: list[_Merged] = []
         for number, step, tokens in rollout.steps:
-            extended = [one for one in merged if one.is_extended_by(tokens["prompt_ids"])]
+            extended = [one for one in merged if one.is_extended_by(tokens["prompt_ids"], step)]
             if extended:
                 # Of equally long ones, which are the same tokens, the last.
                 chosen = max(reversed(extended), key=lambda one: len(one.token_ids))
@@ -87,8 +88,12 @@ class _Merged:
     """Number, step, and the tokens with it."""
     advantages: list[float | None]
 
-    def is_extended_by(self, prompt_ids: Sequence[int]) -> bool:
-        return list(prompt_ids[: len(self.token_ids)]) == self.token_ids
+    def is_extended_by(self, prompt_ids: Sequence[int], step: TrajectoryStep) -> bool:
+        if list(prompt_ids[: len(self.token_ids)]) != self.token_ids:
+            return False
+        _, last, _ = self.steps[-1]
+        before = shown_in(last["prompt"])
+        return not before or shown_in(step["prompt"])[: len(before)] == before
 
     def extend(self, number: int, step: TrajectoryStep, tokens: TrajectoryStepTokens, advantage: float | None, *, mask_prompts: bool) -> None:
         known = len(self.token_ids)
@@ -111,6 +116,7 @@ class _Merged:
             advantage=own if differs else self.advantages[0],
             weight_version=min(versions, default=None),
             token_advantages=self._by_token() if differs else None,
+            token_is_relative=self._relative(state) if differs else None,
             steps=tuple(number for number, _, _ in self.steps),
             engine=_engine([step for _, step, _ in self.steps]),
             **rollout.described,
@@ -121,6 +127,18 @@ class _Merged:
         for (_, _, end), advantage in zip(self.steps, self.advantages, strict=True):
             values += [0.0 if advantage is None else advantage] * (end - len(values))
         return [value if is_learned else 0.0 for value, is_learned in zip(values, self.mask, strict=True)]
+
+    def _relative(self, state: State) -> list[int]:
+        flags: list[int] = []
+        for number, _, end in self.steps:
+            flags += [int(number in _inherited(state))] * (end - len(flags))
+        return flags
+
+
+def _inherited(state: State) -> Sequence[int]:
+    """Steps whose advantage is the rollout's, as its rubric gave it."""
+    steps: Sequence[int] = (state.get("inherited") or {}).get("advantage", ())
+    return steps
 
 
 def _rollouts(states: Sequence[State]) -> list[_Rollout]:

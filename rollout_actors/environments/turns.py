@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
+from rollout_actors.environments.failures import called_exit
+
 T = TypeVar("T")
 
 _TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
@@ -112,7 +114,7 @@ async def each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
     """A plain function's value, without holding up the event loop. A StopIteration comes as RuntimeError, as out of a coroutine: no future can hold one, and
-    who waits for it would do so for ever."""
+    who waits for it would do so for ever. So does `exit()`."""
     turn = _TURN.get()
     if turn is None:
         return await asyncio.to_thread(_called, function, arguments)
@@ -124,12 +126,26 @@ def _called(function: Callable[..., T], arguments: dict[str, Any]) -> T:
     try:
         return function(**arguments)
     except StopIteration as error:
-        raise RuntimeError("a plain function raised StopIteration; give next() a default") from error
+        raise RuntimeError("a plain function raised StopIteration; give next() a default").with_traceback(error.__traceback__) from error
+    except SystemExit as error:
+        raise called_exit(error) from error
 
 
 async def _gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    values = await asyncio.gather(*works, return_exceptions=True)
+    try:
+        values = await asyncio.gather(*(_staying(work) for work in works), return_exceptions=True)
+    finally:
+        for work in works:
+            work.close()  # it may not have begun when this was cancelled
     for value in values:
         if isinstance(value, BaseException):
             raise value
     return cast("list[T]", values)
+
+
+async def _staying(work: Coroutine[Any, Any, T]) -> T:
+    """In a task of its own, where `exit()` would end the event loop."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise called_exit(error) from error

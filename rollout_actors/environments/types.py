@@ -81,9 +81,6 @@ class State(dict[str, Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.update(*args, **kwargs)
-        if args and isinstance(args[0], State) and (held := dict.get(self, "input")) is not None:
-            # As `copy`: writing to an input's field of this one leaves the other as it is.
-            dict.__setitem__(self, "input", dict(held))
 
     def __getitem__(self, key: str) -> Any:
         # Most keys are the state's own: a turn reads some dozens of them.
@@ -133,7 +130,7 @@ class State(dict[str, Any]):
 
     def copy(self) -> State:
         """Writing to the copy, also of an input's field, leaves this one as it is."""
-        return _state({key: dict(value) if key == "input" else value for key, value in dict.items(self)})
+        return _state(type(self), {key: dict(value) if key == "input" else value for key, value in dict.items(self)})
 
     __copy__ = copy
 
@@ -147,12 +144,20 @@ class State(dict[str, Any]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _state, (dict(dict.items(self)),)
+        return _state, (type(self), dict(dict.items(self)))
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """An input among what is given is copied: what is written to its fields here leaves its owner's as they are."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = dict(value) if key == "input" and isinstance(value, dict) else value
+
+    def popitem(self) -> tuple[str, Any]:
+        for key in reversed(self):
+            return key, self.pop(key)
+        raise KeyError("popitem(): the state is empty")
 
     # What `dict` does by looking at its own table, done by the methods above.
-    popitem = MutableMapping.popitem
     setdefault = MutableMapping.setdefault
-    update = MutableMapping.update
     clear = MutableMapping.clear
     keys = MutableMapping.keys  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]
@@ -169,7 +174,7 @@ class State(dict[str, Any]):
         return held if key in held else None
 
 
-def _state(own: Mapping[str, Any]) -> State:
-    state = State()
+def _state(kind: type[State], own: Mapping[str, Any]) -> State:
+    state = kind.__new__(kind)
     dict.update(state, own)
     return state

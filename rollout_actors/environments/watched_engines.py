@@ -15,9 +15,9 @@ class WatchedEngines:
     """The run's engines during one call. What one of them fails with ends the call: as a rollout's own error it would be data, and a
     dead engine would teach. So does what the learner could not learn from."""
 
-    def __init__(self, engines: Engines, name: str) -> None:
-        """`name` is that of the environment actor."""
-        self._engines, self._name = engines, name
+    def __init__(self, engines: Engines, name: str, max_images: int) -> None:
+        """`name` is that of the environment actor, `max_images` what one prompt may have."""
+        self._engines, self._name, self._max_images = engines, name, max_images
         self._num_unreached: Counter[tuple[int, int]] = Counter()
         """Engines that could not be reached, by position and seed of what they were asked."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -26,10 +26,11 @@ class WatchedEngines:
         return len(self._engines)
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        if request.images:
-            # Rows of the learner would have their placeholders as text.
-            told = f"example {request.sample_id} has an image in a prompt, and trajectories are learned of text alone; use an environment without images"
-            raise self._noted(RolloutError(told, actor=self._name, phase="environment"))
+        if (number := len(request.images)) > self._max_images:
+            told = (
+                f"example {request.sample_id} shows {number} image{'s' * (number > 1)} in a prompt, and environment.max_images_per_prompt is {self._max_images}"
+            )
+            raise self._noted(RolloutError(f"{told}; set it to {number} or more", actor=self._name, phase="environment"))
         try:
             rollout = await self._engines.generate(engine, request)
         except UnreachableError as error:
@@ -42,7 +43,8 @@ class WatchedEngines:
         except Exception as error:  # an engine that fails unforeseen has failed too
             self._noted(error)
             raise
-        if rollout.prompt_token_ids != request.prompt_token_ids:
+        # Of a prompt with images, placeholder for placeholder, the learner says so (`learner.image_encoder`).
+        if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
             told = f"answered another prompt than the one of example {request.sample_id}; engines must have the tokenizer of model.path"
             raise self._noted(RolloutError(told, actor=rollout.actor, phase="check"))
         return rollout

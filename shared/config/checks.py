@@ -132,6 +132,8 @@ CHECKS: tuple[Check, ...] = (
     Check(variant_checks.samples_or_environment_suit, (_VARIANT, "data.train", "data.val", "environment")),
     Check(trajectory_checks.rollouts_differ, (_VARIANT, _DECODING, _MODE)),
     Check(trajectory_checks.engines_can_be_asked, (_VARIANT, *_ENGINES)),
+    Check(trajectory_checks.images_reach_all_ranks, (_VARIANT, "environment.max_images_per_prompt", "learner.parallel", "learner.world_size")),
+    Check(trajectory_checks.environments_have_room, ("environment.num_actors", "rollout_matching.decode_batch_size")),
     Check(trajectory_checks.has_policy_gradient, (_VARIANT, _PIPELINE)),
     Check(trajectory_checks.groups_are_whole, (_VARIANT, "environment.rollouts_per_example", _BUDGET, *_BATCH)),
     Check(variant_checks.only_its_objective, (_VARIANT, _PIPELINE)),

@@ -29,8 +29,12 @@ class EnvironmentSection(Section):
     num_eval_examples: NonNegativeInt | None = None
     """Held-out reports take the first this many rows of the environment's evaluation data, greedily; null: all of them; 0: there are no reports."""
 
+    max_images_per_prompt: NonNegativeInt = 0
+    """Most images that one call shows the model, all turns of its conversation counted; 0: none, and engines make no room for them. They come in the messages
+    themselves (`image_url` with a data URL), and are learned with the tokens that follow them."""
+
     num_actors: PositiveInt = 1
-    """Processes that environments run in. The examples of a round are shared out among them."""
+    """Processes that environments run in, at most `rollout_matching.decode_batch_size`. The examples of a round are shared out among them."""
 
     cpus_per_actor: NonNegativeFloat = 0.0
     """CPU cores that Ray reserves for each of them. 0: they run on the driver's node, beside whatever else does."""
@@ -49,4 +53,5 @@ class EnvironmentSection(Section):
     """What the checkpoint's chat template asks for besides messages and tools: `{enable_thinking: false}` of a Qwen3."""
 
     tool_call_parser: str | None = None
-    """vLLM's name of what reads tool calls in the model's answers; null: what the checkpoint names, or none."""
+    """vLLM's name of what reads tool calls in the model's answers; null: what the checkpoint's tokenizer names, without which environments have no tools.
+    Environments look for it when they start, and not before: vllm is slow to import."""

@@ -15,7 +15,8 @@ class TimeoutsSection(Section):
     """Until the learner and every engine are ready."""
 
     generate_s: PositiveFloat = 300.0
-    """One round of rollouts, of training or held-out."""
+    """One round of rollouts, of training or held-out. With an environment: one call of the model; an environment actor's whole part of a round, however many
+    turns its rollouts have, may take twice as long."""
 
     learn_s: PositiveFloat = 600.0
     """Learning one round, or finishing a step. Also a wait of learner ranks for each other, held-out requests and scores, and saving."""

@@ -7,7 +7,16 @@ from math import lcm
 
 from shared.config.base import Problem
 from shared.config.custom import TrainerVariant
-from shared.config.derive import EnginePlace, accumulation_steps, effective_batch_size, engines_in, group_size, needed_accumulation_steps, raw_rollouts_per_step
+from shared.config.derive import (
+    EnginePlace,
+    accumulation_steps,
+    effective_batch_size,
+    engines_in,
+    group_size,
+    is_sharded,
+    needed_accumulation_steps,
+    raw_rollouts_per_step,
+)
 from shared.config.explain import as_yaml
 from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT, PolicyGradientEntry
 from shared.config.run import RunConfig
@@ -39,6 +48,29 @@ def engines_can_be_asked(run: RunConfig) -> Iterator[Problem]:
         f"set {'vllm, and rollout_matching.vllm.mode: ' if is_hf else ''}actors or server "
         "(`backend=actors` on the command line, `override /backend: actors` in an experiment)",
     )
+
+
+def images_reach_all_ranks(run: RunConfig) -> Iterator[Problem]:
+    """A row of sharded ranks gathers the vision tower on all of them or on none, and whether an example shows an image is the environment's to say."""
+    if run.environment is not None and run.environment.max_images_per_prompt and is_sharded(run):
+        yield Problem(
+            "learner.parallel",
+            "fsdp cannot learn trajectories with images (environment.max_images_per_prompt), which only some rows have",
+            "set learner.parallel: ddp",
+        )
+
+
+def environments_have_room(run: RunConfig) -> Iterator[Problem]:
+    """They share what an engine decodes at a time."""
+    if run.environment is None:
+        return
+    number, size = run.environment.num_actors, run.rollout_matching.decode_batch_size
+    if number > size:
+        yield Problem(
+            "environment.num_actors",
+            f"{number} share the {size} that an engine decodes at a time (rollout_matching.decode_batch_size), and each needs one of them",
+            f"set it to {size} or less, or raise rollout_matching.decode_batch_size",
+        )
 
 
 def has_policy_gradient(run: RunConfig) -> Iterator[Problem]:

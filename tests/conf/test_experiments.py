@@ -207,7 +207,8 @@ def test_a_shipped_value_that_repeats_the_schema_s_default_is_left_out(experimen
 def repeated(fields: Any, values: dict[str, Any], above: str = "") -> Any:
     for key, value in values.items():
         field = fields[key]
-        if isinstance(value, dict):
+        # Of a mapping with keys of its own, as arguments of an environment are, there is no default for one.
+        if isinstance(value, dict) and sections_in(field.annotation):
             (section,) = sections_in(field.annotation)
             yield from repeated(section.model_fields, value, f"{above}{key}.")
         elif not field.is_required() and field.default == value:

@@ -157,16 +157,49 @@ def test_the_environment_that_was_looked_at_is_closed(of_environment):
 @pytest.mark.parametrize(
     ("env_id", "args", "told"),
     [
-        ("copy_digit", {}, r"environment: no environment 'copy_digit' \(did you mean copy_digits\?\); there are arithmetic, "),
-        ("copy_digits", {"num_digit": 3}, r"environment: .*num_digit"),
-        ("copy_digits", {"num_digits": 1}, r"environment: num_digits is 1; with fewer than 2"),
-        ("runner_environment", {"num_rows": 0}, r"environment: runner_environment has a dataset without rows; give it some"),
-        ("nowhere/mine.py", {}, r"environment: environment nowhere/mine\.py: there is no such file"),
+        ("copy_digit", {}, r"^environment\.id: no environment 'copy_digit' \(did you mean copy_digits\?\); there are arithmetic, "),
+        ("copy_digits", {"num_digit": 3}, r"^environment\.args: copy_digits: there is no argument 'num_digit'"),
+        ("copy_digits", {"num_digits": 1}, r"^environment\.args: num_digits is 1; with fewer than 2"),
+        ("runner_environment", {"num_rows": 0}, r"^environment\.id: runner_environment has a dataset without rows; give it some"),
+        ("nowhere/mine.py", {}, r"^environment\.id: nowhere/mine\.py: there is no such file"),
     ],
 )
-def test_what_is_wrong_with_an_environment_is_told_with_its_section(of_environment, env_id, args, told):
+def test_what_is_wrong_with_an_environment_is_told_with_its_key(of_environment, env_id, args, told):
     with pytest.raises(ConfigError, match=told):
         check_data(of_environment(env_id, args=args))
+
+
+@pytest.mark.parametrize("folder", ["", "site-packages/"])
+def test_whatever_an_environment_raises_is_told_with_its_own_line(of_environment, tmp_path, folder):
+    """Also of one that is installed."""
+    mine = tmp_path / folder / "mine.py"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("import json\n\n\ndef load_environment(name='x'):\n    return json.loads(name)[name]\n")
+    with pytest.raises(ConfigError) as caught:
+        check_data(of_environment(str(mine), args={"name": '{"a": 1}'}))
+    problem = f"environment.id: {mine} was not loaded: KeyError: '{{\"a\": 1}}' ({mine}:5); check environment.args and the environment"
+    assert str(caught.value) == problem
+    mine.write_text("import no_such_module_at_all")
+    with pytest.raises(ConfigError) as caught:
+        check_data(of_environment(str(mine)))
+    assert f"ModuleNotFoundError: No module named 'no_such_module_at_all' ({mine}:1)" in str(caught.value)
+    mine.write_text("import json\n\n\ndef load_environment(name=1):\n    return json.loads(name)\n")
+    with pytest.raises(ConfigError, match=rf"TypeError: .* \({mine}:5\)"):
+        check_data(of_environment(str(mine)))
+
+
+def test_an_environment_that_fails_in_lines_of_ours_alone_is_told_too(of_environment):
+    with pytest.raises(ConfigError, match=r"^environment\.id: copy_digits was not loaded: TypeError: .*\(.*\.py:\d+\); check environment\.args"):
+        check_data(of_environment("copy_digits", args={"num_examples": "many"}))
+
+
+def test_an_environment_with_tools_needs_a_reader_of_calls(of_environment, tmp_path):
+    args = {"oai_tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]}
+    with pytest.raises(ConfigError, match=r"^environment\.tool_call_parser: runner_environment has tools, and neither .*; set it to vLLM's name"):
+        check_data(of_environment(args=args))
+    assert check_data(of_environment(args=args, tool_call_parser="hermes")).examples == ExampleCounts(6, 3)
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"response_template": {}}')
+    assert check_data(of_environment(args=args)).examples == ExampleCounts(6, 3)
 
 
 def test_an_environment_without_rows_to_evaluate_on_is_for_runs_without_reports(of_environment):
@@ -175,6 +208,21 @@ def test_an_environment_without_rows_to_evaluate_on_is_for_runs_without_reports(
         with pytest.raises(ConfigError, match=r"num_eval_examples: runner_environment has no rows of its own to evaluate on; give it an eval_dataset, or set"):
             check_data(of_environment(args={"num_eval_rows": number}))
         assert check_data(of_environment(args={"num_eval_rows": number}, num_eval_examples=0)).examples == ExampleCounts(6, 0)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_text_model_is_shown_no_images(of_environment, tmp_path, kind):
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
+    told = rf"^environment\.max_images_per_prompt: .*model is a {kind} model, which sees no images; set it to 0, or choose .*\(qwen2_5_vl, qwen3_vl\)$"
+    with pytest.raises(ConfigError, match=told):
+        check_data(of_environment(max_images_per_prompt=1))
+    assert check_data(of_environment()).images == ImageNeeds(0)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_engines_make_room_for_as_many_images_as_the_environment_may_show(of_environment, tmp_path, kind):
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert check_data(of_environment(max_images_per_prompt=3)).images == ImageNeeds(3)
 
 
 def test_an_environment_needs_a_checkpoint_all_the_same(of_environment, tmp_path):

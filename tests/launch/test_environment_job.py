@@ -52,7 +52,7 @@ def job(engine_pool, demo_checkpoint, demo_data, tmp_path_factory):
         examples = check_environment(config, section).examples
         engines = engine_pool.over(*list(engine_pool.actors)[:num_engines], decode_batch_size=size)
         names = [f"environment-{index}" for index in range(num_environments)]
-        arguments = (runner_settings(config, section, engines.devices, examples), engines.actors, engines.names, engines.call_limit)
+        arguments = (runner_settings(config, section, engines.devices, examples, 0), engines.actors, engines.names, engines.call_limit)
         actors = [
             ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": str(SUPPORT)}}).remote(name, *arguments) for name in names
         ]
@@ -137,3 +137,17 @@ def test_with_staleness_1_the_first_round_of_a_step_is_of_the_weights_before_and
     versions = [rollout.examples[0].weight_version for rollout in what_was_said(first)]
     assert versions == [1] * 16 + [1] * 8 + [2] * 8 + [2] * 8 + [3] * 8
     assert [report.metrics["rollout/staleness"] for report in first.reports.steps] == [0.0, 0.5, 0.5]
+
+
+def test_pictures_of_any_turn_are_learned_with_what_was_said_to_them(job):
+    """The learner shows its own vision tower the same pictures: another one, or none, would be another probability for every token behind it."""
+    environment = {"id": "tests/support/one_picture.py", "rollouts_per_example": 4, "num_eval_examples": 3, "max_images_per_prompt": 1}
+    first, second = (job(2, environment=environment) for _ in range(2))
+    assert_same(first, second)
+    for rollout in what_was_said(first):
+        (example,) = rollout.examples
+        assert (rollout.error, rollout.num_splits, example.steps, len(example.images)) == (None, 0, (0, 1), 1)
+    for report in first.reports.steps:
+        assert report.metrics["rollout/num_compared_tokens"] > 100
+        assert report.metrics["rollout/logprob_max_abs"] < 1e-4
+        assert report.metrics["optim/grad_norm"] > 0

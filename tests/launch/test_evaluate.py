@@ -2,18 +2,21 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from hydra import compose, initialize_config_dir
 
+from launch.arguments import read_arguments
 from launch.composition import as_mapping
 from launch.data_checks import ImageNeeds
 from launch.driver import evaluate
+from launch.eval_arguments import read_options
 from launch.evaluate import EvaluateOptions, evaluation_config, report_folder
 from launch.local_held_out import LocalHeldOut
 from launch.pipeline import one_ahead
@@ -21,6 +24,7 @@ from launch.placement import Resources, plan_placement
 from launch.report import make_report
 from launch.report_folder import write_report
 from launch.run_engines import settings_of_run
+from launch.serve_options import ServeOptions, settings_of
 from learner.heldout import HeldOut
 from learner.loading import load_tokens
 from learner.samples import load_samples
@@ -142,6 +146,27 @@ def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run)
     said = refused(run, "data.val=null")
     assert f"checkpoint: {run / 'checkpoint'} holds no checkpoint (no config.json); let the run end with checkpoint.save_final: true" in said
     assert "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl" in said
+
+
+def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(tmp_path):
+    """As the run's own held-out reports: its arguments, greedily, by a server that is started as its engines were."""
+    folder, section = tmp_path / "my run", {"id": "guess_number", "args": {"largest": 9}, "tool_call_parser": "hermes", "num_eval_examples": 12}
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "config.json").write_text("{}")
+    changes = {"environment": {**section, "rollouts_per_example": 4, "chat_template_args": {"enable_thinking": False}}}
+    changes["rollout_matching__repeat_terminate"] = {"enabled": True}
+    config = trajectory_config(tmp_path / "model", folder, **changes)
+    (folder / "config.json").write_text(config.model_dump_json())
+    serve, evaluate = (shlex.split(one) for one in refused(folder).split("`")[1::2])
+    options = read_arguments(ServeOptions, serve[3:])
+    settings = settings_of(options)
+    assert options.model == folder / "checkpoint"
+    assert (options.dtype, options.tool_call_parser, settings.max_model_len) == (config.model.dtype, "hermes", 48)
+    assert settings.repeat_guard == config.rollout_matching.repeat_terminate.settings()
+    asked = read_options(evaluate[3:])
+    assert (asked.environment, asked.env_args, asked.num_examples, asked.rollouts_per_example) == ("guess_number", {"largest": 9}, 12, 1)
+    assert asked.sampling_args == {"max_tokens": 8, "temperature": 0.0, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    assert asked.base_url == f"http://{options.host}:{options.port}/v1"
 
 
 @pytest.mark.parametrize("overrides", [("model.path=x", "telemetry.run_dir=y"), ("model={path: x}", "telemetry={run_dir: y}")])

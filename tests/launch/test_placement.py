@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import ray
-from config_support import configuration
+from config_support import configuration, trajectory_config
 
-from launch.cluster import here, server_timeouts
+from launch.cluster import here, runner_settings, server_timeouts
 from launch.data_checks import ImageNeeds
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
@@ -14,6 +14,7 @@ from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, Limit
+from shared.trajectory import ExampleCounts
 from shared.transports import Device
 
 GPUS = [Resources(cpus=16, gpus=4)]
@@ -180,3 +181,11 @@ def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(given, second
     timeouts = server_timeouts(section, TimeoutsSection(start_s=300.0))
     assert timeouts.start == Limit(540.0, "rollout_matching.vllm.server.timeout_s + timeouts.start_s")
     assert timeouts.generate == (None if seconds is None else Limit(seconds, "2 x rollout_matching.vllm.server.infer_timeout_s + 60"))
+
+
+@pytest.mark.parametrize(("actors", "devices", "shares"), [(1, [1, 1], [7]), (3, [1, 1], [3, 2, 2]), (7, [1], [1] * 7), (3, [4, 2], [5, 5, 4])])
+def test_environment_actors_together_ask_an_engine_for_as_many_rollouts_as_it_decodes(tmp_path, actors, devices, shares):
+    changes = {"environment__num_actors": actors, "rollout_matching__decode_batch_size": 7}
+    config = trajectory_config(tmp_path / "model", tmp_path / "run", **changes)
+    made = [runner_settings(config, config.environment, devices, ExampleCounts(6, 3), index) for index in range(actors)]
+    assert [settings.max_under_way for settings in made] == shares

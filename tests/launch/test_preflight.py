@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from fake_server import ObedientEngine, make_service, make_settings, serving, serving_engine
 from fake_stock_server import StockServer
 from fastapi import FastAPI
@@ -21,9 +21,10 @@ from launch.device_memory import DeviceMemory
 from launch.path_checks import path_problems
 from launch.placement import Resources
 from launch.preflight import preflight
-from launch.server_checks import ask_servers, port_problems
+from launch.server_checks import ask_servers, instead_of_servers, port_problems
 from launch.version_checks import version_problems
 from learner.samples import load_samples
+from rollout_actors.backends.http_client import server_addresses
 from rollout_actors.server.app import make_app
 from shared.config.derive import rollout_servers
 
@@ -87,6 +88,26 @@ def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config):
     (problem,) = asked(config(**in_server_mode("http://127.0.0.1:9"))).problems
     assert problem.startswith("rollout_matching.vllm.server.servers[0].base_url: http://127.0.0.1:9 does not answer (")
     assert problem.endswith("launch it, check the address, or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf")
+
+
+def test_without_servers_an_environment_has_actors(config, tmp_path):
+    """The learner's own engines are refused there."""
+    run = trajectory_config(tmp_path / "model", tmp_path / "run", **in_server_mode("http://127.0.0.1:9"))
+    assert instead_of_servers(run) == "rollout_matching.vllm.mode: actors"
+    (problem,) = ask_servers(rollout_servers(run), None, instead=instead_of_servers(run)).problems
+    assert problem.endswith("launch it, check the address, or set rollout_matching.vllm.mode: actors")
+    (address,) = server_addresses(rollout_servers(run), instead_of_servers(run))
+    assert address.instead == "rollout_matching.vllm.mode: actors"
+
+
+@pytest.mark.parametrize("of_environment", [False, True])
+def test_a_checkpoint_that_is_missing_is_one_problem_with_the_commands_that_make_the_demos(config, tmp_path, of_environment):
+    run = trajectory_config(tmp_path / "lm", tmp_path / "run") if of_environment else config(model__path=str(tmp_path / "lm"))
+    (problem,) = preflight(run, nodes_of=lambda _: [Resources(cpus=16, gpus=0)]).problems
+    assert problem == (
+        f"model.path: {tmp_path / 'lm'} holds no checkpoint (no config.json); run `make demo-data` (it makes outputs/demo/model) or `make demo-lm` "
+        "(outputs/demo/lm), or set model.path to a folder that save_pretrained wrote"
+    )
 
 
 @pytest.mark.parametrize(("kind", "route"), [("rollmatch", "/health/"), ("vllm", "/health")])

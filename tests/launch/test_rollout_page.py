@@ -20,6 +20,7 @@ from launch.show_sample import ShowOptions, main, show_sample
 from learner.step_log import step_path
 from learner.trajectory_log import TrajectoryLog
 from shared.errors import ConfigError, RecordError
+from shared.records import ImageRef
 from shared.trajectory import EnvironmentRollout, TrainingExample
 
 STEP = 7
@@ -230,6 +231,20 @@ def test_each_example_has_its_figures(run: Run) -> None:
     text = text_of(run.page_of(run.rollout(merged(run), whole, run.example(("last", READ)))))
     num_tokens = len(merged(run).token_ids)
     assert f"0 {num_tokens} 4 one per token -0.500 0, 1 v5 actor-2 1 2 1 -0.5 -0.500 – – – 2 1 0 one per token – 0 v5 actor-2" in text
+
+
+def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run: Run) -> None:
+    html = run.page_of(run.rollout(merged(run), reward=0.75, metrics={"reward": 0.125}))
+    assert re.search(r"reward\b(?! \(metric\)).*0\.75.*reward \(metric\).*0\.125", html, re.DOTALL)
+
+
+def test_the_images_of_each_example_are_counted_where_there_are_any(run: Run) -> None:
+    one, two = (ImageRef(None, data, data.hex()) for data in (b"one", b"two"))
+    shown, text = run.example(("last", READ), (" of", 0.5), images=(one, two)), run.example(("last", READ), (" of", 0.5))
+    with_images, without = (text_of(run.page_of(run.rollout(*examples))) for examples in ((shown, text), (text, text)))
+    assert "example tokens images learned" in with_images
+    assert "0 2 2 1 one per token" in with_images and "1 2 0 1 one per token" in with_images
+    assert "example tokens learned" in without
 
 
 def test_numbers_that_ended_a_run_are_shown(run: Run) -> None:

@@ -129,6 +129,21 @@ def cell(output, name):
     return row.split(maxsplit=len(name.split()))[len(name.split())].strip()
 
 
+NO_EXAMPLES = json.dumps(
+    {
+        "environment": "e",
+        "env_args": {},
+        "model": None,
+        "sampling_args": {},
+        "base_url": None,
+        "key_variable": None,
+        "num_examples": 0,
+        "rollouts_per_example": 1,
+        "state_columns": [],
+    }
+).encode()
+
+
 def columns_of(path):
     return datasets.Dataset.from_json(str(path)).features
 
@@ -350,6 +365,9 @@ def test_a_key_variable_that_is_missing_is_named(place, flags):
     done = place.run("echo_env.py", "-m", "demo", *flags)
     assert done.returncode == 2
     assert f"the variable {'MINE' if flags else 'OPENAI_API_KEY'} is not set" in done.stderr
+    is_local = "-b" in flags
+    assert ("-k: was given, and " in done.stderr and "leave -k out" in done.stderr) == is_local
+    assert ("or name an endpoint of your own with -b or OPENAI_BASE_URL" in done.stderr) == (not is_local)
 
 
 def test_a_wrong_environment_name_and_wrong_arguments_of_it_are_told(place, url):
@@ -368,6 +386,15 @@ def test_a_wrong_environment_name_and_wrong_arguments_of_it_are_told(place, url)
     assert kind.returncode == 2
     assert re.search(r"ENVIRONMENT: echo_env.py was not loaded: TypeError: 'str' .*\(.*echo_env.py:\d+\); check -a and the environment, -v shows", kind.stderr)
     assert not any("Traceback" in done.stderr for done in (name, argument, empty, kind))
+
+
+def test_a_row_that_is_no_example_is_told(place, url):
+    path = place.folder / "echo_env.py"
+    path.write_text(path.read_text().replace('"question": f"word {i + shift}", ', ""))
+    done = place.run("echo_env.py", "-b", url)
+    assert done.returncode == 2
+    assert re.search(r"echo_env\.py: .*\bprompt\b.*\bquestion\b", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_more_examples_than_there_are_is_said(place, endpoint, url):
@@ -412,7 +439,7 @@ def test_a_malformed_argument_is_told_with_its_position(arguments, said, capsys)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "ENVIRONMENT"),
+        ([], r"^ENVIRONMENT: which one .* `vf-eval NAME`: one of .*\barithmetic, .*, or any module or \.py file that has load_environment"),
         (["e", "-D", "name"], "-H"),
         (["e", "-t", "5", "-S", '{"max_tokens": 6}'], "-t: is 5, and max_tokens in -S is 6"),
         (["--resume", "a", "-o", "b"], "-o: an evaluation goes on in its own folder"),
@@ -421,6 +448,13 @@ def test_a_malformed_argument_is_told_with_its_position(arguments, said, capsys)
 def test_arguments_that_contradict_each_other_are_told(arguments, said):
     with pytest.raises(ConfigError, match=said):
         read_options(arguments)
+
+
+def test_help_names_the_environments_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        read_options(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"one of .*\barithmetic, .*, or any module or \.py file that has load_environment", said)
 
 
 # What it keeps
@@ -578,6 +612,7 @@ def test_a_results_file_of_something_else_is_refused_as_such(place, endpoint, ur
         (b"[]", "is a JSON list, not an object"),
         (b"{}", "environment: Field required"),
         (b'{"environment": 3}', "environment: Input should be a valid string"),
+        (NO_EXAMPLES, "num_examples: Value error, must be 1 or more, or -1 for all, got 0"),
     ],
 )
 def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(place, endpoint, url, written, said):
@@ -614,6 +649,19 @@ def test_resume_may_ask_for_more_examples_and_rollouts(place, endpoint, url):
     assert done.returncode == 0, done.stderr
     assert sorted(endpoint.asked) == ["word 0", "word 1", "word 2", "word 2", "word 2"]
     assert "9, of 3 examples" in done.stdout
+
+
+def test_resume_for_fewer_reports_on_these_and_the_evaluation_stays_as_large_as_it_was(place, endpoint, url):
+    folder = evaluated(place, url)
+    endpoint.bodies.clear()
+    done = place.run("--resume", folder, "-n", "1", "-r", "1")
+    assert done.returncode == 0, done.stderr
+    assert "1, of 1 examples" in done.stdout
+    assert "4, of 2 examples" in place.run("--resume", folder).stdout
+    assert place.run("--resume", folder, "-n", "-1", "-r", "1").returncode == 0
+    assert place.run("--resume", folder, "-n", "3").returncode == 0
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert (evaluation["num_examples"], evaluation["rollouts_per_example"]) == (-1, 2), "-1 is all of them"
 
 
 def test_resume_refuses_data_that_have_changed(place, endpoint, url):

@@ -8,7 +8,7 @@ from accelerate import init_empty_weights
 from tiny_qwen import FAMILIES
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from learner.loading import MODEL_TYPES
+from learner.checkpoint_folder import MODEL_TYPES
 from learner.parts import Part, freeze_parts, part_of, trained_parameters
 from shared.config.training import PartsSection
 

@@ -504,6 +504,7 @@ def test_every_rollout_is_a_line_with_its_tokens_rewards_and_messages(config):
             "weight_version": 0,
             "engine": None,
             "turns": [0, 1],
+            "images": [],
         }
     ]
     assert first["completion"] == [{"role": "assistant", "content": "position 1"}]

@@ -15,6 +15,7 @@ from learner.step_log import step_path
 from learner.trajectory_line import TrajectoryLine, checked_trajectory_line, line_of
 from learner.trajectory_log import TrajectoryLog, read_step
 from shared.errors import RecordError
+from shared.records import ImageRef
 from shared.trajectory import EnvironmentRollout, TrainingExample
 
 MERGED = TrainingExample(
@@ -26,6 +27,7 @@ MERGED = TrainingExample(
     weight_version=6,
     token_advantages=[0.0, 0.0, 0.5, 0.0, -0.25],
     steps=(0, 2),
+    images=(ImageRef(None, b"one", "5e" * 32), ImageRef(None, b"two", "f0" * 32)),
     engine="actor-2",
 )
 SINGLE = TrainingExample([5, 4], [0.0, -1.5], [0, 1], reward=0.75, advantage=None, steps=(1,))
@@ -74,7 +76,9 @@ def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
         "weight_version": 6,
         "engine": "actor-2",
         "turns": [0, 2],
+        "images": ["5e" * 32, "f0" * 32],
     }
+    assert line["examples"][1]["images"] == []
     assert (failed["error"], failed["examples"], failed["completion"]) == ("ValueError: no\udcff", [], None)
 
 
@@ -138,6 +142,8 @@ def test_what_is_no_line_is_refused_with_a_remedy(value: Any) -> None:
         ("examples.1.token_advantages", [], "examples[1].token_advantages"),
         ("examples.0.turns", [2, 0], "examples[0].turns"),
         ("examples.0.turns", [0, 3], "examples[0].turns"),
+        ("examples.0.images", [5], "examples[0].images[0]"),
+        ("examples.1.images", None, "examples[1].images"),
     ],
 )
 def test_a_line_that_was_edited_is_refused_by_file_line_and_field(tmp_path: Path, where: str, value: Any, field: str) -> None:

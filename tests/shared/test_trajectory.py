@@ -111,6 +111,12 @@ def test_tokens_of_steps_with_advantages_of_their_own_have_those():
     assert made.advantages(divided_by_std=True) == [0.0, 1.0, 2.0], "they are in no units of the rewards"
 
 
+def test_beside_steps_with_advantages_of_their_own_the_groups_is_divided():
+    made = TrainingExample(**THREE, advantage=-2.0, token_advantages=[0.0, 0.25, -2.0], token_is_relative=[0, 0, 1], group_rewards=(0.0, 4.0))
+    assert made.advantages(divided_by_std=True) == [0.0, 0.25, -1.0]
+    assert made.advantages(divided_by_std=False) == [0.0, 0.25, -2.0]
+
+
 @pytest.mark.parametrize("rewards", [(), (1.0, 1.0)])
 def test_an_advantage_is_not_divided_where_the_group_has_no_deviation(rewards):
     assert TrainingExample(**THREE, advantage=-0.5, group_rewards=rewards).advantages(divided_by_std=True) == [0.0, -0.5, -0.5]

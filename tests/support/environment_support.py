@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.outputs import GenerateOutputs
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.types import Messages, State
+from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
 
 class Talk(MultiTurnEnv):
@@ -20,6 +21,18 @@ class Talk(MultiTurnEnv):
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         return " yes " if isinstance(messages, str) else [{"role": "user", "content": "yes"}]
+
+
+class Documented(Talk):
+    """With a `rollout` of its own: the loop of the specification (trajectories, 7)."""
+
+    async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
+        state = await self.setup_state(await self.init_state(input))
+        while not await self.is_completed(state):
+            prompt_messages = await self.get_prompt_messages(state)
+            response = await self.get_model_response(client, model, prompt_messages, oai_tools=state["oai_tools"], sampling_args=sampling_args)
+            await self.add_model_response(state, prompt_messages, response)
+        return state
 
 
 def rows(number: int) -> list[dict[str, Any]]:
@@ -48,6 +61,11 @@ def generated(environment: Any, inputs: Any, client: Any, **kwargs: Any) -> Gene
 def rolled_out(environment: Any, row: dict[str, Any], client: Any, **kwargs: Any) -> State:
     """`environment.rollout` of one row, on a loop of its own."""
     return asyncio.run(environment.rollout(row, client, "model", **kwargs))
+
+
+def without_place(state: State) -> str | None:
+    """Its error, which says of what the environment's own code raised where that was."""
+    return re.sub(r" \(\w+\.py:\d+\)$", "", state["error"]) if state["error"] else None
 
 
 def rubric_of(*functions: Any, weights: Sequence[float] | None = None) -> Rubric:

@@ -92,16 +92,17 @@ def load_environment(
     grouped: bool = False,
     image: str | None = None,
     mark: str | None = None,
+    oai_tools: list[dict[str, Any]] | None = None,
 ) -> Environment:
     """`image`: the URL of one that the rows show; `grouped`: as a group of two such environments; the rest is `Echo`'s."""
     if grouped:
         plain = load_environment(trouble, at, num_rows, num_eval_rows, compares=compares)
-        other = load_environment(trouble, at, num_rows, num_eval_rows, sampling_args, compares)
+        other = load_environment(trouble, at, num_rows, num_eval_rows, sampling_args, compares, oai_tools=oai_tools)
         return EnvGroup([plain, other], ["plain", "other"])
     rows = [_row(number, image) for number in range(num_rows)]
     held_out = None if num_eval_rows is None else [_row(100 + number, image) for number in range(num_eval_rows)]
     rubric = Rubric([beats if compares else crosses])
-    return Echo(trouble, at, mark, dataset=rows, eval_dataset=held_out, sampling_args=sampling_args, rubric=rubric)
+    return Echo(trouble, at, mark, dataset=rows, eval_dataset=held_out, sampling_args=sampling_args, rubric=rubric, oai_tools=oai_tools)
 
 
 def _row(number: int, image: str | None) -> dict[str, Any]:

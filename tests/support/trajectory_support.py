@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -9,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from learner.learner import Learner
 from learner.place import LearnerPlace, ReceiverGroup
 from shared.config import RunConfig
+from shared.records import ImageRef
 from shared.reports import StepReport, merge_reports
 from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, TrainingExample
@@ -53,6 +57,7 @@ def rollouts_for(
     fails: Collection[int] = (),
     drift: float = 0.0,
     model: Any = None,
+    examples_of: Callable[[int], Sequence[TrainingExample]] | None = None,
 ) -> list[Group]:
     """One group each, whose tokens follow from its example and the step. By the position's remainder of 3: a rollout of one turn; of two, which are one
     example; of two that are one example each.
@@ -62,10 +67,23 @@ def rollouts_for(
         fails: positions of rollouts that have failed.
         drift: by about how much log-probabilities differ from those of the learner's weights, as of older ones.
         model: a whole one with the learner's weights; None: the learner's own.
+        examples_of: a position, made by hand, with everything but rewards and advantages; None: as above.
     """
     loaded = learner.loaded
     engine = _Engine(loaded.model if model is None else model, loaded.banned_token_ids, len(loaded.tokenizer), drift)
-    return [_group(engine, request, version, reward or _mixed_reward, fails) for request in requests]
+
+    def made(request: EnvironmentRequest, example: int, position: int) -> Sequence[TrainingExample]:
+        return _examples(engine, request.step, example, position, version) if examples_of is None else examples_of(position)
+
+    return [_group(made, request, reward or _mixed_reward, fails) for request in requests]
+
+
+def picture(width: int, height: int, seed: int = 0) -> ImageRef:
+    """Noise, as a file."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    return ImageRef(path=None, data=file.getvalue(), sha256=hashlib.sha256(file.getvalue()).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +108,17 @@ def _mixed_reward(position: int) -> float:
     return (0.25, 1.0, 0.0, 0.5, 0.75)[position % 5]
 
 
-def _group(engine: _Engine, request: EnvironmentRequest, version: int, reward: Callable[[int], float], fails: Collection[int]) -> Group:
+def _group(
+    made: Callable[[EnvironmentRequest, int, int], Sequence[TrainingExample]],
+    request: EnvironmentRequest,
+    reward: Callable[[int], float],
+    fails: Collection[int],
+) -> Group:
     (group,) = request.groups
     rewards = tuple(reward(position) for position in group.positions if position not in fails)
     rollouts = []
     for position in group.positions:
-        examples = _examples(engine, request.step, group.example, position, version)
+        examples = made(request, group.example, position)
         has_failed = position in fails
         rollouts.append(
             EnvironmentRollout(

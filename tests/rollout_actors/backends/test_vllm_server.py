@@ -114,6 +114,11 @@ class TestStart:
         for part in (url, "rollout_matching.vllm.server.timeout_s = 1 s", "servers[0].base_url", "launch.serve", "mode: colocate", "rollout_backend: hf"):
             assert part in str(caught.value)
 
+    def test_a_server_that_is_not_there_is_told_with_what_the_run_can_be_set_to_instead(self, expected: EngineSettings) -> None:
+        address = replace(make_address("http://127.0.0.1:9", timeout_s=0.1), instead="rollout_matching.vllm.mode: actors")
+        with pytest.raises(RolloutError, match=r"or set rollout_matching\.vllm\.mode: actors$"):
+            asyncio.run(http_client.HttpClient("server-0", address, command="").wait_until_up())
+
     def test_a_server_that_takes_calls_and_says_nothing_is_given_up_too(self, expected: EngineSettings) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RolloutError, match="no answer to /health/ after"):
             asyncio.run(client(f"http://127.0.0.1:{silent.getsockname()[1]}", expected, timeout_s=1.0).start())

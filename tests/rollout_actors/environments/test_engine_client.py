@@ -21,6 +21,7 @@ from rollout_actors.environments.client import OVERLONG
 from rollout_actors.environments.engine_answers import Sampled, chat_answer
 from rollout_actors.environments.responses import RETURNS_TOKENS, parse_response_messages, parse_response_tokens
 from rollout_actors.environments.tool_calls import Said
+from rollout_actors.environments.training_examples import merge_trajectories_for_training
 from shared.errors import RolloutError
 from shared.rollouts import DecodeMode, FinishReason, Rollout, RolloutRequest
 
@@ -155,12 +156,57 @@ def refusing(error: RolloutError) -> Expanding:
     return Expanding(lambda _: next(calls), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
 
 
+def test_an_image_in_place_of_an_earlier_one_splits_the_rollout_though_the_tokens_are_the_same() -> None:
+    class Screen(Talk):
+        async def get_prompt_messages(self, state: Any) -> Any:
+            messages = await super().get_prompt_messages(state)
+            return [looked_at(b"two"), *messages[1:]] if state["trajectory"] else messages
+
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
+    engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    (state,) = generated(Screen(max_turns=2), [{"prompt": [looked_at(b"one")]}], client_over(engines, tokenizer)).state
+    assert [[image.data for image in request.images] for _, request in engines.requests] == [[b"one"], [b"two"]]
+    made = merge_trajectories_for_training([state])
+    assert [example.steps for example in made.examples] == [(0,), (1,)] and state["num_splits"] == made.num_splits == 1
+
+
+def looked_at(data: bytes) -> dict[str, Any]:
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+    return {"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}
+
+
 def test_a_prompt_that_only_its_images_make_too_long_ends_a_rollout_as_truncated_with_its_steps_kept() -> None:
     told = "sample 0 was refused: The decoder prompt (length 530) is longer than the maximum model length of 512."
     engines = refusing(RolloutError(told, actor="actor-0", phase="generate"))
     row = {"prompt": [{"role": "user", "content": [picture(b"one"), {"type": "text", "text": "What?"}]}]}
     (state,) = generated(Talk(max_turns=3), [row], client_over(engines, demo_tokenizer(CHAT_TEMPLATE))).state
     assert (state["error"], state["is_truncated"], state["stop_condition"], len(state["trajectory"])) == (None, True, "prompt_too_long", 1)
+
+
+def test_an_answer_that_its_images_have_made_longer_than_this_client_may_take_is_no_answer() -> None:
+    """The engine has room for longer ones, and in what it was asked an image is one token."""
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
+    engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    shown = [{"role": "user", "content": [picture(b"one"), {"type": "text", "text": "What?"}]}]
+    answer = ask(client_over(engines, tokenizer).conversation(state_at()), shown)
+    length = len(engines.prompts[0]) + 2 + len(answer.choices[0].token_ids)
+    assert ask(client_over(engines, tokenizer, max_model_len=length).conversation(state_at()), shown).id == answer.id
+    assert ask(client_over(engines, tokenizer, max_model_len=length - 1).conversation(state_at()), shown).id == OVERLONG
+    assert len(engines.requests) == 3, "it is known only of the answer"
+    (state,) = generated(Talk(max_turns=2), [{"prompt": shown}], client_over(engines, tokenizer, max_model_len=length - 1)).state
+    assert (state["error"], state["is_truncated"], state["stop_condition"], state["trajectory"]) == (None, True, "prompt_too_long", [])
+
+
+def test_an_answer_that_was_too_long_leaves_the_room_of_other_calls_as_it_was() -> None:
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
+    engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    filled = [picture(b"one"), {"type": "text", "text": "<|im_start|>" * 9}]
+    fits, too_long = ([{"role": "user", "content": content}] for content in (filled, [picture(b"one")] * 4))
+    # Of both before their images are expanded, the one by two tokens and the other by eight.
+    (length,) = {len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) for messages in (fits, too_long)}
+    conversation = client_over(engines, tokenizer, max_model_len=length + 6).conversation(state_at())
+    assert ask(conversation, too_long).id == OVERLONG
+    assert ask(conversation, fits).choices[0].message.content == "no"
 
 
 @pytest.mark.parametrize(

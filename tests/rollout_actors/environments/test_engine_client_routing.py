@@ -146,6 +146,14 @@ def test_no_engine_has_more_requests_at_a_time_than_it_may(tokenizer: Any) -> No
     assert engines.most_under_way == [3, 3]
 
 
+def test_the_wait_for_a_turn_at_an_engine_is_not_in_the_timing(tokenizer: Any) -> None:
+    client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=0.1)), tokenizer, max_under_way=1)
+    states = generated(Talk(max_turns=1), rows(5), client).state
+    spent_ms = [state["timing"]["generation_ms"] for state in states]
+    assert min(spent_ms) >= 95
+    assert sum(spent_ms) < 1000, "with the waits it would be 1,500"
+
+
 def test_the_engine_is_told_when_a_rollout_is_cancelled(tokenizer: Any) -> None:
     engines = ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=60.0))
     client = client_over(engines, tokenizer, max_under_way=1)

@@ -191,6 +191,8 @@ def test_the_callers_arguments_are_never_changed():
             state["prompt"][0]["content"] = "scribbled"
             state["info"]["tags"].append("scribbled")
             state["answer"] = "scribbled"
+            for shown in state["oai_tools"]:
+                shown["function"]["name"] = "scribbled"
             state["oai_tools"].append({})
             state["scribbled"] = True
             return state
@@ -255,6 +257,12 @@ def test_a_state_column_that_no_rollout_has_is_told_and_the_results_are_saved_wi
     assert "no rollout has timing.totl_ms, which" in caplog.text
     saved = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert len(saved) == 2 and all("timing.total_ms" in row and "timing.totl_ms" not in row for row in saved)
+
+
+def test_an_evaluation_is_saved_with_its_numbers_of_examples_and_rollouts(tmp_path):
+    evaluated(SingleTurnEnv(dataset=rows(2)), save_path=tmp_path, rollouts_per_example=3)
+    saved = json.loads((tmp_path / "metadata.json").read_text())
+    assert (saved["num_examples"], saved["rollouts_per_example"]) == (2, 3)
 
 
 def test_results_are_saved_by_row_with_their_metadata(tmp_path):

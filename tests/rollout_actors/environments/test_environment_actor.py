@@ -130,7 +130,9 @@ def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_a
     expected = in_process(settings, requests, pool.version)
     assert first + second == expected
     assert len({rollout.reward for rollout in expected}) > 2
-    assert [rollout.error for rollout in first] == [None] * 4 + ["ZeroDivisionError: no such luck"] * 2, "a rollout's own error crosses as data"
+    assert [rollout.error for rollout in first] == [None] * 4 + ["ZeroDivisionError: no such luck (runner_environment.py:43)"] * 2, (
+        "a rollout's own error crosses as data"
+    )
 
 
 def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(pool: EnvironmentPool, settings: RunnerSettings) -> None:
@@ -208,3 +210,10 @@ def test_at_the_end_environments_are_torn_down_whatever_one_of_them_raises(ray_c
     assert not mark.exists()
     pool.close()
     assert mark.exists()
+
+
+def test_relative_paths_of_an_environment_begin_where_the_command_was_given(ray_cluster: None, settings: RunnerSettings, tmp_path: Path) -> None:
+    pool = alone(replace(settings, env_args={"trouble": "", "mark": "torn down"}, working_dir=str(tmp_path)))
+    pool.start()
+    pool.close()
+    assert (tmp_path / "torn down").exists()

@@ -1,9 +1,10 @@
 """Rollouts that fail: they are data, they are counted, they teach nothing, and the others go on (the issue's orchestration)."""
 
 import asyncio
+import sys
 
 import pytest
-from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user
+from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user, without_place
 from scripted_client import Answer, ScriptedClient, connection_error, overlong_error, status_error
 
 from rollout_actors.environments.environment import Environment
@@ -101,7 +102,7 @@ class FailsIn(Talk):
 def test_wherever_an_environment_fails_the_other_rollouts_go_on(place):
     results = generated(FailsIn(place, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
     assert results.reward == [1.0, 0.0, 1.0] and results.example_id == [0, 1, 2]
-    assert results.state[1]["error"] == f"RuntimeError: broken {place}"
+    assert without_place(results.state[1]) == f"RuntimeError: broken {place}"
 
 
 class Hangs(Talk):
@@ -148,7 +149,7 @@ def test_a_timeout_of_an_environments_own_says_what_it_said():
                 await asyncio.sleep(3600)
 
     (failed,) = generated(Own(), rows(1), ScriptedClient([]), rollout_timeout_s=60.0).state
-    assert failed["error"] == "TimeoutError: "
+    assert without_place(failed) == "TimeoutError:"
 
 
 def test_info_that_is_no_json_is_one_rollouts_failure():
@@ -173,7 +174,7 @@ def test_a_reward_function_that_fails_is_one_rollouts_failure(interleave_scoring
         return 1.0
 
     results = generated(SingleTurnEnv(rubric=rubric_of(picky)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
-    assert results.reward == [1.0, 0.0, 1.0] and results.state[1]["error"] == "RuntimeError: no idea"
+    assert results.reward == [1.0, 0.0, 1.0] and without_place(results.state[1]) == "RuntimeError: no idea"
     assert results.metadata.num_errors == 1 and results.state[1]["trajectory"][0]["reward"] == 0.0
 
 
@@ -238,7 +239,7 @@ def test_a_group_function_that_fails_is_its_groups_failure_and_the_others_go_on(
     env = SingleTurnEnv(dataset=rows(2), rubric=rubric_of(right, picky))
     results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False))
     assert results.reward == [0.0, 0.0, 1.5, 0.5] and results.metadata.num_errors == 2
-    assert [state["error"] for state in results.state] == ["RuntimeError: no idea"] * 2 + [None] * 2
+    assert [without_place(state) for state in results.state] == ["RuntimeError: no idea"] * 2 + [None] * 2
     assert results.metrics == {"right": [0.0, 0.0, 0.5, 0.5], "picky": [0.0, 0.0, 1.0, 0.0]}
     assert [state["trajectory"][0]["reward"] for state in results.state] == results.reward
     assert [state["advantage"] for state in results.state] == [None, None, 0.5, -0.5]
@@ -373,7 +374,7 @@ def test_an_environment_with_a_rollout_of_its_own_may_leave_out_fields_of_the_st
 
     results = generated(Own(rubric=rubric_of(said_the_answer)), rows(2), None)
     assert results.reward == [1.0, 0.0] and [state["trajectory"] for state in results.state] == [[], []]
-    assert [state["error"] for state in results.state] == [None, "RuntimeError: mine"]
+    assert [without_place(state) for state in results.state] == [None, "RuntimeError: mine"]
 
 
 def test_a_rollout_that_fails_behind_one_that_it_began_itself_keeps_its_own_state():
@@ -385,7 +386,7 @@ def test_a_rollout_that_fails_behind_one_that_it_began_itself_keeps_its_own_stat
             raise RuntimeError(judge["completion"][-1]["content"])
 
     (failed,) = generated(Asks(), [{"question": "q", "example_id": "mine"}], ScriptedClient(["a"])).state
-    assert (failed["example_id"], failed["error"]) == ("mine", "RuntimeError: fine")
+    assert (failed["example_id"], without_place(failed)) == ("mine", "RuntimeError: fine")
     assert failed["prompt"] == [user("q")] and [step["completion"] for step in failed["trajectory"]] == [[assistant("a")]]
 
 
@@ -396,3 +397,100 @@ def test_an_answer_without_choices_is_one_rollouts_failure_with_what_the_endpoin
     results = generated(SingleTurnEnv(), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS)
     assert results.state[0]["error"] is None
     assert "the endpoint's answer has no choices, and says {'message': 'upstream is gone', 'code': 502}" in results.state[1]["error"]
+
+
+def test_the_error_of_an_environments_own_code_says_in_which_line_and_that_of_a_client_says_none():
+    class Own(Talk):
+        async def rollout(self, input, client, model, sampling_args=None):
+            state = await super().rollout(input, client, model, sampling_args)
+            state["answer"] = {}["nope"]
+
+    line = Own.rollout.__code__.co_firstlineno + 2
+    failed, refused = generated(Own(max_turns=1), rows(2), ScriptedClient(bad_q1)).state
+    assert failed["error"] == f"KeyError: 'nope' (test_generate_failures.py:{line})"
+    assert refused["error"] == "BadRequestError: Error code: 400 - bad request"
+
+
+# exit()
+
+
+class Exits(Talk):
+    """At one place, for the row `q1`."""
+
+    def __init__(self, place: str, **kwargs):
+        super().__init__(max_turns=2, **kwargs)
+        self.place = place
+
+    def _at(self, place, state):
+        if self.place == place and state["answer"] == "q1":
+            sys.exit()
+
+    async def setup_state(self, state):
+        self._at("setup_state", state)
+        return state
+
+    async def env_response(self, messages, state, **kwargs):
+        self._at("env_response", state)
+        return await super().env_response(messages, state, **kwargs)
+
+    async def _render_completion(self, state):
+        self._at("_render_completion", state)
+        await super()._render_completion(state)
+
+    @cleanup
+    async def put_away(self, state):
+        self._at("put_away", state)
+
+
+@pytest.mark.parametrize("place", ["setup_state", "env_response", "_render_completion", "put_away"])
+def test_an_environment_that_calls_exit_fails_its_rollout_and_the_others_go_on(place):
+    results = generated(Exits(place, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
+    assert results.reward == [1.0, 0.0, 1.0]
+    assert without_place(results.state[1]) == "RuntimeError: _at called exit()"
+
+
+def runs_code(completion):
+    if completion[-1]["content"] == "q1":
+        exec("exit()")
+    return 1.0
+
+
+async def runs_code_later(completion):
+    await asyncio.sleep(0)
+    return runs_code(completion)
+
+
+def runs_code_of_all(states):
+    return [runs_code(state["completion"]) for state in states]
+
+
+@pytest.mark.parametrize("function", [runs_code, runs_code_later, runs_code_of_all])
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_a_reward_function_that_runs_code_which_calls_exit_is_one_rollouts_failure(function, interleave_scoring):
+    # With another one that compares rollouts, asynchronous functions run in tasks of their own.
+    functions = [function] if function is runs_code else [function, lambda states: [0.0] * len(states)]
+    results = generated(SingleTurnEnv(rubric=rubric_of(*functions)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    assert results.reward == [1.0, 0.0, 1.0]
+    assert without_place(results.state[1]) == "RuntimeError: runs_code called exit()"
+
+
+# Rollouts that an environment's own asks of others, or makes itself
+
+
+def test_a_rollout_of_an_environments_own_that_fails_behind_one_of_another_environment_keeps_its_own_state():
+    released = []
+
+    class Outer(Talk):
+        async def rollout(self, input, client, model, sampling_args=None):
+            state = await self.init_state(input)
+            state["sandbox"] = "mine"
+            await SingleTurnEnv().rollout({"prompt": [user("judge")], "example_id": "other", "task": "judge"}, client, model)
+            raise RuntimeError("after")
+
+        @cleanup
+        def release(self, state):
+            released.append(state.get("sandbox"))
+
+    (failed,) = generated(Outer(), [{"question": "q", "example_id": "mine"}], ScriptedClient(["fine"])).state
+    assert (failed["example_id"], failed["prompt"], failed["sandbox"]) == ("mine", [user("q")], "mine")
+    assert without_place(failed) == "RuntimeError: after" and released == ["mine"]

@@ -11,12 +11,13 @@ import weakref
 from pathlib import Path
 
 import pytest
-from environment_support import Talk, generated, rolled_out, rows, user
+from environment_support import Talk, generated, rolled_out, rows, user, without_place
 from scripted_client import ScriptedClient, status_error
 
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import Event, cleanup, handlers, stop, teardown
+from rollout_actors.environments.types import State
 
 ROOT = Path(__file__).parents[3]
 ROW = {"prompt": [user("hi")], "example_id": 0, "task": "talk"}
@@ -446,6 +447,20 @@ def test_on_sigterm_rollouts_under_way_clean_up_before_the_teardown():
     assert lines == ["ready", "cleanup", "teardown", "plainly"] and code == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))"])
+def test_sigterm_ends_the_process_also_where_it_comes_while_an_environments_code_runs(handler):
+    body = f"""
+    {handler}
+    env = Env()
+    def ready(call):
+        print("ready", flush=True)
+        while True: pass
+    asyncio.run(env.generate(rows(1), ScriptedClient(ready), "model", use_tqdm=False))
+    """
+    lines, code, _ = program(body, signal_at="ready")
+    assert lines == ["ready", "cleanup", "teardown", "plainly"] and code == 128 + signal.SIGTERM
+
+
 def test_a_handler_for_sigterm_that_the_program_has_is_left_alone():
     body = """
     signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"mine\\n"), os._exit(7)))
@@ -525,7 +540,7 @@ def test_generate_cleans_up_once_after_each_rollout_of_an_environments_own(fails
     own = OwnRollout(fails=fails, dataset=rows(3))
     environment = EnvGroup([own]) if grouped else own
     results = generated(environment, environment.dataset, ScriptedClient(lambda call: "a"))
-    assert sorted(own.cleaned) == [0, 1, 2] and all((state["error"] == "ValueError: own") is fails for state in results.state)
+    assert sorted(own.cleaned) == [0, 1, 2] and all((without_place(state) == "ValueError: own") is fails for state in results.state)
 
 
 def test_generate_cleans_up_once_after_the_documents_own_rollout_and_after_that_of_turns():
@@ -556,4 +571,101 @@ def test_what_a_cleanup_raises_after_a_rollout_of_an_environments_own_fails_the_
             raise OSError("lost")
 
     (state,) = generated(Clumsy(), rows(1), ScriptedClient(lambda call: "a")).state
-    assert state["error"] == "OSError: lost"
+    assert without_place(state) == "OSError: lost"
+
+
+class Boxes(Talk):
+    """Each state has a box."""
+
+    def __init__(self, copies=False, **kwargs):
+        super().__init__(max_turns=1, **kwargs)
+        self.copies, self.opened, self.closed = copies, 0, []
+
+    async def setup_state(self, state):
+        self.opened += 1
+        state["box"] = self.opened
+        return State(state) if self.copies else state
+
+    @cleanup
+    def close(self, state):
+        self.closed.append(state["box"])
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_state_that_an_environments_own_rollout_makes_is_cleaned_up_once(copies, fails):
+    class Twice(Boxes):
+        async def rollout(self, input, client, model, sampling_args=None):
+            await super().rollout(input, client, model, sampling_args)
+            state = await self.setup_state(await self.init_state(input))
+            await self._take_turns(state, client, model, sampling_args)
+            if fails:
+                state["box"] = {}["box"]
+            return state
+
+    env = Twice(copies)
+    generated(env, rows(1), ScriptedClient(lambda call: "a"))
+    # Of a state that setup has replaced nobody knows before the rollout returns it.
+    assert env.closed == [1, 2] and env.opened == 2
+
+
+def test_a_rollout_that_returns_a_copy_of_one_that_was_cleaned_up_is_not_cleaned_up_again():
+    class Copies(Boxes):
+        async def rollout(self, input, client, model, sampling_args=None):
+            return State(await super().rollout(input, client, model, sampling_args))
+
+    env = Copies()
+    generated(env, rows(1), ScriptedClient(lambda call: "a"))
+    assert env.closed == [1]
+
+
+class Clumsy(Talk):
+    """Its first cleanup fails."""
+
+    def __init__(self, error):
+        super().__init__(max_turns=1)
+        self.error, self.released = error, []
+
+    @cleanup(priority=1)
+    async def drop(self, state):
+        await asyncio.sleep(0)
+        if self.error is asyncio.CancelledError:
+            task = asyncio.create_task(asyncio.sleep(60))
+            task.cancel()
+            await task
+        raise self.error("lost")
+
+    @cleanup
+    def release(self, state):
+        self.released.append(state["example_id"])
+
+
+def test_a_cleanup_that_waits_for_a_task_that_it_has_cancelled_fails_its_rollout_and_the_other_cleanups_go_on():
+    env = Clumsy(asyncio.CancelledError)
+    (state,) = generated(env, rows(1), ScriptedClient(["a"])).state
+    assert env.released == [0] and without_place(state) == "RuntimeError: a task that was waited for is cancelled; catch its CancelledError"
+
+
+def test_a_rollout_that_is_cancelled_stays_cancelled_where_its_cleanup_fails(caplog):
+    env, told = Clumsy(OSError), []
+
+    async def cancelled():
+        client = ScriptedClient(lambda call: "1", delay_s=30)
+        task = asyncio.create_task(env.generate(rows(2), client, "model", use_tqdm=False, on_rollout=lambda place, state: told.append(place)))
+        while client.num_under_way < 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert told == [] and sorted(env.released) == [0, 1] and "OSError: lost" in caplog.text
+
+
+def test_a_time_limit_around_a_rollout_holds_where_its_cleanup_fails():
+    async def limited():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await Clumsy(OSError).rollout(ROW, ScriptedClient(["a"], delay_s=30), "model")
+
+    asyncio.run(limited())

@@ -7,16 +7,22 @@ import re
 
 import openai
 import pytest
-from environment_support import Talk, assistant, generated, rolled_out, user
+from environment_support import Documented, Talk, assistant, generated, rolled_out, rows, rubric_of, user
 from openai.types.chat import ChatCompletionMessage
 from scripted_client import Answer, ScriptedClient, answer_ids, connection_error, overlong_error, rendered_ids, status_error, timeout_error
+from scripted_engines import ScriptedEngines, client_over, decode_settings, demo_tokenizer, says
 
 from rollout_actors.environments.client import PAUSE_S, TRIES
 from rollout_actors.environments.lifecycle import stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.runner import EnvironmentRunner, RunnerSettings
 from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.training_examples import merge_trajectories_for_training
+from rollout_actors.environments.types import State
 from shared.errors import RolloutError, UnreachableError
+from shared.seeds import request_seed
+from shared.trajectory import EnvironmentRequest, ExampleGroup
 
 ROW = {"prompt": [user("hi")], "answer": "c", "task": "talk", "example_id": 3}
 TOLD = [user("hi"), assistant("a"), user("yes"), assistant("b"), user("yes"), assistant("c")]
@@ -453,3 +459,117 @@ def test_a_rollout_of_a_chat_may_begin_with_plain_text():
 
 def test_an_empty_text_for_info_is_no_info():
     assert "info" not in rolled_out(Talk(), {**ROW, "info": ""}, ScriptedClient(["a", "b", "c"]))
+
+
+def test_an_override_of_is_completed_that_notes_it_itself_completes_the_state_too():
+    class Done(Talk):
+        async def is_completed(self, state, **kwargs):
+            if len(state["trajectory"]) == 1:
+                state["is_completed"], state["stop_condition"] = True, "mine"
+            return state["is_completed"]
+
+    state = rolled_out(Done(), ROW, ScriptedClient(["a"]))
+    assert state["completion"] == [assistant("a")] and state["stop_condition"] == "mine"
+
+
+# Rollouts of an environment's own with the run's engines
+
+
+class Twice(Talk):
+    """The better one of two, say."""
+
+    async def rollout(self, input, client, model, sampling_args=None):
+        await super().rollout(input, client, model, sampling_args)
+        return await super().rollout(input, client, model, sampling_args)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return demo_tokenizer()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_rollout_of_an_environments_own_asks_engines_as_one_of_turns_does(tokenizer, copies):
+    class Own(Documented):
+        async def setup_state(self, state):
+            return State(state) if copies else state
+
+    def made(kind):
+        engines = ScriptedEngines(lambda request: says(tokenizer, f"no {request.seed % 7}"), number=2)
+        results = generated(
+            kind(max_turns=3, rubric=rubric_of(lambda state: 1.0)), [{"question": "q", "position": place} for place in (4, 5)], client_over(engines, tokenizer)
+        )
+        assert [(state["error"], state["num_splits"]) for state in results.state] == [(None, 0)] * 2
+        tokens = [[step["tokens"] for step in state["trajectory"]] for state in results.state]
+        return tokens, sorted((request.position, request.seed, engine) for engine, request in engines.requests), merge_trajectories_for_training(results.state)
+
+    assert made(Own) == made(Talk)
+    _, asked, merged = made(Own)
+    assert asked == sorted((place, request_seed(7, 3, place, turn), place % 2) for place in (4, 5) for turn in range(3))
+    assert [example.steps for example in merged.examples] == [(0, 1, 2)] * 2
+
+
+OWN = """
+from environment_support import Documented
+from rollout_actors.environments.rubric import Rubric
+
+def length(completion):
+    return float(len(completion[0]["content"]))
+
+def load_environment():
+    return Documented(max_turns=2, dataset=[{"question": "q"}], rubric=Rubric([length]))
+"""
+
+
+def test_what_is_learned_of_a_rollout_of_an_environments_own_is_what_its_engines_sampled(tokenizer, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    engines = ScriptedEngines(lambda request: says(tokenizer, "no" * (1 + request.position), version=5))
+    settings = RunnerSettings(env_id=str(tmp_path / "own.py"), model_path="model", max_model_len=512, max_under_way=4)
+    request = EnvironmentRequest(3, (ExampleGroup(0, range(2)),), decode_settings(tokenizer), 7)
+    ((first, second),) = asyncio.run(EnvironmentRunner("environment-1", settings, engines, tokenizer).run([request]))
+    assert [(one.error, one.reward, one.num_turns, one.num_splits) for one in (first, second)] == [(None, 2.0, 2, 0), (None, 4.0, 2, 0)]
+    assert {asked.seed for _, asked in engines.requests} == {request_seed(7, 3, place, turn) for place in (0, 1) for turn in (0, 1)}
+    (example,) = second.examples
+    assert (example.steps, example.weight_version, example.advantage) == ((0, 1), 5, 1.0)
+    assert example.num_learned == second.num_tokens == 2 * (len(tokenizer.encode("nono", add_special_tokens=False)) + 1), "with the stop token of each turn"
+
+
+def test_all_calls_of_a_rollout_have_seeds_of_their_own_whichever_way_they_are_made(tokenizer):
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    assert generated(Twice(max_turns=2), rows(1), client_over(engines, tokenizer)).state[0]["error"] is None
+    assert [request.seed for _, request in engines.requests] == [request_seed(7, 3, 0, turn) for turn in range(4)]
+
+
+def test_a_rollout_of_another_environment_inside_leaves_the_tokens_of_this_one_whole(tokenizer):
+    class Asks(Documented):
+        async def env_response(self, messages, state, **kwargs):
+            await Documented(max_turns=1).rollout({"prompt": [user("judge")], "example_id": 9, "task": "judge"}, self.client, "m")
+            return [user("yes")]
+
+    environment = Asks(max_turns=3)
+    environment.client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer)
+    (state,) = generated(environment, rows(1), environment.client).state
+    assert (state["error"], state["num_splits"], len(state["trajectory"])) == (None, 0, 3)
+
+
+def test_rollouts_of_an_environments_own_that_nobody_generates_are_each_a_conversation(tokenizer):
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    client = client_over(engines, tokenizer)
+
+    async def both():
+        return [await Documented(max_turns=1).rollout({**ROW, "position": place}, client, "m") for place in (4, 5)]
+
+    assert [state["num_splits"] for state in asyncio.run(both())] == [0, 0]
+    assert [request.position for _, request in engines.requests] == [4, 5]
+
+
+def test_a_call_of_engines_that_is_of_no_rollout_says_what_to_do(tokenizer):
+    class Own(Talk):
+        async def rollout(self, input, client, model, sampling_args=None):
+            return await client.chat.completions.create(model=model, messages=input["prompt"])
+
+    client = client_over(ScriptedEngines([]), tokenizer)
+    (state,) = generated(Own(), rows(1), client).state
+    assert "AttributeError: EngineClient has to know of which rollout a call is; call `self.get_model_response(client" in state["error"]
+    with pytest.raises(RuntimeError, match="none is under way here; call init_state first"):
+        asyncio.run(Talk().get_model_response(client, "m", [user("q")]))

@@ -51,6 +51,18 @@ def test_a_call_that_is_wrong_in_another_way_is_no_prompt_that_is_too_long(messa
     assert not is_overlong(refusal(message), {})
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 9010 tokens (10 in the messages, 9000 in the completion).",
+        "'max_tokens' or 'max_completion_tokens' is too large: 9000. This model's maximum context length is 4096 tokens and your request has 10 input tokens.",
+    ],
+)
+def test_a_call_that_asks_for_more_tokens_than_the_context_has_is_wrong_for_every_prompt(message: str) -> None:
+    assert not is_overlong(refusal(message, "context_length_exceeded"), {"max_tokens": 9000})
+    assert is_overlong(refusal(message), {"max_tokens": 4000}), "of that many there may be room behind another prompt"
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_call_that_asks_for_no_tokens_is_no_prompt_that_is_too_long(name: str) -> None:
     assert not is_overlong(refusal(NO_ROOM), {name: 0})

@@ -1,14 +1,17 @@
 """Reward functions: their arguments, groups, and how they are called."""
 
 import asyncio
+import pickle
 import threading
 from functools import partial
 
 import pytest
-from environment_support import assistant, user
+from environment_support import assistant, generated, user
+from scripted_client import ScriptedClient
 
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.rubric import Rubric, RubricGroup
+from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.types import State
 
 
@@ -121,6 +124,28 @@ def test_scoring_again_replaces_the_rollouts_reward_and_that_of_its_steps():
     scored(rubric, one)
     scored(rubric, one)
     assert one["reward"] == 0.25 and one["trajectory"][0]["reward"] == 0.25
+
+
+def test_scoring_again_after_pickling_replaces_what_steps_had_of_the_rollout_and_no_more():
+    one, values = state(steps=3), iter([1.0, 0.25])
+    one["trajectory"][0]["reward"] = 1.0  # its own, which happens to be the rollout's
+    rubric = Rubric([lambda state: next(values)])
+    scored(rubric, one)
+    again = pickle.loads(pickle.dumps(one))
+    again["trajectory"][2]["reward"] = 0.5  # set since
+    scored(rubric, again)
+    assert [step["reward"] for step in again["trajectory"]] == [1.0, 0.25, 0.5]
+
+
+def test_a_rubric_with_a_score_group_of_its_own_is_asked_for_groups():
+    class Ranked(Rubric):
+        async def score_group(self, states):
+            for place, one in enumerate(states):
+                one["reward"], one["metrics"] = float(place), {}
+
+    env = SingleTurnEnv(rubric=Ranked())
+    results = generated(env, [{"question": "q", "example_id": 0}] * 3, ScriptedClient(lambda call: "a"))
+    assert results.reward == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("plural", ["states", "prompts", "completions", "answers", "infos", "tasks", "example_ids", "ids", "timings", "trajectories"])

@@ -190,7 +190,12 @@ def test_a_rollouts_own_error_is_data() -> None:
     engines = ScriptedEngines(by_seed)
     answers = ran(training(4, 1), engines, trouble="fail", at=4)
     for rollout in answers[0]:
-        assert (rollout.error, rollout.reward, rollout.examples, rollout.num_turns) == ("ZeroDivisionError: no such luck", 0.0, (), 1)
+        assert (rollout.error, rollout.reward, rollout.examples, rollout.num_turns) == (
+            "ZeroDivisionError: no such luck (runner_environment.py:43)",
+            0.0,
+            (),
+            1,
+        )
         assert rollout.completion[0]["role"] == "assistant", "what it had is kept"
     assert timeless(answers[1:]) == timeless(ran(training(1, first=1)))
     assert sorted(runner_environment.CLEANED[:4]) == [0, 1, 2, 3]
@@ -320,6 +325,18 @@ def test_the_chat_template_gets_the_arguments_of_the_configuration() -> None:
     assert all(tokenizer.decode(prompt).startswith("kind:") for prompt in engines.prompts)
 
 
+def test_an_environment_may_say_of_the_template_what_the_configuration_says_and_nothing_else() -> None:
+    """Endpoints need to be told; the run's engines have been."""
+    engines, mood = ScriptedEngines(by_seed), {"extra_body": {"chat_template_kwargs": {"mood": "kind"}}}
+    given = {"tokenizer": demo_tokenizer("{{ mood }}: " + CHATML), "sampling_args": mood}
+    assert {rollout.error for rollout in flat(ran(training(4), engines, chat_template_args={"mood": "kind"}, **given))} == {None}
+    asked = len(engines.requests)
+    told = r"sampling_args of runner_environment: chat_template_kwargs: {'mood': 'kind'} was asked for, and this run has {'mood': 'grim'}"
+    with pytest.raises(RolloutError, match=told):
+        ran(training(4), engines, chat_template_args={"mood": "grim"}, **given)
+    assert len(engines.requests) == asked
+
+
 # What no rollout could do
 
 
@@ -362,13 +379,19 @@ IMAGE = "data:image/png;base64,eA=="
 
 
 @pytest.mark.parametrize("requests", [training(4), held_out()], ids=["training", "held out"])
-def test_images_are_refused_because_rows_of_trajectories_are_text(requests: list[EnvironmentRequest]) -> None:
-    """Their placeholders would be learned as text, silently."""
+def test_more_images_than_the_run_was_configured_for_end_the_call(requests: list[EnvironmentRequest]) -> None:
     engines = ScriptedEngines(by_seed)
-    told = r"environment on environment-1: example (4|10\d) has an image in a prompt, and trajectories are learned of text alone"
+    told = r"environment on environment-1: example (4|10\d) shows 1 image in a prompt, and environment.max_images_per_prompt is 0; set it to 1 or more"
     with pytest.raises(RolloutError, match=told):
         ran(requests, engines, tokenizer=demo_tokenizer(CHAT_TEMPLATE), image=IMAGE)
     assert engines.requests == []
+
+
+def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_what_is_written_down_names_them() -> None:
+    (rollouts,) = ran(training(4), tokenizer=demo_tokenizer(CHAT_TEMPLATE), image=IMAGE, max_images=1)
+    for rollout in rollouts:
+        assert [image.data for example in rollout.examples for image in example.images] == [b"x"]
+        assert "eA==" not in str(rollout.prompt) and "data:image/png, 1 bytes, sha256 of the URL" in str(rollout.prompt)
 
 
 # The beginning
@@ -389,6 +412,23 @@ def test_an_environment_that_is_not_there_is_told_with_those_that_are() -> None:
         made(ScriptedEngines(by_seed), env_id="copy_digit")
     with pytest.raises(ValueError, match="num_row"):
         made(ScriptedEngines(by_seed), num_row=3)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(("grouped", "name"), [(False, "runner_environment"), (True, "Echo")])
+def test_an_environment_with_tools_whose_calls_nobody_reads_is_refused_at_its_start(grouped: bool, name: str) -> None:
+    told = rf"^environment\.tool_call_parser: {name} has tools, and neither this key nor .* says how the model's calls are read; set it to .* hermes$"
+    with pytest.raises(ValueError, match=told):
+        made(ScriptedEngines(by_seed), oai_tools=[TOOL], grouped=grouped)
+
+
+@pytest.mark.engine
+def test_a_parser_of_tool_calls_that_vllm_does_not_know_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match=r"^environment\.tool_call_parser: vLLM has none of the name 'hermez'"):
+        made(ScriptedEngines(by_seed), oai_tools=[TOOL], tool_parser="hermez")
+    made(ScriptedEngines(by_seed), oai_tools=[TOOL], tool_parser="hermes")
 
 
 def test_the_tokenizer_is_the_checkpoints_with_its_template(tmp_path: Path) -> None:

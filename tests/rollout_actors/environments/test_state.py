@@ -167,3 +167,26 @@ def test_a_state_made_of_another_one_has_an_input_of_its_own():
     second = State(first)
     second["answer"] = "changed"
     assert first["answer"] == "a"
+
+
+@pytest.mark.parametrize("made", [lambda other: State(**other), lambda other: State() | other, lambda other: State(turn=1) | dict(other)])
+def test_what_is_written_after_joining_leaves_the_other_as_it_was(made):
+    other = state()
+    made(other)["answer"] = "changed"
+    assert other["answer"] == "4"
+
+
+@pytest.mark.parametrize("copied", [State.copy, copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_subclass_is_of_the_subclass(copied):
+    assert type(copied(Richer(state()))) is Richer
+
+
+class Richer(State):
+    pass
+
+
+def test_the_last_key_is_the_first_to_be_popped():
+    one = State(a=1, b=2)
+    assert one.popitem() == ("b", 2) and one.popitem() == ("a", 1)
+    with pytest.raises(KeyError):
+        one.popitem()

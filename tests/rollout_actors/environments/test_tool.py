@@ -7,7 +7,7 @@ import threading
 from typing import Annotated, Any, Literal
 
 import pytest
-from environment_support import generated, rolled_out
+from environment_support import generated, rolled_out, without_place
 from pydantic import BaseModel, Field
 from scripted_client import Answer, ScriptedClient
 
@@ -321,7 +321,7 @@ def test_a_model_cannot_set_a_skipped_argument():
 def test_what_update_tool_args_raises_fails_the_rollout():
     client = ScriptedClient([Answer(None, tool_calls=[("take", {"name": "poison"})]), "done"])
     results = generated(Shop(), [{"question": "a"}], client)
-    assert results.state[0]["error"] == "RuntimeError: the session is gone"
+    assert without_place(results.state[0]) == "RuntimeError: the session is gone"
 
 
 def test_a_skipped_argument_may_have_any_type():
@@ -358,3 +358,15 @@ def test_a_tool_that_raises_stop_iteration_is_told_to_the_model_and_does_not_han
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         asyncio.run(asked())
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_tool_that_calls_exit_is_told_to_the_model_as_any_that_raises(is_plain):
+    def python(code: str) -> None:
+        exec(code)
+
+    async def python_later(code: str) -> None:
+        exec(code)
+
+    tool = python if is_plain else python_later
+    assert contents_after([(tool.__name__, {"code": "exit()"})], tools=[tool]) == [f"{tool.__name__} called exit()"]

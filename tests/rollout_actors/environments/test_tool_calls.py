@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from scripted_engines import ScriptedEngines, client_over, decode_settings, demo
 
 from rollout_actors.environments.responses import parse_response_messages
 from rollout_actors.environments.tool import ToolEnv
-from rollout_actors.environments.tool_calls import ToolCallReader, reader_of
+from rollout_actors.environments.tool_calls import ToolCallReader, has_own_parser, reader_of
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>{"name":"add","arguments":{"a":2,  "b":3}}</tool_call>'
@@ -38,8 +39,10 @@ def read(tokenizer: Any, text: str, *, seed: int = 1) -> Any:
     return ToolCallReader("hermes", tokenizer).read(tokenizer.encode(text, add_special_tokens=False), text, TOOLS, seed=seed)
 
 
-def test_without_a_parsers_name_calls_stay_text(tokenizer: Any) -> None:
+def test_without_a_parsers_name_calls_stay_text(tokenizer: Any, tmp_path: Path) -> None:
     assert reader_of(None, tokenizer) is None
+    tokenizer.save_pretrained(tmp_path)
+    assert not has_own_parser(tmp_path)
     conversation = client_over(ScriptedEngines([says(tokenizer, CALL)]), tokenizer, decode=decode_settings(tokenizer, max_new_tokens=512)).conversation(
         state_at()
     )
@@ -91,21 +94,23 @@ def test_a_parser_that_fails_leaves_the_text_as_content(tokenizer: Any, caplog: 
 
 @pytest.mark.engine
 def test_an_unknown_parser_is_refused_with_the_names_that_there_are(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"tool_parser: vLLM has none of the name 'hermez', only .*hermes"):
-        client_over(ScriptedEngines([]), tokenizer, tool_parser="hermez")
+    with pytest.raises(ValueError, match=r"^environment\.tool_call_parser: vLLM has none of the name 'hermez'; set it to one of .*hermes"):
+        reader_of("hermez", tokenizer)
 
 
 @pytest.mark.engine
-def test_the_checkpoint_may_bring_its_own_parser(tokenizer: Any) -> None:
+def test_the_checkpoint_may_bring_its_own_parser(tmp_path: Path) -> None:
     own = demo_tokenizer()
     own.response_template = {"fields": {}}
     assert isinstance(reader_of(None, own), ToolCallReader)
+    own.save_pretrained(tmp_path)
+    assert has_own_parser(tmp_path)
 
 
 @pytest.mark.engine
 def test_a_tool_environment_over_the_engines_goes_on_from_calls_as_they_were_sampled(tokenizer: Any) -> None:
     engines = ScriptedEngines([says(tokenizer, "I add. " + CALL), says(tokenizer, CALL + CALL), says(tokenizer, "5")])
-    client = client_over(engines, tokenizer, tool_parser="hermes", decode=decode_settings(tokenizer, max_new_tokens=512))
+    client = client_over(engines, tokenizer, tool_calls=reader_of("hermes", tokenizer), decode=decode_settings(tokenizer, max_new_tokens=512))
     (state,) = generated(ToolEnv([add]), [{"question": "2 + 3?"}], client).state
     assert state["error"] is None
     assert [message["role"] for message in state["completion"]] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
@@ -123,7 +128,8 @@ def test_a_tool_environment_over_the_engines_goes_on_from_calls_as_they_were_sam
 @pytest.mark.engine
 def test_messages_of_openais_own_types_are_taken(tokenizer: Any) -> None:
     engines = ScriptedEngines([says(tokenizer, CALL), says(tokenizer, "5")])
-    conversation = client_over(engines, tokenizer, tool_parser="hermes", decode=decode_settings(tokenizer, max_new_tokens=512)).conversation(state_at())
+    client = client_over(engines, tokenizer, tool_calls=reader_of("hermes", tokenizer), decode=decode_settings(tokenizer, max_new_tokens=512))
+    conversation = client.conversation(state_at())
 
     async def talk() -> None:
         response = await conversation.chat.completions.create(model="m", messages=[user("2 + 3?")], tools=TOOLS)

@@ -54,7 +54,8 @@ REFUSED = [
         {"environment": "guess_number"},
         (
             "environment: must be a mapping of keys, got the text 'guess_number'; write its keys (id, args, rollouts_per_example, drop_equal_groups, "
-            "num_eval_examples, num_actors, cpus_per_actor, max_concurrent_scoring, rollout_timeout_s, chat_template_args, tool_call_parser), or remove it"
+            "num_eval_examples, max_images_per_prompt, num_actors, cpus_per_actor, max_concurrent_scoring, rollout_timeout_s, chat_template_args, "
+            "tool_call_parser), or remove it"
         ),
     ),
     (
@@ -106,6 +107,21 @@ REFUSED = [
         (
             f"{MATCHING}.max_staleness: 1 lets the queue between generation and learning run on into the next step, and there is no queue; "
             "set stage2_ab.channel_b.enable_pipeline: true, or max_staleness: 0"
+        ),
+    ),
+    (
+        {"environment.num_actors": 9, f"{MATCHING}.decode_batch_size": 8},
+        (
+            f"environment.num_actors: 9 share the 8 that an engine decodes at a time ({MATCHING}.decode_batch_size), and each needs one of them; "
+            f"set it to 8 or less, or raise {MATCHING}.decode_batch_size"
+        ),
+    ),
+    # Images, which a row may have or not.
+    (
+        {"environment.max_images_per_prompt": 1, "learner.world_size": 2, "learner.parallel": "fsdp"},
+        (
+            "learner.parallel: fsdp cannot learn trajectories with images (environment.max_images_per_prompt), which only some rows have; "
+            "set learner.parallel: ddp"
         ),
     ),
     # The objective.
@@ -180,6 +196,7 @@ ACCEPTED = [
     {"environment.args": {"largest": 9, "words": ["a"]}},
     {"environment.id": "./my_environment.py", "environment.num_actors": 4, "environment.cpus_per_actor": 0.5, "environment.max_concurrent_scoring": 8},
     {"environment.tool_call_parser": "hermes", "environment.drop_equal_groups": True},
+    {"environment.num_actors": 8, f"{MATCHING}.decode_batch_size": 8},
     {"environment.num_eval_examples": 0},
     {"environment.num_eval_examples": 0, "training.eval_steps": None},
     {"environment.num_eval_examples": 1, "training.eval_steps": 20, "checkpoint.keep_best": 2},
@@ -203,6 +220,10 @@ ACCEPTED = [
     {"environment.rollouts_per_example": 32},
     {"learner.world_size": 3, BUDGET: 32},
     {"learner.world_size": 2, "learner.parallel": "fsdp"},
+    {"learner.world_size": 2, "learner.parallel": "fsdp", "environment.max_images_per_prompt": 0},
+    {"learner.world_size": 2, "learner.parallel": "ddp", "environment.max_images_per_prompt": 4},
+    # There is nothing to shard.
+    {"learner.parallel": "fsdp", "environment.max_images_per_prompt": 4},
     # An example is in one round whatever a device decodes at a time.
     {f"{MATCHING}.decode_batch_size": 1},
     # What waits for a row when the buffer is full goes into one.
