@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -77,24 +77,27 @@ UNDER_WAY: ContextVar[tuple[Begun, ...]] = ContextVar("under_way", default=())
 """Rollouts that are being made here, innermost first: an environment may ask another one for some. One of each environment."""
 
 
+_FIELDS: dict[str, Callable[[], Any]] = {
+    "is_completed": lambda: False,
+    "is_truncated": lambda: False,
+    "stop_condition": lambda: None,
+    "oai_tools": list,
+    "trajectory": list,
+    "completion": lambda: None,
+    "reward": lambda: None,
+    "advantage": lambda: None,
+    "metrics": lambda: None,
+    "error": lambda: None,
+    "timing": lambda: {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
+}
+
+
 def whole(state: State) -> State:
     """With every field of a rollout, as it begins, that it does not have: an environment's own `init_state` may leave out some."""
-    fields: dict[str, Any] = {
-        "is_completed": False,
-        "is_truncated": False,
-        "stop_condition": None,
-        "oai_tools": [],
-        "trajectory": [],
-        "completion": None,
-        "reward": None,
-        "advantage": None,
-        "metrics": None,
-        "error": None,
-        "timing": {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
-    }
-    for name, value in fields.items():
-        if name not in state:
-            state[name] = value
+    # None of them is the input's, so the state's own table tells.
+    if not dict.keys(state) >= _FIELDS.keys():
+        for name in [name for name in _FIELDS if not dict.__contains__(state, name)]:
+            state[name] = _FIELDS[name]()
     return state
 
 
