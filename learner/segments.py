@@ -122,4 +122,6 @@ def decode_image(image: ImageRef) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data)).convert("RGB")
     except (UnidentifiedImageError, OSError) as error:
+        if image.path is None:  # it came in an environment's message
+            raise RecordError(f"one of a message is no readable image ({error})", field="images", remedy="send whole files") from error
         raise RecordError(f"{image.path} is no readable image ({error})", field="images", remedy="replace the file, or set data.check_images: true") from error
