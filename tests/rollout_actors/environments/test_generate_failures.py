@@ -71,7 +71,10 @@ class FailsIn(Talk):
 
     def _at(self, place, state):
         if self.place == place and state["prompt"][0]["content"] == "q1":
-            raise RuntimeError(f"broken {place}")
+            self._fail(place)
+
+    def _fail(self, place):
+        raise RuntimeError(f"broken {place}")
 
     async def init_state(self, input, **kwargs):
         self._at("init_state", input)
@@ -414,39 +417,18 @@ def test_the_error_of_an_environments_own_code_says_in_which_line_and_that_of_a_
 # exit()
 
 
-class Exits(Talk):
-    """At one place, for the row `q1`."""
+class Exits(FailsIn):
+    """As a script would."""
 
-    def __init__(self, place: str, **kwargs):
-        super().__init__(max_turns=2, **kwargs)
-        self.place = place
-
-    def _at(self, place, state):
-        if self.place == place and state["answer"] == "q1":
-            sys.exit()
-
-    async def setup_state(self, state):
-        self._at("setup_state", state)
-        return state
-
-    async def env_response(self, messages, state, **kwargs):
-        self._at("env_response", state)
-        return await super().env_response(messages, state, **kwargs)
-
-    async def _render_completion(self, state):
-        self._at("_render_completion", state)
-        await super()._render_completion(state)
-
-    @cleanup
-    async def put_away(self, state):
-        self._at("put_away", state)
+    def _fail(self, place):
+        sys.exit()
 
 
-@pytest.mark.parametrize("place", ["setup_state", "env_response", "_render_completion", "put_away"])
+@pytest.mark.parametrize("place", ["init_state", "setup_state", "env_response", "is_completed", "_render_completion", "put_away"])
 def test_an_environment_that_calls_exit_fails_its_rollout_and_the_others_go_on(place):
     results = generated(Exits(place, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
     assert results.reward == [1.0, 0.0, 1.0]
-    assert without_place(results.state[1]) == "RuntimeError: _at called exit()"
+    assert without_place(results.state[1]) == "RuntimeError: _fail called exit()"
 
 
 def runs_code(completion):
