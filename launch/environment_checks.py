@@ -13,6 +13,7 @@ from typing import Any
 
 from rollout_actors.environments import examples
 from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.failures import called_exit
 from rollout_actors.environments.loading import find_environment, make_environment
 from shared.errors import ConfigError, RecordError
 
@@ -33,7 +34,7 @@ class EnvironmentKeys:
 
 
 def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys) -> Environment:
-    """`load_environment(name, **args)`. Whatever that raises is a ConfigError (or the RecordError that it is), whose cause it is."""
+    """`load_environment(name, **args)`. Whatever that raises is a ConfigError (or the RecordError that it is), whose cause it is; also `exit()`."""
     with environment_errors(name, keys, keys.name):
         load = find_environment(name)
     with environment_errors(name, keys, keys.args):
@@ -42,7 +43,10 @@ def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys
 
 @contextmanager
 def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[None]:
-    """What the body raises of this environment as a ConfigError: a ValueError explains itself and is of `key`; with the rest goes the line that raised it."""
+    """What the body raises of this environment as a ConfigError: a ValueError explains itself and is of `key`; with the rest goes the line that raised it.
+
+    So is `exit()`, which would end the command without a word; not that of a signal's handler.
+    """
     try:
         yield
     except (ConfigError, RecordError):
@@ -50,20 +54,29 @@ def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[N
     except ValueError as error:
         _LOGGER.debug("%s was not loaded", name, exc_info=error)
         raise ConfigError(f"{key}: {error}") from error
+    except SystemExit as error:
+        raise _not_loaded(called_exit(error), name, keys) from error
     except Exception as error:  # whatever a module of somebody's raises
-        _LOGGER.debug("%s was not loaded", name, exc_info=error)
-        what, remedy = f"{type(error).__name__}: {error} ({_place(error)})", f"check {keys.args} and the environment"
-        raise ConfigError(f"{keys.name}: {name} was not loaded: {what}; {remedy}{keys.more}") from error
+        raise _not_loaded(error, name, keys) from error
 
 
-def _place(error: Exception) -> str:
-    """Of the last line that is the environment's own: of no installed file where it can be, and neither Python's nor ours."""
-    frames = traceback.extract_tb(error.__traceback__)
+def _not_loaded(error: Exception, name: str, keys: EnvironmentKeys) -> ConfigError:
+    _LOGGER.debug("%s was not loaded", name, exc_info=error)
+    return ConfigError(f"{keys.name}: {name} was not loaded: {_told(error)}; check {keys.args} and the environment{keys.more}")
+
+
+def _told(error: Exception) -> str:
+    """With the last line that is the environment's own, where there is one: of no installed file where it can be, and neither Python's nor ours."""
+    if isinstance(error, SyntaxError) and error.filename is not None and _ownership(error.filename):
+        # No frame has come to the line, which is in a file of the environment's.
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    text, frames = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
     last = max(reversed(frames), key=lambda frame: _ownership(frame.filename))
-    return f"{last.filename}:{last.lineno}"
+    return f"{text} ({last.filename}:{last.lineno})" if _ownership(last.filename) else text
 
 
 def _ownership(file: str) -> int:
+    """0: not the environment's; 1: an installed file, which may be its; 2: its own."""
     if file.startswith(_EXAMPLES):
         return 2
     if file.startswith((*_OURS, "<")):

@@ -28,11 +28,15 @@ from launch.arguments import read_arguments
 from launch.command import end_on_signals, explained, with_absolute_paths
 from launch.html_text import printable
 from launch.saved_run import load_run
+from launch.serve_options import device_here
 from learner.checkpoint_folder import checkpoint_problems
+from rollout_actors.backends.server_command import serve_command
+from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section, refusal
 from shared.config.environment import EnvironmentSection
 from shared.errors import ConfigError
+from shared.transports import Sharing, choose_transport
 
 if TYPE_CHECKING:
     from launch.report_tables import Table
@@ -60,6 +64,9 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
     "training.packing": False,
     "stage2_ab.channel_b.rollouts_per_step": None,
 }
+
+_SERVED_AT = "http://127.0.0.1:8000"
+"""Where the server of a checkpoint is, in the commands for runs that this one does not evaluate."""
 
 
 def _folder_name(name: str) -> str:
@@ -141,8 +148,8 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
     problems = [*checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy)]
     if config.environment is not None:
-        serve, evaluate = serve_command(config, checkpoint), vf_eval_command(config, config.environment)
-        problems.append(f"run: it is of an environment, which vf-eval evaluates; serve its checkpoint with `{serve}`, and beside that run `{evaluate}`")
+        told = "run: it is of an environment, which vf-eval evaluates"
+        problems.append(told if problems else f"{told}; {_instead(config, config.environment, checkpoint)}")
     elif config.data.val is None:
         problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
     if problems:
@@ -151,27 +158,28 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     return with_absolute_paths(load_run(options.run, {**changes, **_BY_ACTORS_ALONE, **decided}))
 
 
-def serve_command(config: RunConfig, checkpoint: Path) -> str:
-    """Serves it as the run's engines had it."""
-    matching, images = config.rollout_matching, 0 if config.environment is None else config.environment.max_images_per_prompt
-    guard = json.dumps(matching.repeat_terminate.model_dump(mode="json")) if matching.repeat_terminate.enabled else None
-    options = {
-        "model": checkpoint,
-        "dtype": config.model.dtype,
-        "max_model_len": matching.vllm.max_model_len or config.global_max_length,
-        "max_num_seqs": matching.decode_batch_size,
-        "kv_cache_memory_bytes": matching.vllm.kv_cache_memory_bytes,
-        "enforce_eager": "true" if matching.vllm.enforce_eager else None,
-        "max_images_per_prompt": images or None,
-        "tool_call_parser": None if config.environment is None else config.environment.tool_call_parser,
-        "repeat_terminate": guard,
-    }
-    return shlex.join(["python", "-m", "launch.serve", *(f"{key}={value}" for key, value in options.items() if value is not None)])
+def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
+    """The two commands that evaluate it. Raises ConfigError where the checkpoint's files have to be read and cannot be."""
+    serve = serve_command(_engine_here(config, section, checkpoint), _SERVED_AT, tool_call_parser=section.tool_call_parser)
+    return f"serve its checkpoint with `{serve}`, and beside that run `{vf_eval_command(config, section)}`"
+
+
+def _engine_here(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> EngineSettings:
+    """Of the checkpoint on this machine, as the run's engines were."""
+    from launch.data_checks import ImageNeeds
+    from launch.placement import Placement
+    from launch.run_engines import settings_of_run
+
+    device, devices = device_here(), config.rollout_matching.vllm.actors.tensor_parallel_size
+    placement = Placement((), (), devices, device, device, choose_transport("auto", device, device, Sharing.NOTHING))
+    served = config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})
+    # It takes no weights: a checkpoint has its adapter merged.
+    return replace(settings_of_run(served, placement, ImageNeeds(section.max_images_per_prompt)), enable_lora=False)
 
 
 def vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
-    """What a held-out report of the run asks, of the server that `serve_command` starts."""
-    command = ["python", "-m", "launch.vf_eval", section.id, "-b", "http://127.0.0.1:8000/v1"]
+    """What a held-out report of the run asks, of the server beside it."""
+    command = ["python", "-m", "launch.vf_eval", section.id, "-b", f"{_SERVED_AT}/v1"]
     command += ["-a", json.dumps(section.args)] if section.args else []
     command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens), "-n", str(section.num_eval_examples or -1), "-r", "1"]
     command += ["-S", json.dumps({"extra_body": {"chat_template_kwargs": section.chat_template_args}})] if section.chat_template_args else []

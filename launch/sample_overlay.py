@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from launch.html_text import attribute, inline
+from shared.pictures import on_white
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS
 
@@ -98,5 +99,5 @@ def _data_uri(data: bytes) -> str:
         if image.format in _EMBEDDED and image.getexif().get(_ORIENTATION, 1) == 1:
             return f"data:{_EMBEDDED[image.format]};base64,{base64.b64encode(data).decode()}"
         file = io.BytesIO()
-        image.convert("RGB").save(file, format="PNG")
+        on_white(image).save(file, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -121,7 +121,7 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         )
     if options.token_env is not None and not os.environ.get(options.token_env):
         problems.append(f"token_env: the environment variable {options.token_env} is not set; export a token in it")
-    device = _device(options.device)
+    device = device_here() if options.device == "auto" else Device(options.device)
     transport = Transport.GLOO
     try:
         transport = choose_transport(options.transport, device, device, Sharing.NOTHING, key="transport")
@@ -170,9 +170,7 @@ def _guard(text: str | None) -> RepeatGuardSettings | None:
         raise ConfigError([f"repeat_terminate.{problem}" for problem in problems]) from error
 
 
-def _device(wanted: str) -> Device:
-    """Asks the driver's files and not torch, which has to be imported under the engine's environment."""
-    if wanted == "auto":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
-        return Device.CUDA if visible and any(Path("/dev").glob("nvidia[0-9]*")) else Device.CPU
-    return Device(wanted)
+def device_here() -> Device:
+    """GPUs where there are some. Asks the driver's files and not torch, which has to be imported under the engine's environment."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+    return Device.CUDA if visible and any(Path("/dev").glob("nvidia[0-9]*")) else Device.CPU

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,6 +32,7 @@ from shared.evaluation import Evaluation
 from shared.metrics import metric_of
 from shared.reports import StepReport
 from shared.rollouts import SyncReport
+from shared.run_file import RunFile, cannot_write, write_run_file
 from shared.schedule import StepPlan
 from shared.timeline import Span, TraceWriter
 
@@ -75,12 +76,11 @@ class Telemetry:
         self._console = console
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-            names = ("metrics", "plan", "evaluations")
-            self._metrics, self._plans, self._evaluations = ((folder / f"{name}.jsonl").open("w", buffering=1) for name in names)
-            self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
         except OSError as error:
-            raise StorageError(str(folder), str(error)) from error
+            raise cannot_write(folder, error) from error
+        write_run_file(folder / "config.json", config.model_dump_json(indent=2) + "\n")
+        self._metrics, self._plans, self._evaluations = (RunFile(folder / f"{name}.jsonl") for name in ("metrics", "plan", "evaluations"))
+        self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
         self._engines: tuple[str, ...] = ()
         self._ray_metrics: RayMetrics | None = None
         self._sync_mode: str = resolved_sync_mode(config)
@@ -93,17 +93,33 @@ class Telemetry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            # The console shows the message; the whole story, with what other processes raised, is kept here.
-            details = self._config.telemetry.run_dir / "error.txt"
-            details.write_text("".join(traceback.format_exception(error)))
-            self._console.print(
-                f"the run ended; details in {details}, what the other processes said in Ray's session folder (/tmp/ray/session_latest/logs)", highlight=False
-            )
-        for file in (self._metrics, self._plans, self._evaluations):
-            file.close()
-        if self._trace is not None:
-            self._trace.close()
+        try:
+            if isinstance(error, Exception):
+                self._keep(error)
+            if self._trace is not None:
+                self._trace.complete()
+        except StorageError as unwritten:
+            if error is None:
+                raise
+            # Not raised: what ended the run is what its user has to know.
+            self._warn(str(unwritten))
+        finally:
+            for file in (self._metrics, self._plans, self._evaluations):
+                file.close()
+            if self._trace is not None:
+                self._trace.close()
+
+    def _keep(self, error: Exception) -> None:
+        """The console shows the message; the whole story, with what other processes raised, is kept in a file. Raises StorageError."""
+        details, story = self._config.telemetry.run_dir / "error.txt", "".join(traceback.format_exception(error))
+        others = "what the other processes said in Ray's session folder (/tmp/ray/session_latest/logs)"
+        try:
+            write_run_file(details, story)
+        except StorageError:
+            self._console.print(story, markup=False, highlight=False)
+            self._console.print(f"the run ended; details above, {others}", highlight=False)
+            raise
+        self._console.print(f"the run ended; details in {details}, {others}", highlight=False)
 
     def placed(self, algebra: BatchAlgebra, engines: tuple[str, ...], *, learner_threads: int) -> None:
         """The rollout engines are up, under these names, and every learner rank computes with so many threads, which its results depend on."""
@@ -111,23 +127,17 @@ class Telemetry:
         if self._config.telemetry.ray_metrics:
             self._ray_metrics = RayMetrics(self._config.telemetry.name)
         folder = self._config.telemetry.run_dir
-        try:
-            (folder / "batch_algebra.txt").write_text("\n".join(algebra.describe()) + "\n")
-        except OSError as error:
-            raise StorageError(str(folder), str(error)) from error
-        with (folder / "placement.json").open("w") as file:
-            _write(
-                file,
-                {
-                    "backend": self._config.rollout_matching.rollout_backend,
-                    "vllm_mode": self._config.rollout_matching.vllm.mode,
-                    "engines": engines,
-                    "devices": algebra.engine_devices,
-                    "servers": self._servers,
-                    "learner_ranks": algebra.learner_world_size,
-                    "learner_threads": learner_threads,
-                },
-            )
+        write_run_file(folder / "batch_algebra.txt", "\n".join(algebra.describe()) + "\n")
+        placement = {
+            "backend": self._config.rollout_matching.rollout_backend,
+            "vllm_mode": self._config.rollout_matching.vllm.mode,
+            "engines": engines,
+            "devices": algebra.engine_devices,
+            "servers": self._servers,
+            "learner_ranks": algebra.learner_world_size,
+            "learner_threads": learner_threads,
+        }
+        write_run_file(folder / "placement.json", json.dumps(placement) + "\n")
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
@@ -185,7 +195,7 @@ class Telemetry:
         self._console.print(f"saved     {checkpoint}", highlight=False)
 
     def not_saved(self, error: Exception) -> None:
-        self._console.print(f"[bold yellow]warning[/]   the weights of this run could not be saved: {escape(str(error))}", highlight=False)
+        self._warn(f"the weights of this run could not be saved: {error}")
 
     def improvement(self) -> str | None:
         """The headline of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
@@ -225,9 +235,10 @@ class Telemetry:
         self._sync_mode = sync.mode
         if sync.fell_back is not None:
             self._sync_fallback = sync.fell_back
-            self._console.print(
-                f"[bold yellow]warning[/]   the adapter sync failed, full weights are sent from now on: {escape(sync.fell_back)}", highlight=False
-            )
+            self._warn(f"the adapter sync failed, full weights are sent from now on: {sync.fell_back}")
+
+    def _warn(self, text: str) -> None:
+        self._console.print(f"[bold yellow]warning[/]   {escape(text)}", highlight=False)
 
     def _trace_spans(self, spans: Sequence[Span]) -> None:
         if self._trace is not None:
@@ -239,8 +250,5 @@ def _span_until_now(name: str, seconds: float) -> Span:
     return Span(TRACK, name, now_s - seconds, now_s)
 
 
-def _write(file: TextIO, values: Mapping[str, Any]) -> None:
-    try:
-        file.write(json.dumps(values) + "\n")
-    except OSError as error:
-        raise StorageError(file.name, str(error)) from error
+def _write(file: RunFile, values: Mapping[str, Any]) -> None:
+    file.write(json.dumps(values) + "\n")

@@ -16,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from learner.targets import Target
 from shared.config import RunConfig
 from shared.errors import RecordError
+from shared.pictures import on_white
 from shared.prompts import detection_messages
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, RolloutRequest
@@ -116,12 +117,15 @@ class PromptEncoder:
 
 
 def decode_image(image: ImageRef) -> Image.Image:
-    """RGB pixels. RecordError when the file is gone, changed, or no image (which is only found here where `data.check_images` is off)."""
+    """RGB pixels, on white where they are transparent: those that engines get. RecordError when the file is gone, changed, or no image (which is only found
+    here where `data.check_images` is off)."""
     data = image.with_data().data
     assert data is not None
     try:
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
+        return on_white(Image.open(io.BytesIO(data)))
+    except Exception as error:
+        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into. Of an unknown format its words are of an object in memory.
+        reason = "of no format that is known" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
         if image.path is None:  # it came in an environment's message
-            raise RecordError(f"one of a message is no readable image ({error})", field="images", remedy="send whole files") from error
-        raise RecordError(f"{image.path} is no readable image ({error})", field="images", remedy="replace the file, or set data.check_images: true") from error
+            raise RecordError(f"one of a message is no readable image ({reason})", field="images", remedy="send whole files") from error
+        raise RecordError(f"{image.path} is no readable image ({reason})", field="images", remedy="replace the file, or set data.check_images: true") from error

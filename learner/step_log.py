@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import InstanceOf, TypeAdapter, ValidationError
 
 from shared.config.base import dotted
-from shared.errors import RecordError, StorageError
+from shared.errors import RecordError
+from shared.run_file import RunFile, cannot_write
 
 REMEDY = "a run's log is not to be edited: restore the file, or check out the version that ran it"
 
@@ -31,33 +31,22 @@ class StepLog:
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
         """Makes `folder` where it is missing. Raises StorageError."""
-        self._folder, self._rank, self._path = folder, rank, folder
-        self._file: FileIO | None = None
+        self._folder, self._rank = folder, rank
+        self._file: RunFile | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(str(folder), str(error)) from error
+            raise cannot_write(folder, error) from error
 
     def begin(self, step: int) -> None:
         """The lines that follow are of this step. Raises StorageError."""
         self.close()
-        self._path = step_path(self._folder, step, self._rank)
-        try:
-            # Unbuffered: a buffer that could not be emptied would raise once more when it is closed.
-            self._file = self._path.open("wb", buffering=0)
-        except OSError as error:
-            raise StorageError(str(self._path), str(error)) from error
+        self._file = RunFile(step_path(self._folder, step, self._rank))
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Raises StorageError."""
         assert self._file is not None, "begin comes before write"
-        data = memoryview(json.dumps(line).encode() + b"\n")
-        try:
-            # A disk that is almost full takes a part, and refuses the rest at the next call.
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError as error:
-            raise StorageError(str(self._path), str(error)) from error
+        self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         if self._file is not None:

@@ -177,9 +177,16 @@ class TrajectoryStep:
     def _shown(self, rollout: EnvironmentRollout, example: TrainingExample, learned: TrajectoryTarget) -> tuple[EncodedPrompt, torch.Tensor | None]:
         """The prompt, with all images that are shown until the last token that is learned, and where they are in the target."""
         prompt_ids, target_ids, images = learned.prompt_token_ids, learned.target.token_ids, self._work.images
+        assert images is not None or not example.images, "environments refuse more images than environment.max_images_per_prompt"
+        if images is None:
+            return EncodedPrompt.of_text(prompt_ids), None
+        # In the forward they would take another example's patches, or none.
+        if (number := images.num_images(example.token_ids)) != len(example.images):
+            told = f"example {rollout.example}: its tokens have places for {number} images, and it brings {len(example.images)}"
+            remedy = "an environment leaves the text of placeholders out of its messages, and the answers in its steps as they came"
+            raise RolloutError(f"{told}; {remedy}", actor=rollout.actor, phase="check")
         if not example.images:
             return EncodedPrompt.of_text(prompt_ids), None
-        assert images is not None, "environments refuse more images than environment.max_images_per_prompt"
         try:
             encoded = images.encode(example.images, example.token_ids).first(images.num_images((*prompt_ids, *target_ids)))
         except ValueError as error:

@@ -110,6 +110,9 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # vLLM forks its processes where nothing forces it to start them anew, as for a server on a GPU. A forked one takes our plugin for loaded, as it was in
+        # its parent, so that nothing would end it with that (`rollout_actors.vllm_plugin`); and it has the locks of the parent's threads, held as they were.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "ERROR",  # one level lower, layers that have no weights "failed to load" them in every sync
     }
     if settings.enforce_eager:

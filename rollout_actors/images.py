@@ -8,19 +8,33 @@ from collections.abc import Sequence
 from PIL import Image, UnidentifiedImageError
 
 from shared.errors import RolloutError
+from shared.pictures import on_white
 from shared.records import ImageRef
 
 
 def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
-    """RGB pixels of every image as the file has them, and nothing besides. Raises RolloutError naming the sample and the image that cannot be decoded."""
+    """As `decode_image`, of every image. Raises RolloutError naming the sample and the image that cannot be decoded."""
     images = []
     for i, ref in enumerate(refs):
         assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"
         try:
-            image = Image.open(io.BytesIO(ref.data)).convert("RGB")
-        except (UnidentifiedImageError, OSError) as error:
-            raise RolloutError(f"image {i} of sample {sample_id} ({ref.path}) cannot be decoded: {error}", actor=actor, phase="generate") from error
-        # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the file's own axes.
-        image.info = {}
-        images.append(image)
+            images.append(decode_image(ref.data))
+        except ValueError as error:
+            file = "" if ref.path is None else f" ({ref.path})"
+            raise RolloutError(f"image {i} of sample {sample_id}{file} cannot be decoded: {error}", actor=actor, phase="generate") from error
     return images
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """RGB pixels as the file has them, on white where they are transparent, and nothing besides. Raises ValueError with the reason."""
+    try:
+        image = on_white(Image.open(io.BytesIO(data)))
+    except UnidentifiedImageError as error:
+        # Pillow's own words are of the object that it read from.
+        raise ValueError("it is of no format that is known") from error
+    except Exception as error:
+        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into (OSError, SyntaxError, struct.error, EOFError, ...).
+        raise ValueError(str(error) or type(error).__name__) from error
+    # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the file's own axes.
+    image.info = {}
+    return image

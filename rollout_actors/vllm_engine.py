@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -30,6 +30,8 @@ from shared.errors import RolloutError
 from shared.protocols import CLOSE_S
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
+
+T = TypeVar("T")
 
 WATCH_S = 1.0
 """How often a waiting call looks whether vLLM's process is alive."""
@@ -122,19 +124,15 @@ class VllmEngine:
         if self.shut:
             raise RolloutError(f"the engine serves no rollouts: {self.shut}", actor=self.name, phase="generate")
         origin = Origin(self.name, self.version, self._rule, Started.now())
-        tasks = [asyncio.create_task(self._rollout(request, origin)) for request in requests]
-        try:
-            return await self._all(tasks)
-        finally:
-            for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the others
-                task.cancel()
+        return await self._all([self._rollout(request, origin) for request in requests])
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report."""
+        """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report. Raises vLLM's
+        EngineDeadError when its process is gone."""
         assert self.intake is not None, "start comes first"
         if phase is SyncPhase.CANARY:
             await self._send_away()
-        return await self.intake.run(phase, offer)
+        return (await self._all([self.intake.run(phase, offer)]))[0]
 
     def close(self) -> None:
         """End the engine's processes. Twice is harmless."""
@@ -150,17 +148,21 @@ class VllmEngine:
         if queued:
             await self.llm.abort(queued, internal=True)
 
-    async def _all(self, tasks: Sequence[asyncio.Task[Rollout]]) -> list[Rollout]:
-        """Every result, or the first error. A request that vLLM took in while its process was dying is never answered: hence the watch."""
-        llm = self.llm
-        pending: set[asyncio.Task[Rollout]] = set(tasks)
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-            if pending and llm.errored:
-                raise llm.dead_error
-        return [task.result() for task in tasks]
+    async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Every result, or the first error. What vLLM is asked for while its process is dying is never answered: hence the watch."""
+        llm, tasks = self.llm, [asyncio.create_task(work) for work in works]
+        pending: set[asyncio.Task[T]] = set(tasks)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+                if pending and llm.errored:
+                    raise llm.dead_error
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the other requests
+                task.cancel()
 
     async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)

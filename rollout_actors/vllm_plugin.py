@@ -13,7 +13,10 @@ from shared.transports import Transport
 
 @cache
 def register() -> None:
-    """Make this package's weight transports known. vLLM may call its plugins again, and refuses a name twice: only the first call acts."""
+    """Make this package's weight transports known. vLLM may call its plugins again, and refuses a name twice: only the first call acts.
+
+    In a forked process none would: they are started anew (`rollout_actors.engine_settings.engine_environment`).
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for transport, receiver in ((Transport.GLOO, "GlooWeightReceiver"), (Transport.INPROC, "InProcessWeightReceiver")):

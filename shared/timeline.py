@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared.run_file import RunFile
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -34,22 +36,25 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
+        """Raises StorageError."""
+        self._file = RunFile(path)
         self._tracks: dict[str, int] = {}
-        self._event({"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "rollmatch"}}, first=True)
+        self._file.write("[\n" + json.dumps({"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "rollmatch"}}))
 
     def write(self, spans: Iterable[Span]) -> None:
+        """Raises StorageError."""
+        events: list[dict[str, Any]] = []
         for span in spans:
             if span.track not in self._tracks:
                 self._tracks[span.track] = len(self._tracks) + 1
-                self._event({"ph": "M", "pid": 1, "tid": self._tracks[span.track], "name": "thread_name", "args": {"name": span.track}})
+                events.append({"ph": "M", "pid": 1, "tid": self._tracks[span.track], "name": "thread_name", "args": {"name": span.track}})
             times = {"ts": round(span.start_s * 1e6), "dur": round(span.duration_s * 1e6)}
-            self._event({"ph": "X", "pid": 1, "tid": self._tracks[span.track], "name": span.name, **times, "args": dict(span.args)})
-        self._file.flush()
+            events.append({"ph": "X", "pid": 1, "tid": self._tracks[span.track], "name": span.name, **times, "args": dict(span.args)})
+        self._file.write("".join(",\n" + json.dumps(event) for event in events))
+
+    def complete(self) -> None:
+        """The closing bracket, with which the file is JSON as well. Raises StorageError."""
+        self._file.write("\n]\n")
 
     def close(self) -> None:
-        self._file.write("\n]\n")
         self._file.close()
-
-    def _event(self, event: dict[str, Any], *, first: bool = False) -> None:
-        self._file.write(("[\n" if first else ",\n") + json.dumps(event))

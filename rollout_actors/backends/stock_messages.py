@@ -110,7 +110,7 @@ def _body(token_ids: Sequence[int], images: Sequence[ImageRef], sample_id: str, 
 def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
     """The file as it is where the server reads the same pixels in it as the learner does; else those pixels.
 
-    The server turns an image by its EXIF orientation and lays transparency over white; the learner and our own engines do neither.
+    The server turns an image by its EXIF orientation; the learner and our own engines do not.
     """
     assert ref.data is not None, f"an image of {sample_id} travels without its bytes"
     data, kind = ref.data, _plain_format(ref.data)

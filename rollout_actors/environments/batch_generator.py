@@ -87,7 +87,7 @@ class AsyncBatchGenerator:
 
     async def _generated(self, inputs: Any) -> GenerateOutputs:
         async with self._turn:
-            return await self._environment.generate(inputs, self._client, self._model, **self._generate_kwargs)
+            return await self._environment.a_generate(inputs, self._client, self._model, **self._generate_kwargs)
 
     def _run(self) -> None:
         # Cancels what is left, and waits for it.

@@ -6,75 +6,123 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from typing import Any
 
 from rollout_actors.environments.client import client_of
 from rollout_actors.environments.types import State
 
 
+class _Noted:
+    """A state of a rollout that is being made, as whatever object the environment has it now, and what its calls go to."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Among all states of the outermost rollout: no two of them sample with the same seeds."""
+        self.state: State | None = None
+        """None: calls came before it."""
+        self.is_cleaned = False
+        self.clients: list[tuple[Any, Any]] = []
+
+
 class Begun:
     """What is known of a rollout while an environment makes it."""
 
-    def __init__(self, environment: object, row: Mapping[str, Any]) -> None:
+    def __init__(self, environment: object, row: Mapping[str, Any], within: Begun | None = None) -> None:
+        """`within`: the outermost rollout in which this one begins, because its environment asks another one (or itself) for some; None: there is none."""
         self.environment = environment
-        self.state: State | None = None
-        """The first one noted, or what the environment has made of it; one in its place, where a call comes before."""
         self._row = row
-        self._open: list[State] = []
-        self._cleaned: list[State] = []
-        self._clients: list[tuple[Any, Any]] = []
+        self._outermost = within or self
+        self._numbers = count()
+        self._states: list[_Noted] = []
 
     @property
-    def noted(self) -> State | None:
-        return self.state if self._open or self._cleaned else None
+    def outermost(self) -> Begun:
+        return self._outermost
 
-    def note(self, state: State) -> None:
+    @property
+    def first(self) -> State | None:
+        """The first state, or what the environment has made of it."""
+        return next((one.state for one in self._states if one.state is not None), None)
+
+    @property
+    def num_splits(self) -> int | None:
+        """Calls whose prompt did not go on from the tokens of the one before; None where its clients count none."""
+        counted = [own.num_splits for one in self._states for given, own in one.clients if own is not given]
+        return sum(counted) if counted else None
+
+    def note(self, state: State) -> _Noted:
         """One more state: an environment's own `rollout` may make several."""
-        if self.noted is None:
-            self.state = state
-        self._open.append(state)
+        waiting = self._states[0] if self._states and self._states[0].state is None else None
+        one = waiting or self._added()
+        one.state = state
+        return one
 
-    def note_successor(self, state: State, former: State | None = None) -> None:
-        """What the environment has made of a former one, or of the last; nothing, where it is the same object, or another that was noted."""
-        if _place(self._open, state) is not None or _place(self._cleaned, state) is not None:
-            return
-        if not self._open:
-            self.note(state)
-            return
-        place = len(self._open) - 1 if former is None else _place(self._open, former)
-        assert place is not None, "it is noted"
-        if self.state is self._open[place]:
-            self.state = state
-        self._open[place] = state
-
-    def note_cleaned(self, state: State) -> None:
-        """It has been cleaned up after."""
-        self.note_successor(state)
-        if (place := _place(self._open, state)) is not None:
-            self._cleaned.append(self._open.pop(place))
+    def note_successor(self, state: State, former: _Noted | None = None) -> _Noted:
+        """What the environment has made of a former one, or of the last; nothing new, where it is an object that was noted."""
+        known = next((one for one in self._states if one.state is state), None)
+        if known is not None:
+            return known
+        open_ = self._open()
+        if former not in open_:
+            former = open_[-1] if open_ else None
+        if former is None:
+            return self.note(state)
+        former.state = state
+        return former
 
     def left(self, made: State | None) -> list[State]:
         """Those to clean up after, where it came to `made`."""
-        if made is not None and (self._open or not self._cleaned):
+        if made is not None and (self._open() or not any(one.is_cleaned for one in self._states)):
             self.note_successor(made)
-        return list(self._open)
+        return [one.state for one in self._open() if one.state is not None]
 
-    def client(self, given: Any) -> Any:
-        """The one that its calls go to: always the same, so that no two of them have one seed."""
-        for known, own in self._clients:
+    def client(self, given: Any, one: _Noted | None = None) -> Any:
+        """What the calls of this state, or else of the first, go to: always the same."""
+        one = one or (self._states[0] if self._states else self._added())
+        for known, own in one.clients:
             if known is given:
                 return own
-        if self.state is None:
-            self.state = State(input=dict(self._row))
-        own = client_of(given, self.state)
-        self._clients.append((given, own))
+        own = client_of(given, State(input=dict(self._row)) if one.state is None else one.state, of=self._outermost._input(), number=one.number)
+        one.clients.append((given, own))
         return own
 
+    def _input(self) -> Mapping[str, Any]:
+        """Which has the rollout's `position`."""
+        first = self.first
+        given: Mapping[str, Any] = self._row if first is None else first.get("input", self._row)
+        return given
 
-BEGUN: ContextVar[Begun | None] = ContextVar("begun", default=None)
+    def _open(self) -> list[_Noted]:
+        return [one for one in self._states if one.state is not None and not one.is_cleaned]
+
+    def _added(self) -> _Noted:
+        self._states.append(_Noted(next(self._outermost._numbers)))
+        return self._states[-1]
+
+
+class _Called(Begun):
+    """A rollout that somebody calls himself: outside `generate`, or inside another rollout."""
+
+    def __init__(self, environment: object, before: tuple[_Place, ...]) -> None:
+        super().__init__(environment, {}, _outermost(before))
+        self._before = before
+        self.is_taken = False
+        """Its end will be known."""
+
+    def take(self) -> tuple[_Place, ...]:
+        """By what ends it. Returns what was under way before."""
+        self.is_taken = True
+        return self._before
+
+
+_Place = tuple[Begun, _Noted | None]
+"""A rollout, and its state in this context: coroutines that are gathered have contexts of their own."""
+
+_BEGUN: ContextVar[Begun | None] = ContextVar("begun", default=None)
 """The one that states of its environment are noted of."""
-UNDER_WAY: ContextVar[tuple[Begun, ...]] = ContextVar("under_way", default=())
-"""Rollouts that are being made here, innermost first: an environment may ask another one for some. One of each environment."""
+_UNDER_WAY: ContextVar[tuple[_Place, ...]] = ContextVar("under_way", default=())
+"""Rollouts that are being made here, innermost first. One of each environment."""
 
 
 _FIELDS: dict[str, Callable[[], Any]] = {
@@ -90,14 +138,16 @@ _FIELDS: dict[str, Callable[[], Any]] = {
     "error": lambda: None,
     "timing": lambda: {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
 }
+_NEVER_NONE = ("trajectory", "timing")
 
 
 def whole(state: State) -> State:
     """With every field of a rollout, as it begins, that it does not have: an environment's own `init_state` may leave out some."""
     # None of them is the input's, so the state's own table tells.
-    if not dict.keys(state) >= _FIELDS.keys():
-        for name in [name for name in _FIELDS if not dict.__contains__(state, name)]:
-            state[name] = _FIELDS[name]()
+    if not dict.keys(state) >= _FIELDS.keys() or any(dict.__getitem__(state, name) is None for name in _NEVER_NONE):
+        for name in _FIELDS:
+            if not dict.__contains__(state, name) or (name in _NEVER_NONE and state[name] is None):
+                state[name] = _FIELDS[name]()
     return state
 
 
@@ -110,63 +160,84 @@ def require_state(made: Any, by: str) -> State:
 
 def note_begun(environment: object, state: State) -> None:
     """Of a rollout that may fail from here on."""
-    begun = BEGUN.get()
-    if begun is not None and begun.environment is environment:
-        begun.note(state)
-    else:
-        # Somebody calls `rollout` himself, and nothing says when that ends: until the next one of this environment.
-        begun = Begun(environment, {})
-        begun.note(state)
-        UNDER_WAY.set(_with(begun))
+    begun = _BEGUN.get()
+    if begun is None or begun.environment is not environment:
+        # Somebody calls `rollout` himself, and where that is one of his own, nothing says when it ends: until the next one of this environment.
+        begun = _Called(environment, _UNDER_WAY.get())
+    _UNDER_WAY.set(_with(begun, begun.note(state)))
 
 
 def note_cleaned(environment: object, state: State) -> None:
     """It has cleaned up after this state."""
-    begun = BEGUN.get()
+    begun = _BEGUN.get()
     if begun is not None and begun.environment is environment:
-        begun.note_cleaned(state)
+        begun.note_successor(state, _here(begun)).is_cleaned = True
 
 
 @contextmanager
 def begins(environment: object, row: Mapping[str, Any]) -> Iterator[Begun]:
     """A rollout of `generate`."""
-    begun = Begun(environment, row)
-    begun_token, under_way_token = BEGUN.set(begun), UNDER_WAY.set((begun,))
+    begun = Begun(environment, row, _outermost(_UNDER_WAY.get()))
+    begun_token, under_way_token = _BEGUN.set(begun), _UNDER_WAY.set(((begun, None),))
     try:
         yield begun
     finally:
-        UNDER_WAY.reset(under_way_token)
-        BEGUN.reset(begun_token)
+        _UNDER_WAY.reset(under_way_token)
+        _BEGUN.reset(begun_token)
+
+
+class InsideARollout:
+    """The part of a rollout in which the environment and the model speak."""
+
+    def __init__(self, begun: Begun, one: _Noted) -> None:
+        self._begun, self._one = begun, one
+
+    def note_successor(self, state: State) -> None:
+        """What the environment has made of the state."""
+        self._one = self._begun.note_successor(state, self._one)
+        _UNDER_WAY.set(_with(self._begun, self._one))
+
+    def client(self, given: Any) -> Any:
+        return self._begun.client(given, self._one)
 
 
 @contextmanager
-def inside_a_rollout(environment: object, state: State) -> Iterator[Begun]:
-    """Rollouts that begin inside (of another environment, that this one asks) are none of its states."""
-    begun = BEGUN.get()
+def inside_a_rollout(environment: object, state: State) -> Iterator[InsideARollout]:
+    """Rollouts that begin inside (of another environment, or of this one, that are asked for some) are none of its states."""
+    before, begun = _UNDER_WAY.get(), _BEGUN.get()
     if begun is None or begun.environment is not environment:
-        begun = Begun(environment, {})
-    begun.note_successor(state)
-    begun_token, under_way_token = BEGUN.set(None), UNDER_WAY.set(_with(begun))
+        noted = (one for one, _ in before if one.environment is environment and isinstance(one, _Called) and not one.is_taken)
+        begun = called = next(noted, None) or _Called(environment, before)  # not noted where `init_state` does not ask Environment's
+        before = called.take()
+    one = begun.note_successor(state, _here(begun))
+    begun_token = _BEGUN.set(None)
+    _UNDER_WAY.set(_with(begun, one))
     try:
-        yield begun
+        yield InsideARollout(begun, one)
     finally:
-        UNDER_WAY.reset(under_way_token)
-        BEGUN.reset(begun_token)
+        _UNDER_WAY.set(before)
+        _BEGUN.reset(begun_token)
 
 
 def client_under_way(environment: object, client: Any) -> Any:
     """The one that a call by this environment goes to. RuntimeError where none of its rollouts, or of others, is being made here."""
-    under_way = UNDER_WAY.get()
+    under_way = _UNDER_WAY.get()
     if not under_way:
         name = type(client).__name__
         raise RuntimeError(f"{name} has to know of which rollout a call is, and none is under way here; call init_state first, or give another client")
-    return next((begun for begun in under_way if begun.environment is environment), under_way[0]).client(client)
+    begun, one = next((place for place in under_way if place[0].environment is environment), under_way[0])
+    return begun.client(client, one)
 
 
-def _with(begun: Begun) -> tuple[Begun, ...]:
-    return (begun, *(other for other in UNDER_WAY.get() if other.environment is not begun.environment))
+def _with(begun: Begun, one: _Noted) -> tuple[_Place, ...]:
+    return ((begun, one), *(place for place in _UNDER_WAY.get() if place[0].environment is not begun.environment))
 
 
-def _place(states: list[State], state: State) -> int | None:
-    """Of this very object."""
-    return next((place for place, one in enumerate(states) if one is state), None)
+def _here(begun: Begun) -> _Noted | None:
+    """Its state in this context."""
+    return next((one for other, one in _UNDER_WAY.get() if other is begun), None)
+
+
+def _outermost(under_way: tuple[_Place, ...]) -> Begun | None:
+    """Not one that may have ended long ago."""
+    return next((begun.outermost for begun, _ in under_way if not isinstance(begun, _Called) or begun.is_taken), None)

@@ -42,8 +42,13 @@ limit of time is long. A server that was launched elsewhere has been tried again
 class KnowsRollouts(Protocol):
     """A client that wants to know which calls are of one rollout, so that they go to one engine and extend one sequence of tokens."""
 
-    def conversation(self, state: State) -> Any:
-        """A client for the calls of this rollout."""
+    def conversation(self, state: State, *, of: Mapping[str, Any] | None = None, number: int = 0) -> Any:
+        """A client for the calls of this rollout.
+
+        Args:
+            of: the input of the outermost rollout in which it is begun; None: it is that itself.
+            number: its own among all that begin in the outermost one.
+        """
         ...
 
 
@@ -52,9 +57,9 @@ def knows_rollouts(client: Any) -> TypeGuard[KnowsRollouts]:
     return getattr(type(client), "conversation", None) is not None  # asked at every call, so not `inspect.getattr_static`
 
 
-def client_of(client: Any, state: State) -> Any:
-    """The one that the calls of this rollout go to."""
-    return client.conversation(state) if knows_rollouts(client) else client
+def client_of(client: Any, state: State, *, of: Mapping[str, Any], number: int) -> Any:
+    """The one that the calls of this rollout go to; the arguments are those of `KnowsRollouts.conversation`."""
+    return client.conversation(state, of=of, number=number) if knows_rollouts(client) else client
 
 
 def overlong_answer(model: str) -> ChatCompletion:

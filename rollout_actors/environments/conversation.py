@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rollout_actors.environments.call_arguments import CallArguments
@@ -20,6 +21,14 @@ from shared.records import ImageRef
 from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
 
+IMAGE = "<|image_pad|>"
+"""The placeholder of an image, as the templates of Qwen's models write it. In a text it is the same token."""
+SENT_IMAGES = "image_sha256"
+"""The field of an answer that has the hashes of its prompt's images, in order: what a step's prompt shows may be changed by the environment later."""
+
+MOST_TURNS = 2**20
+"""Of a rollout: further calls would have the seeds of another rollout's."""
+
 Generate = Callable[[RolloutRequest], Awaitable[Rollout]]
 
 
@@ -32,13 +41,19 @@ class RolloutPlace:
     position: int
     """In the step, over all learner ranks."""
     sample_id: str
+    number: int = 0
+    """Of those that have this position: rollouts that an environment begins inside of one are there too."""
+
+    def turn(self, own: int) -> int:
+        """Of a turn of this rollout, a number that no other one has which has this position."""
+        return self.number * MOST_TURNS + own
 
     def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
-        seed = request_seed(self.run_seed, self.step, self.position, turn)
+        seed = request_seed(self.run_seed, self.step, self.position, self.turn(turn))
         return RolloutRequest(self.step, self.position, self.sample_id, prompt.token_ids, prompt.images, decode, seed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reading:
     """What all conversations of a client have in common: how tokens become messages, and messages tokens."""
 
@@ -48,6 +63,12 @@ class Reading:
     decode: DecodeSettings
     max_model_len: int
     """Most tokens of a prompt and its answer together."""
+
+    @cached_property
+    def placeholder(self) -> int | None:
+        """Of an image; None: the tokenizer does not know it, and no text has one."""
+        encoded = self.tokens.encode(IMAGE)
+        return encoded[0] if len(encoded) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +96,7 @@ class Conversation:
         self._shown: tuple[ImageRef, ...] = ()
         """In the last call."""
         self._expansion = 0
+        """By how many tokens the last call's prompt was longer in the engine."""
         # By whom it is waited for: other calls of this rollout. Unblocked by this call's end, for which the engine has a limit.
         self._one_at_a_time = asyncio.Lock()
         self.chat = _Chat(_ChatCompletions(self))
@@ -103,7 +125,7 @@ class Conversation:
                 return overlong_answer(model)
             sampled, said = Sampled.of(rollout), self._said(rollout, tools)
             self._note(prompt, rendered, len(messages), rollout, sampled, _message(said))
-            return chat_answer(self._answer_id(), model, rollout, sampled, said)
+            return _with_images(chat_answer(self._answer_id(), model, rollout, sampled, said), prompt)
 
     async def answer_text(self, model: str, text: str, arguments: Mapping[str, Any]) -> Any:
         """See `AsyncOpenAI.completions.create`; otherwise as `answer_chat`."""
@@ -118,33 +140,44 @@ class Conversation:
                 return overlong_answer(model)
             sampled = Sampled.of(rollout)
             self._note(prompt, text, 0, rollout, sampled, {})
-            return text_answer(self._answer_id(), model, rollout, sampled, tokens.decode(rollout.response_token_ids, with_special=False))
+            text = tokens.decode(rollout.response_token_ids, with_special=False)
+            return _with_images(text_answer(self._answer_id(), model, rollout, sampled, text), prompt)
 
     def _prompt(self, continued: tuple[int, ...] | None, text: str, images: tuple[ImageRef, ...], *, is_plain: bool = False) -> _Prompt:
         # The same tokens may stand for another image now.
-        if continued is not None and images[: len(self._shown)] == self._shown:
+        if self._last is not None and continued is not None and images[: len(self._shown)] == self._shown:
+            # Only what is new is looked at: a model of text may have sampled a placeholder, which stands for nothing.
+            self._require_places(continued[len(self._last.token_ids) :], images, num_before=len(self._shown))
             return _Prompt(continued, images, is_split=False)
-        return _Prompt(self._reading.tokens.encode(text, is_plain=is_plain), images, is_split=self._last is not None)
+        token_ids = self._reading.tokens.encode(text, is_plain=is_plain)
+        self._require_places(token_ids, images)
+        return _Prompt(token_ids, images, is_split=self._last is not None)
+
+    def _require_places(self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0) -> None:
+        """ValueError where there are more or fewer placeholders than images: one of them would stand for another image, or for none."""
+        number = num_before + sum(token_id == self._reading.placeholder for token_id in token_ids)
+        if number != len(images):
+            remedy = "leave that out of the text of messages" if number > len(images) else "the chat template writes none for some; show images where it does"
+            raise ValueError(f"prompt: has {number} x {IMAGE} and {len(images)} x an image; {remedy}")
 
     async def _ask(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
         """None: there is no room for an answer."""
-        # The images that the engine has not seen yet are counted with one token each: it may refuse what seems to have room.
-        room = self._reading.max_model_len - len(prompt.token_ids) - (self._expansion if prompt.images else 0)
+        # The images that are not of the call that this one goes on from are counted with one token each: the engine may refuse what seems to have room.
+        room = self._reading.max_model_len - len(prompt.token_ids) - (0 if prompt.is_split else self._expansion)
         if room < 1:
             return None
         decode = replace(self._reading.decode, max_new_tokens=min(max_tokens, room))
+        request = self._place.request(self._turn, prompt, decode)
         try:
-            rollout = await self._generate(self._place.request(self._turn, prompt, decode))
+            rollout = await self._generate(request)
         except RolloutError as error:
             if prompt.images and says_overlong(error.message):
                 return None
             raise
-        if not prompt.images and rollout.prompt_token_ids != prompt.token_ids:
-            raise RolloutError(f"answered another prompt than the one of sample {self._place.sample_id}", actor=rollout.actor, phase="check")
+        require_own_prompt(rollout, request)
         if len(rollout.prompt_token_ids) + len(Sampled.of(rollout).token_ids) > self._reading.max_model_len:
             # The engine takes longer ones than this client may, and only now it is known that it did.
             return None
-        self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
         return rollout
 
     def _said(self, rollout: Rollout, tools: Sequence[Mapping[str, Any]] | None) -> Said:
@@ -165,11 +198,12 @@ class Conversation:
             answer,
         )
         self._shown = prompt.images
+        self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
         self._turn += 1
         self._state["num_splits"] += prompt.is_split
 
     def _answer_id(self) -> str:
-        return f"rollout-{self._place.step}-{self._place.position}-{self._turn - 1}"
+        return f"rollout-{self._place.step}-{self._place.position}-{self._place.turn(self._turn - 1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +225,19 @@ class _TextCompletions:
 
     async def create(self, *, model: str, prompt: str, **arguments: Any) -> Any:
         return await self.conversation.answer_text(model, prompt, arguments)
+
+
+def require_own_prompt(rollout: Rollout, request: RolloutRequest) -> None:
+    """RolloutError where the engine answered another one. Of a prompt with images, placeholder for placeholder, the learner says so
+    (`learner.image_encoder`)."""
+    if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
+        told = f"answered another prompt than the one of example {request.sample_id}; engines must have the tokenizer of model.path"
+        raise RolloutError(told, actor=rollout.actor, phase="check")
+
+
+def _with_images(answer: Any, prompt: _Prompt) -> Any:
+    setattr(answer, SENT_IMAGES, [image.sha256 for image in prompt.images])
+    return answer
 
 
 def _message(said: Said) -> Message:

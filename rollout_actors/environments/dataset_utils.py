@@ -18,7 +18,8 @@ def build_dataset_from_outputs(results: GenerateOutputs, *, include_ids: bool = 
     Columns: `id` (the states', where any has one) and `example_id` (the input's), `prompt` and `completion` (as `sanitize_messages` has them), `answer` and
     `info` where there are any, `task`, `reward`, one for each metric, and one for each of `state_columns`: fields of the state, `timing.total_ms` for one
     inside another. A row reads as it was: what differs in type or keys from row to row (`info` of several environments, contents of text beside contents of
-    parts) is a column of JSON. KeyError for a state column that no state has.
+    parts) is a column of JSON. KeyError for a state column that no state has, TypeError where they are
+    one text.
     """
     from datasets import Dataset  # imports pyarrow and pandas
 
@@ -42,10 +43,17 @@ def rows_of_outputs(results: GenerateOutputs, *, include_ids: bool = True, state
     columns["reward"] = results.reward
     # A metric may have the name of one of the columns above, or of a column of the state.
     columns |= {name if name not in columns else f"metric_{name}": values for name, values in results.metrics.items()}
-    for path in state_columns or ():
+    for path in column_names(state_columns):
         if path not in columns:
             columns[path] = _column(results.state, path)
     return [{name: plain(value) for name, value in zip(columns, row, strict=True)} for row in zip(*columns.values(), strict=True)]
+
+
+def column_names(state_columns: Sequence[str] | None) -> list[str]:
+    """None: none. TypeError for one text, whose letters are a sequence of texts too."""
+    if isinstance(state_columns, str):
+        raise TypeError(f"state_columns: must be a list of names, got the text {state_columns!r}; give {[state_columns]}")
+    return list(state_columns or ())
 
 
 def field_of(state: Mapping[str, Any], path: str) -> Any:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -15,11 +15,11 @@ from typing import Any
 
 from rollout_actors.environments.begun import client_under_way, note_begun, note_cleaned, whole
 from rollout_actors.environments.client import ask, knows_rollouts, merged
-from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, present, push_dataset
+from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, column_names, present, push_dataset
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
 from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
-from rollout_actors.environments.lifecycle import Event, Handler, all_of, awaited, close_at_exit, forget, handlers
-from rollout_actors.environments.messages import concat_messages
+from rollout_actors.environments.lifecycle import Event, Handler, all_of, awaited, close_at_exit, forget, handlers, to_the_end
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages
 from rollout_actors.environments.outputs import GenerateOutputs, made_folder
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.rubric import Rubric
@@ -30,6 +30,9 @@ _LOGGER = logging.getLogger(__name__)
 
 class Environment(ABC):
     """Data, what a rollout on one row of it is, and what it is worth. Subclasses say what a rollout is."""
+
+    cleanup_timeout_s = 300.0
+    """Longest time for all that is marked with `@cleanup` after one rollout, and with `@teardown`. A subclass may allow more."""
 
     def __init__(
         self,
@@ -105,6 +108,8 @@ class Environment(ABC):
         own: dict[str, Any] = deepcopy(dict(input))
         if self.message_type == "chat" and isinstance(own.get("prompt"), str):
             own["prompt"] = self.prompt_format.prompt(own)
+        elif own.get("prompt") is not None and self.message_type == "chat":
+            own["prompt"] = cleanup_messages(own["prompt"])  # a dataset's own row has its table's nulls
         if own.get("info") == "":
             del own["info"]
         elif own.get("info") is not None:
@@ -112,7 +117,7 @@ class Environment(ABC):
         own.setdefault("task", self.env_id or "default")
         state = self._new_state(own)
         tools = (own.get("info") or {}).get("oai_tools")
-        state["oai_tools"] = deepcopy(list(self.oai_tools if tools is None else tools))
+        state["oai_tools"] = deepcopy(self.oai_tools) if tools is None else cleanup_tools(deepcopy(list(tools)))
         note_begun(self, state)
         return state
 
@@ -170,7 +175,8 @@ class Environment(ABC):
             state["completion"] = "" if self.message_type == "completion" else []
             return
         last = state["trajectory"][-1]
-        said = concat_messages([last["prompt"], last["completion"], *state.get("final_env_response", ())])
+        final = state.get("final_env_response")
+        said = concat_messages([last["prompt"], last["completion"], *([] if final is None else [final])])
         state["completion"] = said[len(state["prompt"]) :]
 
     async def _cleanup(self, state: State) -> None:
@@ -184,7 +190,7 @@ class Environment(ABC):
             return
         self._is_closed = True
         forget(self)
-        await all_of(self._teardowns)
+        await to_the_end(all_of(self._teardowns), self.cleanup_timeout_s)
 
     async def __aenter__(self) -> Environment:
         return self
@@ -228,6 +234,7 @@ class Environment(ABC):
         """
         if save_path is not None:
             made_folder(save_path)  # better known now than when all is done
+        columns = column_names(state_columns)
         examples = inputs if isinstance(inputs, Examples) else Examples(rows_of(inputs), self.prompt_format)
         call = GenerateCall(
             client,
@@ -241,7 +248,7 @@ class Environment(ABC):
             rollout_timeout_s=rollout_timeout_s,
         )
         results = await generate(self, examples, call)
-        results.metadata.state_columns = list(state_columns or [])
+        results.metadata.state_columns = columns
         if save_path is not None:
             self._save(results, save_path)
         return results
@@ -282,12 +289,12 @@ class Environment(ABC):
         return results
 
     def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
-        """`generate` where no event loop runs."""
-        return asyncio.run(self.generate(*args, **kwargs))
+        """`generate` where no event loop runs. RuntimeError where one does, as in a notebook."""
+        return _run(self.generate, args, kwargs)
 
     def evaluate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
-        """`evaluate` where no event loop runs."""
-        return asyncio.run(self.evaluate(*args, **kwargs))
+        """`evaluate` where no event loop runs. RuntimeError where one does, as in a notebook."""
+        return _run(self.evaluate, args, kwargs)
 
     def make_dataset(
         self,
@@ -303,6 +310,13 @@ class Environment(ABC):
         if push_to_hf_hub:
             push_dataset(made, hub_name or f"{self.name}-results")
         return made
+
+
+def _run(method: Callable[..., Coroutine[Any, Any, GenerateOutputs]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GenerateOutputs:
+    if asyncio._get_running_loop() is not None:
+        name = method.__name__
+        raise RuntimeError(f"{name}_sync: an event loop runs here, as in a notebook; write `await environment.{name}(...)`")
+    return asyncio.run(method(*args, **kwargs))
 
 
 def _info(given: Any) -> Mapping[str, Any]:

@@ -1,25 +1,39 @@
-"""What the code of environments raises: told with its place, and kept from ending the process."""
+"""What the code of environments raises: told with its place, and kept from ending the process, or a task that is not its own."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
+import inspect
 import sysconfig
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 from rollout_actors.environments import client
 
 FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 """Of one rollout, but for what `raise_if_for_all` raises again."""
 
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+T = TypeVar("T")
+
+_STANDARD = (sysconfig.get_path("stdlib"), "<")
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("rollout_actors", "shared"))
+_EXAMPLES = f"{Path(__file__).parent / 'examples'}/"
 
 
 def told(error: BaseException) -> str:
-    """As `state["error"]` has it: `KeyError: 'nope' (my_env.py:12)`. What a client raised says itself what was wrong, and no line of the environment is."""
+    """As `state["error"]` has it: `KeyError: 'nope' (my_env.py:12)`, and where it came up while another one was dealt with, that one behind it. What a client
+    raised says itself what was wrong, and no line of the environment is."""
+    text, first = _told(error), error.__context__
+    if first is None or error.__suppress_context__ or isinstance(first, asyncio.CancelledError):
+        return text
+    return f"{text}, after {_told(first)}"
+
+
+def _told(error: BaseException) -> str:
     error = called_exit(error) if isinstance(error, SystemExit) else error
     text = f"{type(error).__name__}: {error}"
     last = _last_of_users(error)
@@ -48,14 +62,47 @@ def raise_if_for_all(error: BaseException) -> None:
         raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
 
 
+async def in_own_task(work: Coroutine[Any, Any, T]) -> T:
+    """The work's value. Its `exit()` comes as RuntimeError, where it would end the event loop; and where it cancels its own task, as one does for a limit of
+    time of one's own, it is not the caller that is cancelled. Where the caller is, so is the work, and that is waited for."""
+    try:
+        value = await asyncio.create_task(staying(work))
+    finally:
+        work.close()  # it may not have begun when this was cancelled
+    if is_cancelled():
+        raise asyncio.CancelledError  # which the work has kept to itself
+    return value
+
+
+async def staying(work: Coroutine[Any, Any, T]) -> T:
+    """To be made a task, where `exit()` would end the event loop."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise called_exit(error) from error
+
+
 def _is_of_signal(error: SystemExit) -> bool:
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+    """Whether a handler raised it: what a signal's number and the interrupted frame were given to."""
+    return any(any(isinstance(value, FrameType) for value in _arguments(frame)) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    names, more, _, values = inspect.getargvalues(frame)
+    given = [values[name] for name in names if name in values]
+    return given if more is None else [*given, *values.get(more, ())]
 
 
 def _last_of_users(error: BaseException) -> tuple[FrameType, int] | None:
-    """The innermost frame, with its line, that is of no library and none of this package's."""
-    places = [place for place in traceback.walk_tb(error.__traceback__) if not place[0].f_code.co_filename.startswith(_LIBRARIES)]
-    if any(frame.f_code.co_filename == client.__file__ for frame, _ in places):
+    """The innermost frame, with its line, that is of no library and none of this package's; or where the environment is installed as a library, the first of
+    those."""
+    places = [place for place in traceback.walk_tb(error.__traceback__) if not _file(place).startswith(_STANDARD)]
+    if any(_file(place) == client.__file__ for place in places):
         return None
-    return next((place for place in reversed(places) if not place[0].f_code.co_filename.startswith(_OURS)), None)
+    others = [place for place in places if not _file(place).startswith(_OURS) or _file(place).startswith(_EXAMPLES)]
+    users = [place for place in others if not _file(place).startswith(_INSTALLED)]
+    return users[-1] if users else next(iter(others), None)
+
+
+def _file(place: tuple[FrameType, int]) -> str:
+    return place[0].f_code.co_filename

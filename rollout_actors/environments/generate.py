@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -16,14 +16,14 @@ from tqdm import tqdm
 
 from rollout_actors.environments.begun import Begun, begins, require_state, whole
 from rollout_actors.environments.client import knows_rollouts
-from rollout_actors.environments.failures import FAILURES, raise_if_for_all, told
+from rollout_actors.environments.failures import FAILURES, in_own_task, raise_if_for_all, told
 from rollout_actors.environments.inputs import Examples, placed, require_own_positions
-from rollout_actors.environments.lifecycle import all_of, to_the_end
+from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
-from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of, lent, require_rewards
+from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of, lent, settle
 from rollout_actors.environments.turns import Turn
 from rollout_actors.environments.types import RolloutInput, State
-from rollout_actors.environments.waits import WAITED_S
+from rollout_actors.environments.waits import WAITED, Stopwatch
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
@@ -105,7 +105,7 @@ class _Rollouts:
     @property
     def states(self) -> list[State]:
         """Of all, in order, when they are done."""
-        return [state for state in self._done if state is not None]
+        return [self._state(place) for place in range(len(self._done))]
 
     async def run(self) -> None:
         places = range(len(self._inputs))
@@ -136,11 +136,11 @@ class _Rollouts:
 
     async def _generate(self, place: int, *, is_last: bool = False) -> None:
         async with self._generation():
-            began_s, waited_s = time.perf_counter(), list[float]()
-            WAITED_S.set(waited_s)
+            began_s, waited = time.perf_counter(), Stopwatch()
+            WAITED.set(waited)
             state = await self._rolled_out(place)
             timing = state["timing"]
-            timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s - sum(waited_s))
+            timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s - waited.total_s)
         self._done[place] = state
         if is_last:
             self._tell(place)
@@ -151,12 +151,12 @@ class _Rollouts:
         try:
             with begins(environment.member(one["task"]), one) as begun:
                 async with _within(self._call.rollout_timeout_s):
-                    return await self._cleaned_up(one, begun)
+                    return await in_own_task(self._cleaned_up(one, begun))
         except FAILURES as error:  # of one rollout: it is data, and the others go on
             raise_if_for_all(error)
             _LOGGER.debug("rollout %d failed", place, exc_info=error)
-            noted = None if begun is None else begun.noted
-            state = environment._new_state(dict(one)) if noted is None else whole(noted)
+            noted = None if begun is None else begun.first
+            state = environment._new_state(dict(one)) if noted is None else _filled(noted, one)
             await _note_failure(environment, state, error)
             return state
 
@@ -165,15 +165,15 @@ class _Rollouts:
         call, environment = self._call, self._environment
         state: State | None = None
         try:
-            made = await environment.rollout(one, call.client, call.model, call.sampling_args)
-            state = whole(require_state(made, f"rollout of {environment.name}"))
-            if begun.state is not None and "num_splits" in begun.state:
-                state.setdefault("num_splits", begun.state["num_splits"])  # it may be another one than the client knows
+            made = await awaited(environment.rollout(one, call.client, call.model, call.sampling_args))
+            state = _filled(require_state(made, f"rollout of {environment.name}"), one)
+            if begun.num_splits is not None:
+                state["num_splits"] = begun.num_splits  # it may be another state than the client knows
         finally:
             member = environment.member(one["task"])
             left = begun.left(state)
             if member._cleanups and left:
-                await to_the_end(all_of([partial(member._cleanup, each) for each in left]))
+                await to_the_end(all_of([partial(member._cleanup, each) for each in left]), member.cleanup_timeout_s)
         return state
 
     async def _score(self, unit: Sequence[int]) -> None:
@@ -182,12 +182,10 @@ class _Rollouts:
         async with turn.taken():
             sound = [state for state in states if state["error"] is None]
             try:
-                with self._parser_lent(unit):
-                    if rubric.compares_rollouts and sound:
-                        await rubric.score_group(sound)
-                    elif sound:
-                        await rubric.score_rollout(sound[0])
-                require_rewards(sound, rubric)
+                if sound:
+                    with lent(self._environment.member(self._inputs[unit[0]]["task"]).parser):
+                        await in_own_task(rubric.score_group(sound) if rubric.compares_rollouts else rubric.score_rollout(sound[0]))
+                settle(sound, rubric)
             except FAILURES as error:  # of one unit, as above
                 raise_if_for_all(error)
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
@@ -202,11 +200,6 @@ class _Rollouts:
             timing["scoring_ms"], timing["total_ms"] = scoring_ms, timing["generation_ms"] + scoring_ms
             self._tell(place)
 
-    def _parser_lent(self, unit: Sequence[int]) -> AbstractContextManager[None]:
-        task = self._inputs[unit[0]]["task"]
-        # Of a task that names no environment no rollout has succeeded: then there is nothing to score.
-        return lent(self._environment.member(task).parser) if any(self._state(place)["error"] is None for place in unit) else nullcontext()
-
     def _state(self, place: int) -> State:
         state = self._done[place]
         assert state is not None, "it is generated first"
@@ -218,12 +211,20 @@ class _Rollouts:
             self._call.on_rollout(place, self._state(place))
 
 
+def _filled(state: State, one: RolloutInput) -> State:
+    """With all that a rollout of this row has, whatever an environment of a user's has left out."""
+    if not dict.__contains__(state, "input"):
+        state["input"] = {key: value for key, value in one.items() if key not in state}
+    return whole(state)
+
+
 async def _note_failure(environment: Environment, state: State, error: BaseException) -> None:
     state["error"] = told(error)
     state["is_completed"], state["stop_condition"] = True, "error"
     if state["completion"] is None:
         try:
-            await environment._render_completion(state)
+            async with asyncio.timeout(environment.cleanup_timeout_s):
+                await environment._render_completion(state)
         except FAILURES as again:  # perhaps the failure itself: the steps are kept, in their own words
             raise_if_for_all(again)
             state["completion"] = "" if environment.message_type == "completion" else []
@@ -231,15 +232,15 @@ async def _note_failure(environment: Environment, state: State, error: BaseExcep
 
 @asynccontextmanager
 async def _within(limit_s: float | None) -> AsyncIterator[None]:
-    """Cancels the block where it is not done by then, and raises a TimeoutError for it."""
+    """Cancels the block where it is not done by then, and raises a TimeoutError for it, also where the block has kept that to itself."""
     try:
         async with asyncio.timeout(limit_s) as timeout:
             yield
-    except TimeoutError as error:
+    except TimeoutError:
         if not timeout.expired():
             raise
-        told = f"not done after rollout_timeout_s = {limit_s:g} s; check what its turns and tools wait for, or allow more"
-        raise TimeoutError(told) from error
+    if timeout.expired():
+        raise TimeoutError(f"not done after rollout_timeout_s = {limit_s:g} s; check what its turns, tools and cleanups wait for, or allow more")
 
 
 def _bounded(number: int | None) -> Callable[[], AbstractAsyncContextManager[Any]]:

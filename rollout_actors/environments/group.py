@@ -39,6 +39,13 @@ class EnvGroup(Environment):
         self.dataset = _joined({name: env.dataset for name, env in self.envs.items()})
         self.eval_dataset = _joined({name: env.dataset if env.eval_dataset is None else env.eval_dataset for name, env in self.envs.items()})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if own := [handler.__name__ for handler in (*self._stop_conditions, *self._cleanups)]:
+            raise TypeError(
+                f"{', '.join(own)}: a group has no @stop and no @cleanup of its own, since its environments make its rollouts; mark methods of those"
+            )
+
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
         return await self._env(input.get("task")).init_state(input, **kwargs)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol, overload
 
-from rollout_actors.environments.messages import cleanup_messages, concat_messages
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages
 from rollout_actors.environments.types import Messages, RolloutInput
 
 
@@ -43,7 +43,8 @@ class PromptFormat:
         return concat_messages([system, [dict(message) for message in self.few_shot], own])
 
     def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
-        """`index` is the id of a row that has none. What the row holds is copied: a rollout changes nothing of the caller's."""
+        """`index` is the id of a row that has none. What the row holds is copied: a rollout changes nothing of the caller's. Its `info` is as it is, but for
+        the nulls that a table filled into `oai_tools` (see `cleanup_tools`)."""
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(f"row {index} has neither prompt nor question, only {', '.join(sorted(row)) or 'nothing'}; give it one of the two")
         example_id = next((row[key] for key in ("example_id", "id") if row.get(key) is not None), index)
@@ -53,6 +54,9 @@ class PromptFormat:
         for key in ("answer", "info", "position"):
             if row.get(key) is not None:
                 made[key] = deepcopy(row[key])
+        info: Any = made.get("info")
+        if isinstance(info, dict) and isinstance(info.get("oai_tools"), list):
+            info["oai_tools"] = cleanup_tools(info["oai_tools"])
         return made
 
 
@@ -111,10 +115,15 @@ def rows_of(inputs: Any) -> Rows:
         rows: Any = inputs
         return rows if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") else list(rows)
     columns = {key: value for key, value in inputs.items() if value is not None}
+    if "prompt" not in columns and "question" not in columns:
+        raise ValueError(f"inputs: neither prompt nor question, only {', '.join(sorted(map(str, columns))) or 'nothing'}; give one of the two")
     prompts = columns.get("prompt", columns.get("question"))
     is_one_row = isinstance(prompts, str) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping))
     if is_one_row:
         return [inputs]
+    for key, value in columns.items():
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+            raise TypeError(f"inputs: {key} must be a list with one for each row, got {type(value).__name__}, since the prompts are a column")
     sizes = {key: len(value) for key, value in columns.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"inputs: the columns have different lengths: {', '.join(f'{key} {size}' for key, size in sizes.items())}")

@@ -15,7 +15,8 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from enum import StrEnum
 from types import FrameType
 from typing import Any, Protocol, TypeVar, overload
@@ -27,7 +28,6 @@ _MARK = "_rollmatch_handles"
 
 Handler = Callable[..., Any]
 F = TypeVar("F", bound=Handler)
-T = TypeVar("T")
 
 
 class Event(StrEnum):
@@ -85,7 +85,7 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
     return tuple(getattr(owner, name) for _, name in sorted(found))
 
 
-async def awaited(value: Awaitable[T] | T) -> T:
+async def awaited(value: Any) -> Any:
     """What a plain function returned, or what an asynchronous one comes to."""
     return await value if inspect.isawaitable(value) else value
 
@@ -107,16 +107,19 @@ async def all_of(called: Sequence[Handler], *arguments: Any) -> None:
         raise first
 
 
-async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """For what is put away, however often this task is cancelled meanwhile: that counts when it is done. Raises what the work raises, but where the task is
-    being cancelled: that is what happens to it then, and the error is logged."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
+async def to_the_end(work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    """For what is put away, however often this task is cancelled meanwhile: that counts when it is done. Raises what the work raises, and TimeoutError where it
+    is not done within the limit; but where the task is being cancelled, that is what happens to it then, and the error is logged."""
+    task, cancelled, deadline_s = asyncio.ensure_future(work), None, time.monotonic() + limit_s
+    while not task.done() and (left_s := deadline_s - time.monotonic()) > 0:
         try:
-            await asyncio.wait([task])
+            await asyncio.wait([task], timeout=left_s)
         except asyncio.CancelledError as error:
             cancelled = error
     try:
+        if not task.done():
+            task.cancel()
+            raise TimeoutError(f"cleaning up is not done after {limit_s:g} s; check what it waits for, or allow more (the environment's cleanup_timeout_s)")
         task.result()
     except Exception as error:
         if not is_cancelled():

@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rollout_actors.environments.messages import as_mapping
@@ -16,14 +17,14 @@ BASE64 = ";base64"
 
 
 class MessageImages:
-    """Of one rollout, whose messages come again with every call: each image is decoded once."""
+    """Of one rollout, whose messages come again with every call: each image is read once."""
 
     def __init__(self) -> None:
         self._known: dict[str, ImageRef] = {}
 
     def of(self, messages: Sequence[Any]) -> tuple[ImageRef, ...]:
-        """In the order in which they are shown. Raises ValueError for an image that is not in the message itself, and for parts that are neither text nor
-        image."""
+        """In the order in which they are shown. Raises ValueError for an image that is not in the message itself or cannot be read, and for parts that are
+        neither text nor image."""
         return tuple(self._image(url) for message in messages for url in _urls(as_mapping(message).get("content")))
 
     def _image(self, url: str) -> ImageRef:
@@ -35,8 +36,20 @@ class MessageImages:
                 data = base64.b64decode(body, validate=True)
             except binascii.Error as error:
                 raise ValueError(f"image_url: {url[:60]!r}... is not base64 ({error})") from error
+            try:
+                _require_picture(data)
+            except ValueError as error:
+                raise ValueError(f"image_url: {url[:60]!r}... cannot be decoded: {error}; send a whole PNG, JPEG or WebP file") from error
             self._known[url] = ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
         return self._known[url]
+
+
+@lru_cache(maxsize=32)  # the rollouts of an example show the same ones, and begin one after the other
+def _require_picture(data: bytes) -> None:
+    """ValueError with the reason: the engine's refusal would not be this rollout's alone."""
+    from rollout_actors.images import decode_image  # as long as Pillow takes, environments without images do without
+
+    decode_image(data)
 
 
 def shown_in(messages: Messages) -> list[Any]:

@@ -8,6 +8,11 @@ from typing import Any
 
 from rollout_actors.environments.types import Message, Messages
 
+_OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired"})
+"""Fields of a JSON schema that are mappings from names, which may be those of its fields too."""
+_OF_VALUES = frozenset({"default", "const", "enum", "examples"})
+"""Fields of a JSON schema in which a null is a value."""
+
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
     """One conversation, or one text, of several in a row. Nothing is copied but the outermost list."""
@@ -47,8 +52,8 @@ def _copied(value: Any) -> Any:
 
 
 def cleanup_messages(messages: Messages) -> Messages:
-    """As an endpoint takes them, from however a dataset stores them: without the fields that are None (a table has every column in every row), and with tool
-    calls that are mappings, where they were stored as JSON."""
+    """As an endpoint takes them, from however a dataset stores them: without the fields that are None, of messages, of tool calls and, at any depth, of the
+    parts of a content (a table has every column in every row), and with tool calls that are mappings, where they were stored as JSON."""
     if isinstance(messages, str):
         return messages
     cleaned = []
@@ -59,11 +64,52 @@ def cleanup_messages(messages: Messages) -> Messages:
             one["tool_calls"] = [json.loads(call) if isinstance(call, str) else _without_none(call) for call in one["tool_calls"]]
             if not one["tool_calls"]:
                 del one["tool_calls"]
+        if isinstance(one["content"], list):
+            one["content"] = [_filled(part) for part in one["content"]]
         # A call for tools alone has no content; of any other message it is the user's mistake that the endpoint will name.
-        if "content" in one and one["content"] is None and "tool_calls" not in one:
+        if one["content"] is None and "tool_calls" not in one:
             one["content"] = ""
         cleaned.append(one)
     return cleaned
+
+
+def cleanup_tools(tools: Sequence[Any]) -> list[Any]:
+    """What a model is told of tools, without what a table filled in: there each has the fields and the parameters of all, and None for what is not its own.
+
+    What is None goes: a field of a tool or of a JSON schema, and a name in `properties`, `$defs` and the like. It stays where JSON schema has a null:
+
+    - inside `enum`, `examples`, and a `default` or `const` that is a list or a mapping;
+    - as the `default` of what may be left out. A parameter that is `required` has none;
+    - as the `const` of a schema that says nothing else of its values, but that its type is `null`.
+
+    No rule tells the null defaults of a table from those that were put into it: info that must come back to the letter is stored as JSON.
+    """
+    return [_told(tool) for tool in tools]
+
+
+def _told(schema: Any, *, is_required: bool = False) -> Any:
+    if isinstance(schema, list | tuple):
+        return [_told(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    required = schema.get("required")
+    names = required if isinstance(required, list | tuple) else ()
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if value is None and not (_is_constant_null(schema) if key == "const" else key == "default" and not is_required):
+            continue
+        if key in _OF_VALUES:
+            made[key] = value
+        elif key in _OF_NAMES and isinstance(value, Mapping):
+            made[key] = {name: _told(one, is_required=name in names) for name, one in value.items() if one is not None}
+        else:
+            made[key] = _told(value)
+    return made
+
+
+def _is_constant_null(schema: Mapping[str, Any]) -> bool:
+    said = {key: value for key, value in schema.items() if value is not None and key not in ("title", "description")}
+    return said in ({}, {"type": "null"})
 
 
 def sanitize_messages(messages: Messages) -> Messages:
@@ -99,3 +145,10 @@ def _plain(value: Any) -> Any:
 
 def _without_none(call: Any) -> Mapping[str, Any]:
     return {key: value for key, value in as_mapping(call).items() if value is not None}
+
+
+def _filled(part: Any) -> Any:
+    """What of it is not None, at any depth."""
+    if isinstance(part, list):
+        return [_filled(one) for one in part]
+    return {key: _filled(value) for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from rollout_actors.environments.begun import inside_a_rollout, require_state
+from rollout_actors.environments.begun import inside_a_rollout, note_cleaned, require_state
 from rollout_actors.environments.client import OVERLONG
 from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.lifecycle import stop, to_the_end
+from rollout_actors.environments.lifecycle import awaited, stop, to_the_end
 from rollout_actors.environments.messages import concat_messages, copied, said
 from rollout_actors.environments.responses import parse_response_messages, parse_response_tokens
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State, TrajectoryStep, TrajectoryStepTokens
@@ -24,7 +24,8 @@ class MultiTurnEnv(Environment):
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """What the environment says to the conversation so far, whose last message is the model's. May write to the state."""
+        """What the environment says to the conversation so far, whose last message is the model's. May write to the state, and as `final_env_response` its
+        last word, with which the rollout ends."""
 
     @stop
     async def max_turns_reached(self, state: State) -> bool:
@@ -38,6 +39,11 @@ class MultiTurnEnv(Environment):
     async def max_seq_len_reached(self, state: State) -> bool:
         return bool(state.get("max_seq_len_reached", False))
 
+    @stop
+    async def environment_has_ended_it(self, state: State) -> bool:
+        """`env_response` has noted its last word, which nobody answers, in `state["final_env_response"]`."""
+        return state.get("final_env_response") is not None
+
     async def get_prompt_messages(self, state: State) -> Messages:
         """Of the next call: the rollout's prompt, and then the conversation so far with what the environment says to it."""
         if not state["trajectory"]:
@@ -45,16 +51,15 @@ class MultiTurnEnv(Environment):
         last = state["trajectory"][-1]
         # Copies: what the environment does to them is said in the next call, and was not said in the last one.
         messages = concat_messages([copied(last["prompt"]), copied(last["completion"])])
-        answer = said(await self.env_response(messages, state), f"env_response of {self.name}")
-        prompt = concat_messages([messages, answer])
-        state["final_env_response"] = [answer]
-        return prompt
+        answer = said(await awaited(self.env_response(messages, state)), f"env_response of {self.name}")
+        if state.get("final_env_response") is not None:
+            state["final_env_response"] = said(state["final_env_response"], f"final_env_response of {self.name}")
+        return concat_messages([messages, answer])
 
     async def add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
         """Note a call of the model as a step of the trajectory."""
         if response is not None and response.id == OVERLONG:
             state["prompt_too_long"] = state["is_truncated"] = True
-            state.pop("final_env_response", None)  # the model has not heard it
             return
         completion = await parse_response_messages(response, self.message_type)
         tokens = await parse_response_tokens(response, self.message_type)
@@ -70,26 +75,26 @@ class MultiTurnEnv(Environment):
             "extras": {},
         }
         state["trajectory"].append(step)
-        state.pop("final_env_response", None)
 
     async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
         """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however that ends."""
-        state = require_state(await self.init_state(input), f"init_state of {self.name}")
+        state = require_state(await awaited(self.init_state(input)), f"init_state of {self.name}")
         try:
-            with inside_a_rollout(self, state) as begun:
-                begun_with, state = state, require_state(await self.setup_state(state), f"setup_state of {self.name}")
-                begun.note_successor(state, begun_with)
-                await self._take_turns(state, begun.client(client), model, sampling_args)
+            with inside_a_rollout(self, state) as inside:
+                state = require_state(await awaited(self.setup_state(state)), f"setup_state of {self.name}")
+                inside.note_successor(state)
+                await self._take_turns(state, inside.client(client), model, sampling_args)
         finally:
+            note_cleaned(self, state)
             if self._cleanups:
-                await to_the_end(self._cleanup(state))
+                await to_the_end(self._cleanup(state), self.cleanup_timeout_s)
         return state
 
     async def _take_turns(self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None) -> None:
-        while not await self.is_completed(state):
-            prompt = await self.get_prompt_messages(state)
-            # What the environment has just said may have been its last word.
-            if state["trajectory"] and await self.is_completed(state):
+        while not await awaited(self.is_completed(state)):
+            prompt = await awaited(self.get_prompt_messages(state))
+            if state.get("final_env_response") is not None:
+                await awaited(self.is_completed(state))
                 break
             response = await self.get_model_response(
                 client, model, prompt, oai_tools=state["oai_tools"], sampling_args=sampling_args, message_type=self.message_type

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollout_actors.environments.dataset_utils import field_of, plain
 from rollout_actors.environments.types import State
 from shared.errors import RecordError, StorageError
+from shared.run_file import RunFile
 
 NAME = "rollouts.jsonl"
 REMEDY = "delete this line, and its rollout is made again"
@@ -145,29 +146,25 @@ class ResultsFile:
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._file = stack.enter_context(self.path.open("ab", buffering=0))
-                _lock(self._file, self.path)
+                lines = stack.enter_context(closing(RunFile(self.path, mode="ab", error_of=_cannot)))
+                _lock(lines.file, self.path)
                 self.was_torn = _mend(self.path)
                 """Whether a line was removed."""
                 self.rollouts = {one.place: one for one in read_rollouts(self.path)}
             except OSError as error:
                 raise _cannot(self.path, error) from error
             stack.pop_all()  # it stays open
+        self._lines = lines
 
     def __enter__(self) -> ResultsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        self._lines.close()
 
     def append(self, one: FinishedRollout) -> None:
         """When this returns, the rollout stays done, whatever becomes of the process. StorageError where it cannot be written."""
-        line = memoryview(one.model_dump_json().encode() + b"\n")
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            raise _cannot(self.path, error) from error
+        self._lines.write(one.model_dump_json() + "\n")
         self.rollouts[one.place] = one
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.turns import Turn, each, in_thread
@@ -87,40 +88,56 @@ class Rubric:
     @property
     def compares_rollouts(self) -> bool:
         """Whether a function needs all rollouts of an example, or the subclass has a `score_group` of its own."""
-        return any(reward.is_of_group for reward in self._rewards) or type(self).score_group is not Rubric.score_group
+        return self._needs_group or type(self).score_group is not Rubric.score_group
+
+    @property
+    def _needs_group(self) -> bool:
+        return any(reward.is_of_group for reward in self._rewards)
 
     async def score_rollout(self, state: State) -> None:
         """Write the state's `reward` and `metrics`, and the reward of the steps that have none. Raises what a function raises."""
-        if self.compares_rollouts:
-            await self.score_group([state])
-            return
+        if self._needs_group:
+            # Not a subclass's own, which may call this method.
+            await Rubric.score_group(self, [state])
+        else:
+            await self._score_alone(state)
+
+    async def _score_alone(self, state: State) -> None:
         objects = self._objects()
         values = [await reward.of_rollout(state, objects) for reward in self._rewards]
         self._credit(state, values)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
         """Many rollouts, so many at a time (-1: all): each by itself, or where functions compare them, those of each example together. Raises the first error
-        when none is scored any more."""
+        when none is scored any more.
+
+        For calls by hand. `Environment.generate` has turns of its own: it calls `score_rollout`, or where rollouts are compared, `score_group`; a subclass that
+        scores in another way overrides one of those.
+        """
         examples = groups_of((state.get("task"), state.get("example_id")) for state in states)
         units = examples if self.compares_rollouts else [[place] for place in range(len(states))]
         places = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else None
 
-        async def scored(unit: Sequence[int]) -> None:
+        async def scored(unit: Sequence[State]) -> None:
             async with Turn(places).taken():
                 if self.compares_rollouts:
-                    await self.score_group([states[place] for place in unit])
+                    await self.score_group(unit)
                 else:
-                    await self.score_rollout(states[unit[0]])
+                    await self.score_rollout(unit[0])
+            settle(unit, self)
 
-        await each([scored(unit) for unit in units])
+        await each([scored([states[place] for place in unit]) for unit in units])
 
     async def score_group(self, states: Sequence[State]) -> None:
         """Of all rollouts of one example: the same, and their `advantage`, which is the reward without the group's mean."""
+        await self._score(states)
+        give_advantages(states)
+
+    async def _score(self, states: Sequence[State]) -> None:
         objects = self._objects()
         columns = [await reward.of_group(states, objects) for reward in self._rewards]
         for place, state in enumerate(states):
             self._credit(state, [column[place] for column in columns])
-        give_advantages(states)
 
     def _objects(self) -> dict[str, Any]:
         parser = _PARSER.get()
@@ -153,15 +170,11 @@ class RubricGroup(Rubric):
         return list(dict.fromkeys(name for rubric in self.rubrics for name in rubric.reward_names))
 
     @property
-    def compares_rollouts(self) -> bool:
+    def _needs_group(self) -> bool:
         return any(rubric.compares_rollouts for rubric in self.rubrics)
 
-    async def score_rollout(self, state: State) -> None:
+    async def _score_alone(self, state: State) -> None:
         await self._score([state])
-
-    async def score_group(self, states: Sequence[State]) -> None:
-        await self._score(states)
-        give_advantages(states)
 
     async def _score(self, states: Sequence[State]) -> None:
         totals = [0.0] * len(states)
@@ -171,9 +184,10 @@ class RubricGroup(Rubric):
                 await rubric.score_group(states)
             else:
                 await each([rubric.score_rollout(state) for state in states])
+            settle(states, rubric)
             for place, state in enumerate(states):
                 totals[place] += state["reward"]
-                for name, value in state["metrics"].items():
+                for name, value in (state.get("metrics") or {}).items():
                     metrics[place][name] = metrics[place].get(name, 0.0) + value
         for place, state in enumerate(states):
             state["metrics"] = metrics[place]
@@ -188,12 +202,25 @@ def groups_of(names: Iterable[Any]) -> list[list[int]]:
     return list(groups.values())
 
 
-def require_rewards(states: Sequence[State], rubric: Rubric) -> None:
-    """ValueError where a rubric, which may be of a class of the user's, has left one without a reward that can be compared."""
+def settle(states: Sequence[State], rubric: Rubric) -> None:
+    """The end of scoring: what a rubric, which may be of a class of the user's, has changed since it was given is that of the steps too, and where it has
+    changed rewards since they were compared, they are compared again; advantages that it has set itself stay.
+
+    Raises:
+        ValueError: it has left a rollout without a reward that can be compared, or with a metric that is no number.
+    """
+    who = type(rubric).__name__
     for state in states:
-        reward = state["reward"]
-        if reward is None or not math.isfinite(reward):
-            raise ValueError(f"{type(rubric).__name__} gave the reward {reward}; give a finite number")
+        if not _is_finite(reward := state.get("reward")):
+            raise ValueError(f"{who} gave the reward {reward!r}; give a finite number")
+        for name, value in (state.get("metrics") or {}).items():
+            if not _is_finite(value):
+                raise ValueError(f"{who} gave the metric {name} = {value!r}; give a finite number, or leave it out")
+    _compare_again(states)
+    for state in states:
+        for field in ("reward", "advantage"):
+            if state.get(field) is not None and not _is_as_given(state, field):
+                _give(state, field, state[field])
 
 
 def credit(state: State, reward: float) -> None:
@@ -203,9 +230,9 @@ def credit(state: State, reward: float) -> None:
 
 def give_advantages(states: Sequence[State]) -> None:
     """To the rollouts of one example, and to those of their steps that have none."""
-    advantages = group_advantages([state["reward"] for state in states])
-    for state, advantage in zip(states, advantages, strict=True):
-        _give_advantage(state, advantage)
+    rewards = [state["reward"] for state in states]
+    for state, advantage in zip(states, group_advantages(rewards), strict=True):
+        _give(state, "advantage", advantage, rewards)
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
@@ -218,25 +245,71 @@ def compare_rollouts(states: Sequence[State]) -> None:
         give_advantages(sound)
     for state in states:
         if state["error"] is not None:
-            _give_advantage(state, None)
+            _give(state, "advantage", None)
 
 
-def _give_advantage(state: State, advantage: float | None) -> None:
-    _give(state, "advantage", advantage)
+def relative_steps(state: State) -> list[int]:
+    """Steps whose advantage is the rollout's among those of its example, and none that a rubric or somebody else has set."""
+    return _inheriting(state, "advantage") if _given(state, "advantage").compared else []
 
 
-def _give(state: State, field: str, value: float | None) -> None:
-    """What steps got so is noted in `state["inherited"]`, and changes where the rollout is scored again. States and steps may be of users, who leave out
-    what is not known yet."""
-    former, noted = state.get(field), state.setdefault("inherited", {})
-    before, now = noted.get(field, ()), []
+def _compare_again(states: Sequence[State]) -> None:
+    for places in groups_of(id(_given(state, "advantage").compared) for state in states):
+        group = [states[place] for place in places]
+        rewards, compared = [state["reward"] for state in group], _given(group[0], "advantage").compared
+        if len(compared) != len(group) or compared == rewards:
+            continue  # never compared, or not with these alone; or still true
+        for state, advantage in zip(group, group_advantages(rewards), strict=True):
+            if _is_as_given(state, "advantage"):
+                _give(state, "advantage", advantage, rewards)
+
+
+class _Given(NamedTuple):
+    """What a rollout was given, noted in `state["_inherited"]` by field."""
+
+    value: float | None = None
+    steps: Sequence[int] = ()
+    """Those that were given it too."""
+    compared: Sequence[float] = ()
+    """The rewards that an advantage was computed from, in one list for all of the group; empty where it is of another kind."""
+
+
+def _given(state: State, field: str) -> _Given:
+    return _Given(*state.get("_inherited", {}).get(field, ()))
+
+
+def _is_as_given(state: State, field: str) -> bool:
+    return _is_same(state[field], _given(state, field).value)
+
+
+def _inheriting(state: State, field: str) -> list[int]:
+    """Steps that hold what they were given, and nothing that somebody has set since."""
+    given, steps = _given(state, field), state.get("trajectory") or ()
+    return [number for number in given.steps if number < len(steps) and _is_same(steps[number].get(field), given.value)]
+
+
+def _give(state: State, field: str, value: float | None, compared: Sequence[float] = ()) -> None:
+    """To a rollout, and to those of its steps that have nothing, or what they were given before. States and steps may be of users, who leave out what is not
+    known yet."""
+    former, now = set(_inheriting(state, field)), []
     state[field] = value
     for number, step in enumerate(state.get("trajectory") or ()):
-        # Not what somebody has set since.
-        if step.get(field) is None or (number in before and step[field] == former):
+        if step.get(field) is None or number in former:
             step[field] = value
             now.append(number)
-    noted[field] = now
+    state.setdefault("_inherited", {})[field] = _Given(value, now, compared)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """NaN is the same as NaN here."""
+    return bool(one == other or (one != one and other != other))
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, OverflowError):  # no number, or an integer that no float can hold
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +324,8 @@ class _Reward:
     required: tuple[str, ...]
     """Those without a default."""
     takes_all: bool
+    bound: frozenset[str]
+    """The names that a partial has given a value: with `**kwargs` too they keep it."""
     is_of_group: bool
     is_nameless: bool
     """`name` is that of its kind."""
@@ -258,12 +333,17 @@ class _Reward:
     @classmethod
     def of(cls, function: RewardFunction, weight: float) -> _Reward:
         parameters = inspect.signature(function).parameters.values()
-        given = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        # What a partial has bound is given already.
+        bound = function.keywords if isinstance(function, partial) else {}
+        given = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in bound]
         named, required = tuple(one.name for one in given), tuple(one.name for one in given if one.default is one.empty)
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         name = getattr(function, "__name__", type(function).__name__)
+        if unnamed := [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]:
+            raise ValueError(f"reward function {name}: {', '.join(unnamed)} can only be given by position; arguments are given by name, so leave out the slash")
         is_nameless = name == "<lambda>" or not hasattr(function, "__name__")
-        return cls(function, name, float(weight), named, required, takes_all, any(argument in PLURALS for argument in named), is_nameless)
+        is_of_group = any(argument in PLURALS for argument in named)
+        return cls(function, name, float(weight), named, required, takes_all, frozenset(bound), is_of_group, is_nameless)
 
     async def of_rollout(self, state: State, objects: Mapping[str, Any]) -> float:
         return _number(await self._called({**_fields(state), "state": state, **objects}), self.name)
@@ -284,7 +364,7 @@ class _Reward:
         if missing := [name for name in self.required if name not in there]:
             known = ", ".join(sorted(there))
             raise TypeError(f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add others to the rubric's class_objects")
-        arguments = there if self.takes_all else {name: there[name] for name in self.arguments if name in there}
+        arguments = {name: there[name] for name in (there if self.takes_all else self.arguments) if name in there and name not in self.bound}
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)
         value = await in_thread(self.function, **arguments)

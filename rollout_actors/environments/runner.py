@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,18 +16,20 @@ from typing import Any, NamedTuple
 from rollout_actors.environments.call_arguments import CallArguments
 from rollout_actors.environments.chat_tokens import ChatTokens
 from rollout_actors.environments.client import merged
+from rollout_actors.environments.conversation import SENT_IMAGES
 from rollout_actors.environments.engine_client import EngineClient, Engines
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.loading import load_environment
-from rollout_actors.environments.message_images import MessageImages, without_images
+from rollout_actors.environments.message_images import without_images
 from rollout_actors.environments.messages import sanitize_messages
 from rollout_actors.environments.tool_calls import reader_of
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
 from rollout_actors.environments.types import RolloutInput, State, TrajectoryStep
 from rollout_actors.environments.watched_engines import WatchedEngines
 from shared.errors import RolloutError
+from shared.records import ImageRef
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, ExampleGroup, TrainingExample
 
 Answer = tuple[EnvironmentRollout, ...]
@@ -102,7 +104,7 @@ class EnvironmentRunner:
         dataset = self._environment.get_eval_dataset() if first.is_held_out else self._environment.get_dataset()
         done: dict[int, EnvironmentRollout] = {}
         for groups in _calls([group for request in requests for group in request.groups], dataset):
-            for rollout in await engines.unless_one_fails(self._generate(_Placed(dataset, groups), client, first)):
+            for rollout in await engines.unless_one_fails(self._generate(_Placed(dataset, groups), client, first, engines.sent_images)):
                 done[rollout.position] = rollout
         return [tuple(done[position] for group in request.groups for position in group.positions) for request in requests]
 
@@ -118,7 +120,8 @@ class EnvironmentRunner:
             except ValueError as error:
                 raise RolloutError(f"sampling_args of {one.name}: {error}", actor=self._name, phase="environment") from error
 
-    async def _generate(self, inputs: _Placed, client: EngineClient, request: EnvironmentRequest) -> list[EnvironmentRollout]:
+    async def _generate(self, inputs: _Placed, client: EngineClient, request: EnvironmentRequest, images: Mapping[str, ImageRef]) -> list[EnvironmentRollout]:
+        """`images`: those that are sent meanwhile, by their hashes."""
         started_s, settings = time.time(), self._settings
         results = await self._environment.generate(
             inputs,
@@ -131,12 +134,11 @@ class EnvironmentRunner:
         )
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
-        images = MessageImages()
         # Nothing is learned of a report.
-        for made in () if request.is_held_out else merge_trajectories_for_training(states).examples:
-            # All that it shows is in the prompt of its last call, which goes on from those before.
-            prompt = states[made.rollout]["trajectory"][made.steps[-1]]["prompt"]
-            shown = () if isinstance(prompt, str) else images.of(prompt)
+        for made in () if request.is_held_out else merge_trajectories_for_training([_as_sent(state) for state in states]).examples:
+            # All that it shows is in the prompt of its last call, which goes on from those before. One that was not sent here is missed by the learner.
+            sent = _sent_images(states[made.rollout]["trajectory"][made.steps[-1]])
+            shown = tuple(images[sha256] for sha256 in sent if sha256 in images)
             # By its place in the step, which does not depend on how the step is cut into calls.
             learned[made.rollout].append(replace(made, rollout=inputs.places[made.rollout].position, images=shown))
         keeps = settings.keeps_messages or request.is_held_out
@@ -249,6 +251,21 @@ def _taken_back(request: EnvironmentRequest) -> dict[str, Any]:
 def _written(messages: Any) -> Any:
     """As they travel and are written down, whatever an environment has put into them; None of a rollout that ended before it had any."""
     return None if messages is None else json.loads(json.dumps(sanitize_messages(without_images(messages)), default=str))
+
+
+def _as_sent(state: State) -> State:
+    """With the images that its calls were sent in place of their prompts: an environment may have changed those since, or named the images in them."""
+    made = state.copy()
+    made["trajectory"] = [
+        {**step, "prompt": [{"role": "user", "content": [{"image": sha256} for sha256 in _sent_images(step)]}]} for step in state["trajectory"]
+    ]
+    return made
+
+
+def _sent_images(step: TrajectoryStep) -> Sequence[str]:
+    """Hashes, as the client noted them with the answer; none where another one gave it."""
+    sent: Sequence[str] = getattr(step["response"], SENT_IMAGES, ())
+    return sent
 
 
 def _calls(groups: Sequence[ExampleGroup], dataset: Examples) -> list[list[ExampleGroup]]:

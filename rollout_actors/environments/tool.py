@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rollout_actors.environments.failures import called_exit
-from rollout_actors.environments.lifecycle import stop
+from rollout_actors.environments.lifecycle import awaited, stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import RewardFunction, Rubric
 from rollout_actors.environments.tool_schema import Tool
@@ -24,9 +24,12 @@ class ToolEnv(MultiTurnEnv):
         """
         Args:
             tools: functions whose parameters have type hints, plain or asynchronous; their docstrings are what the model is told. Plain ones run in a thread,
-                at the same time as those of other rollouts.
+                at the same time as those of other rollouts; so many of them and of plain reward functions together as asyncio's own executor has threads:
+                min(32, cores + 4), if nobody gives the event loop another. More wait for a thread: what waits for a network had better be asynchronous. A
+                `functools.partial` goes by the name and the docstring of what it wraps, unless it is given its own, and what it binds is not shown.
             max_turns: most calls of the model in a rollout; -1: any number.
-            error_formatter: what the model is told of a tool that is unknown, that cannot be called so, or that raises.
+            error_formatter: what the model is told of a tool that is unknown, that cannot be called so, or that raises. Where that is nothing, the name
+                of the error's class.
         """
         super().__init__(max_turns=max_turns, **kwargs)
         if self.message_type != "chat":
@@ -55,7 +58,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self._tools:
-            raise ValueError(f"tool {tool.name} is there already; tools go by the functions' names")
+            raise ValueError(f"tool {tool.name} is there already; tools go by the functions' names: give one of the two a __name__ of its own")
         self._tools[tool.name] = tool
         self.oai_tools = [*self.oai_tools, tool.schema]
 
@@ -81,7 +84,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _refusal(self, error: Exception, state: State) -> str:
         state["num_tool_errors"] = state.get("num_tool_errors", 0) + 1
-        return self.error_formatter(error)
+        return self.error_formatter(error) or type(error).__name__
 
     async def _completed(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
         """What a tool is called with, from what the model gave."""
@@ -101,7 +104,7 @@ class StatefulToolEnv(ToolEnv):
         return tool_args
 
     async def _completed(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
-        return await self.update_tool_args(tool_name, tool_args, messages, state)
+        return await awaited(self.update_tool_args(tool_name, tool_args, messages, state))
 
 
 class ToolRubric(Rubric):

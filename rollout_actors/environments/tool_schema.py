@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -35,18 +36,21 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any], args_to_skip: Collection[str] = ()) -> Tool:
-        """From its signature, its type hints and its docstring (the text, and an `Args:` section with a line for each).
+        """From its signature, its type hints and its docstring (the text, and an `Args:` section with a line for each). Of a partial, they
+        are those of what it wraps, but for a `__name__` and a `__doc__` that it was given itself; what it binds is skipped.
 
         `args_to_skip` are the parameters that the model neither sees nor sets. ValueError names the function and what cannot be told to a model.
         """
-        name = getattr(function, "__name__", type(function).__name__)
+        name = _name(function)
         if not _NAME.fullmatch(name):
             raise ValueError(f"tool {name}: the name of a tool has 1 to 64 letters, digits, - and _; give a named function")
         parameters = _parameters(name, function)
         if absent := [arg for arg in args_to_skip if arg not in parameters]:
             raise ValueError(f"tool {name}: args_to_skip has {', '.join(absent)}, which is no parameter; they are {', '.join(parameters) or 'none'}")
-        description, told = read_docstring(inspect.getdoc(function) or "")
-        seen = [one for one in parameters.values() if one.name not in args_to_skip]
+        description, told = read_docstring(_docstring(function))
+        bare = _bare(function)
+        skipped = {*args_to_skip, *(bare.keywords if isinstance(bare, partial) else ())}
+        seen = [one for one in parameters.values() if one.name not in skipped]
         # By alias, since a model's field may not be called `_x`, and should not be called `copy`.
         fields: dict[str, Any] = {f"argument_{place}": (_hint(one), _field(one, told)) for place, one in enumerate(seen)}
         try:
@@ -79,7 +83,7 @@ class Tool:
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**arguments)
         else:
-            value = await in_thread(self.function, **arguments)
+            value = await in_thread(partial(self.function, **arguments))  # whose parameters may have the names of those of `in_thread`
             value = await value if inspect.isawaitable(value) else value
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
 
@@ -118,9 +122,28 @@ class _Untitled(GenerateJsonSchema):
         return False
 
 
+def _name(function: Callable[..., Any]) -> str:
+    given: str | None = getattr(function, "__name__", None)
+    if given is None:
+        return _name(function.func) if isinstance(function, partial) else type(function).__name__
+    return given
+
+
+def _docstring(function: Callable[..., Any]) -> str:
+    # Where it was given none, a partial has that of its class.
+    if isinstance(function, partial) and "__doc__" not in vars(function):
+        return _docstring(function.func)
+    return inspect.getdoc(function) or ""
+
+
+def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without what `update_wrapper` notes on a partial, by which its signature would be that of what it wraps, with what it binds."""
+    return partial(_bare(function.func), *function.args, **function.keywords) if isinstance(function, partial) else function
+
+
 def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
-        signature = inspect.signature(function, eval_str=True)
+        signature = inspect.signature(_bare(function), eval_str=True)
     except NameError as error:
         raise ValueError(f"tool {name}: a type hint cannot be read: {error}; use types that its module knows") from error
     for one in signature.parameters.values():

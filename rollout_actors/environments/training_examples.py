@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rollout_actors.environments.message_images import shown_in
+from rollout_actors.environments.rubric import relative_steps
 from rollout_actors.environments.types import State, TrajectoryStep, TrajectoryStepTokens
 from shared.trajectory import TrainingExample
 
@@ -129,16 +130,10 @@ class _Merged:
         return [value if is_learned else 0.0 for value, is_learned in zip(values, self.mask, strict=True)]
 
     def _relative(self, state: State) -> list[int]:
-        flags: list[int] = []
+        flags, relative = list[int](), set(relative_steps(state))
         for number, _, end in self.steps:
-            flags += [int(number in _inherited(state))] * (end - len(flags))
+            flags += [int(number in relative)] * (end - len(flags))
         return flags
-
-
-def _inherited(state: State) -> Sequence[int]:
-    """Steps whose advantage is the rollout's, as its rubric gave it."""
-    steps: Sequence[int] = (state.get("inherited") or {}).get("advantage", ())
-    return steps
 
 
 def _rollouts(states: Sequence[State]) -> list[_Rollout]:

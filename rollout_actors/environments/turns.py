@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
-from rollout_actors.environments.failures import called_exit
+from rollout_actors.environments.failures import called_exit, staying
+from rollout_actors.environments.waits import Stopwatch
 
 T = TypeVar("T")
 
@@ -27,11 +26,12 @@ class Turn:
     def __init__(self, places: asyncio.Semaphore | None) -> None:
         """`places`: None: any number."""
         self._places = places
-        self._lock = threading.Lock()
-        self._running = 0
-        self._since_s = 0.0
-        self.ran_s = 0.0
+        self._watch = Stopwatch()
+
+    @property
+    def ran_s(self) -> float:
         """Seconds in which any of its functions ran, without the wait for a place or for a thread."""
+        return self._watch.total_s
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[None]:
@@ -47,7 +47,7 @@ class Turn:
         if self._places is not None:
             await self._places.acquire()
         try:
-            with self._runs():
+            with self._watch.running():
                 yield
         finally:
             if self._places is not None:
@@ -73,37 +73,17 @@ class Turn:
                 await self._places.acquire()
 
     @contextmanager
-    def _runs(self) -> Iterator[None]:
-        self._begin()
-        try:
-            yield
-        finally:
-            self._end()
-
-    @contextmanager
     def waits(self) -> Iterator[None]:
         """What runs meanwhile says so itself."""
-        self._end()
+        self._watch.end()
         try:
             yield
         finally:
-            self._begin()
+            self._watch.begin()
 
     def in_its_thread(self, function: Callable[..., T], arguments: dict[str, Any]) -> T:
-        with self._runs():
+        with self._watch.running():
             return function(**arguments)
-
-    def _begin(self) -> None:
-        with self._lock:
-            if not self._running:
-                self._since_s = time.perf_counter()
-            self._running += 1
-
-    def _end(self) -> None:
-        with self._lock:
-            self._running -= 1
-            if not self._running:
-                self.ran_s += time.perf_counter() - self._since_s
 
 
 async def each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -133,7 +113,7 @@ def _called(function: Callable[..., T], arguments: dict[str, Any]) -> T:
 
 async def _gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
-        values = await asyncio.gather(*(_staying(work) for work in works), return_exceptions=True)
+        values = await asyncio.gather(*(staying(work) for work in works), return_exceptions=True)
     finally:
         for work in works:
             work.close()  # it may not have begun when this was cancelled
@@ -141,11 +121,3 @@ async def _gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(value, BaseException):
             raise value
     return cast("list[T]", values)
-
-
-async def _staying(work: Coroutine[Any, Any, T]) -> T:
-    """In a task of its own, where `exit()` would end the event loop."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise called_exit(error) from error

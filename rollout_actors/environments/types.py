@@ -73,7 +73,7 @@ class State(dict[str, Any]):
     """All that is known of a rollout.
 
     The keys of `INPUT_FIELDS` are those of `state["input"]`, if there is one: however the state is read, iterated over, copied or written, they look like its
-    own. An environment adds keys of its own.
+    own. An environment adds keys of its own; those with an underscore in front are the package's.
     """
 
     INPUT_FIELDS: ClassVar[list[str]] = ["prompt", "answer", "task", "info", "example_id"]

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -148,14 +149,15 @@ def test_a_run_without_a_checkpoint_or_held_out_samples_is_refused_for_both(run)
     assert "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl" in said
 
 
-def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(tmp_path):
+@pytest.mark.parametrize(("images", "devices"), [(0, 1), (3, 2)])
+def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(tmp_path, demo_checkpoint, images, devices):
     """As the run's own held-out reports: its arguments, greedily, by a server that is started as its engines were."""
     folder, section = tmp_path / "my run", {"id": "guess_number", "args": {"largest": 9}, "tool_call_parser": "hermes", "num_eval_examples": 12}
-    (folder / "checkpoint").mkdir(parents=True)
-    (folder / "checkpoint" / "config.json").write_text("{}")
-    changes = {"environment": {**section, "rollouts_per_example": 4, "chat_template_args": {"enable_thinking": False}}}
+    shutil.copytree(demo_checkpoint, folder / "checkpoint")
+    changes = {"environment": {**section, "rollouts_per_example": 4, "chat_template_args": {"enable_thinking": False}, "max_images_per_prompt": images}}
     changes["rollout_matching__repeat_terminate"] = {"enabled": True}
-    config = trajectory_config(tmp_path / "model", folder, **changes)
+    changes["rollout_matching__vllm"] = {"mode": "actors", "actors": {"tensor_parallel_size": devices}}
+    config = trajectory_config(demo_checkpoint, folder, **changes)
     (folder / "config.json").write_text(config.model_dump_json())
     serve, evaluate = (shlex.split(one) for one in refused(folder).split("`")[1::2])
     options = read_arguments(ServeOptions, serve[3:])
@@ -163,10 +165,22 @@ def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(t
     assert options.model == folder / "checkpoint"
     assert (options.dtype, options.tool_call_parser, settings.max_model_len) == (config.model.dtype, "hermes", 48)
     assert settings.repeat_guard == config.rollout_matching.repeat_terminate.settings()
+    placement = plan_placement(config, [Resources(cpus=32, gpus=8 if settings.device == "cuda" else 0)])
+    of_the_run = settings_of_run(config, placement, ImageNeeds(max(images, 1)))
+    assert settings == replace(of_the_run, model_path=str(folder / "checkpoint"), max_lora_rank=settings.max_lora_rank)
+    assert (settings.tensor_parallel_size, settings.max_num_seqs) == (devices, devices * config.rollout_matching.decode_batch_size)
     asked = read_options(evaluate[3:])
     assert (asked.environment, asked.env_args, asked.num_examples, asked.rollouts_per_example) == ("guess_number", {"largest": 9}, 12, 1)
     assert asked.sampling_args == {"max_tokens": 8, "temperature": 0.0, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
     assert asked.base_url == f"http://{options.host}:{options.port}/v1"
+
+
+def test_a_run_of_an_environment_without_a_checkpoint_is_refused_for_both(tmp_path):
+    (tmp_path / "config.json").write_text(trajectory_config(tmp_path / "model", tmp_path).model_dump_json())
+    said = refused(tmp_path)
+    assert "holds no checkpoint (no config.json); let the run end with checkpoint.save_final: true" in said
+    assert "run: it is of an environment, which vf-eval evaluates" in said
+    assert "launch.serve" not in said, "there is nothing to serve"
 
 
 @pytest.mark.parametrize("overrides", [("model.path=x", "telemetry.run_dir=y"), ("model={path: x}", "telemetry={run_dir: y}")])

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,14 @@ def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(
     assert settings(*serve_arguments(expected, port=8001)) == expected
     python, _, module, *arguments = shlex.split(serve_command(expected, "http://10.0.0.1:8001"))
     assert (python, module, read_arguments(ServeOptions, arguments).port) == ("python", "launch.serve", 8001)
+
+
+def test_the_command_for_a_run_without_images_is_one_that_the_server_takes(model: Path) -> None:
+    expected = replace(settings(f"model={model}", "device=cpu"), max_images_per_prompt=0)
+    started = settings(*serve_arguments(expected, port=8001))
+    assert started == replace(expected, max_images_per_prompt=1), "room that a text model does not need"
+    seeing = replace(expected, max_images_per_prompt=3)
+    assert settings(*serve_arguments(seeing, port=8001)) == seeing
 
 
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:

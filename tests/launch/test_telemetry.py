@@ -2,6 +2,10 @@
 
 import io
 import json
+import re
+import resource
+import shutil
+from contextlib import contextmanager
 
 import pytest
 from config_support import configuration, trajectory_config
@@ -215,6 +219,36 @@ def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(config):
     telemetry = placed(config)
     with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: .*No space left on device; free space"):
         take_step(telemetry, config)
+
+
+@contextmanager
+def full_disk_after(opened):
+    """No file takes a byte more once `opened` is there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield opened
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(config):
+    output = io.StringIO()
+    with full_disk_after(open_telemetry(config, output)) as telemetry, pytest.raises(ZeroDivisionError), telemetry:
+        1 / 0  # noqa: B018
+    shown = output.getvalue()
+    assert "1 / 0" in shown and "the run ended; details above" in shown
+    assert re.search(r"warning +cannot write .*error\.txt: .*File too large; free space", shown)
+
+
+def test_a_full_disk_at_the_end_of_an_interrupted_run_is_said_and_of_a_good_one_is_its_error(config):
+    output = io.StringIO()
+    with full_disk_after(open_telemetry(config, output)) as telemetry, pytest.raises(KeyboardInterrupt), telemetry:
+        raise KeyboardInterrupt
+    assert re.search(r"warning +cannot write .*timeline\.json: .*File too large", output.getvalue())
+    shutil.rmtree(config.telemetry.run_dir)
+    with full_disk_after(open_telemetry(config)) as telemetry, pytest.raises(StorageError, match=r"timeline\.json"), telemetry:
+        pass
 
 
 def test_what_ended_a_run_is_kept_with_its_traceback(config):

@@ -233,6 +233,33 @@ def test_an_image_that_cannot_be_decoded_ends_the_run_with_the_engines_name(conf
     assert caught.value.actor == "actor-2"
 
 
+def quoting(whole, blind):
+    """The examples of a step, of which those of odd positions have a placeholder that is text; or `blind`, an image that nobody knows any more."""
+    shown = whole.example(*parts_of(0))
+    text = whole.example(Part("tell me about <|image_pad|> please"), Part("ee ff", is_learned=True))
+    return lambda position: [(replace(shown, images=()) if blind else text) if position % 2 else shown]
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["placeholder in a text", "image that is missing"])
+def test_an_example_whose_placeholders_are_not_those_of_its_images_ends_the_run_with_the_example_and_what_to_do(config, whole, blind):
+    """In a row with others it would be shown their patches."""
+    learner, answers = begun(config(), whole, quoting(whole, blind))
+    told = r"example \d+: its tokens have places for 1 images, and it brings 0; an environment leaves the text of placeholders out of its messages"
+    with pytest.raises(RolloutError, match=told) as caught:
+        learner.accumulate(answers)
+    assert caught.value.phase == "check"
+
+
+def test_a_placeholder_in_the_text_of_an_example_with_images_is_told_as_one(config, whole):
+    shown = whole.example(*parts_of(0))
+    pad = whole.processor.image_token_id
+    first, *others = shown.token_ids
+    both = replace(shown, token_ids=[first, pad, *others], mask=[0, *shown.mask], logprobs=[0.0, *shown.logprobs])
+    learner, answers = begun(config(), whole, lambda _: [both])
+    with pytest.raises(RolloutError, match=r"its tokens have places for 2 images, and it brings 1; an environment leaves"):
+        learner.accumulate(answers)
+
+
 # What syncs are proved by
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -139,4 +140,23 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: Non
     while any(psutil.pid_exists(process) for process in (shell, *children)):
         assert time.monotonic() < deadline, "the actor goes on without its engine"
         time.sleep(0.2)
+    pool.close()
+
+
+@pytest.mark.engines_extra
+def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_not_at_the_phases_limit(ray_cluster: None, demo_checkpoint: Path) -> None:
+    limits = TimeoutsSection(sync_phase_s=200.0)
+    actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
+    pool = ActorPool([actor], ["doomed"], PoolTimeouts.of_actors(limits), decode_batch_size=8)
+    pool.start()
+    learner = SmallLearner(demo_checkpoint, num_receivers=1, timeout_s=limits.sync_phase_s)
+    core = psutil.Process(ray.get(actor.process_ids.remote())[1])
+    core.suspend()  # so that vLLM has been asked, and cannot answer, when it dies
+    begun_s = time.monotonic()
+    killer = threading.Timer(3.0, core.kill)
+    killer.start()
+    with pytest.raises(WeightSyncError, match="pause on doomed: its process has ended"):
+        sync_weights(learner, pool)
+    assert time.monotonic() - begun_s < limits.sync_phase_s / 2
+    learner.close()
     pool.close()

@@ -31,6 +31,7 @@ from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
 from shared.config.timeouts import TimeoutsSection
+from shared.pictures import on_white
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
 from shared.transports import Device, Transport
@@ -182,7 +183,7 @@ class SmallLearner:
     def logits(self, token_ids: Sequence[int], image: ImageRef) -> tuple[tuple[int, ...], torch.Tensor]:
         """The expanded tokens and their logits [T, V]."""
         assert image.data is not None
-        pixels = self.processor.image_processor(images=[Image.open(io.BytesIO(image.data)).convert("RGB")], return_tensors="pt")
+        pixels = self.processor.image_processor(images=[on_white(Image.open(io.BytesIO(image.data)))], return_tensors="pt")
         num_pads = int(pixels["image_grid_thw"].prod()) // self.processor.image_processor.merge_size**2
         expanded = tuple(token for token_id in token_ids for token in ([token_id] * num_pads if token_id == self._image_pad else [token_id]))
         ids_1T = torch.tensor([expanded])

@@ -25,6 +25,7 @@ from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
 from shared.lora import AdapterFiles
+from shared.pictures import on_white
 from shared.records import ImageRef
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import FinishReason, WeightOffer
@@ -194,7 +195,7 @@ class TestGenerate:
         asyncio.run(asyncio.run(started(url, expected)).generate([replace(make_request(0), images=(image,))]))
         sent = Image.open(io.BytesIO(base64.b64decode(server.asked[-1][1]["content_parts"][0]["url"].partition(",")[2])))
         assert (sent.mode, sent.getexif()) == ("RGB", {})
-        assert sent.tobytes() == Image.open(io.BytesIO(image.data or b"")).convert("RGB").tobytes()
+        assert sent.tobytes() == on_white(Image.open(io.BytesIO(image.data or b""))).tobytes()
 
     def test_no_requests_make_no_call(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))

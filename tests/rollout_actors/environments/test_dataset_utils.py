@@ -117,6 +117,14 @@ def test_a_state_column_that_no_state_has_is_refused_with_what_there_is_and_one_
     assert list(environment.make_dataset(results, state_columns=["letters"])["letters"]) == [None, 2]
 
 
+def test_state_columns_are_a_list_and_not_one_text():
+    environment, results = echoed([{"question": "a", "answer": "a"}])
+    with pytest.raises(TypeError, match=r"state_columns: must be a list of names, got the text 'timing\.total_ms'; give \['timing\.total_ms'\]"):
+        environment.make_dataset(results, state_columns="timing.total_ms")
+    with pytest.raises(TypeError, match="state_columns: must be a list of names, got the text"):
+        build_dataset_from_outputs(results, state_columns="timing")
+
+
 def test_rows_of_different_types_read_as_they_were():
     rows = [
         {"question": "a", "answer": "a", "info": {"k": 1}},

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from environment_support import Talk, generated, user
 from openai.types.chat import ChatCompletion
+from scene_support import png
 from scripted_engines import Says, ScriptedEngines, ask, client_over, decode_settings, demo_tokenizer, rollout_of, says, state_at
 
 from launch.make_demo_model import CHAT_TEMPLATE
@@ -116,6 +117,8 @@ def test_an_over_long_conversation_ends_a_rollout_as_truncated_with_its_steps_ke
 
 # Images
 
+ONE, TWO = png(8, 8), png(8, 9)
+
 
 def picture(data: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
@@ -138,11 +141,11 @@ def test_images_of_messages_reach_the_engine_and_its_expanded_prompts_extend_eac
     tokenizer = demo_tokenizer(CHAT_TEMPLATE)
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     engines = Expanding(lambda _: says(tokenizer, "no"), pad=pad)
-    prompt = [{"role": "user", "content": [picture(b"one"), picture(b"two"), {"type": "text", "text": "What?"}]}]
+    prompt = [{"role": "user", "content": [picture(ONE), picture(TWO), {"type": "text", "text": "What?"}]}]
     (state,) = generated(Talk(max_turns=2), [{"prompt": prompt}], client_over(engines, tokenizer)).state
     first, second = state["trajectory"]
     sent = [[(ref.data, ref.sha256) for ref in request.images] for _, request in engines.requests]
-    assert sent == [[(data, hashlib.sha256(data).hexdigest()) for data in (b"one", b"two")]] * 2
+    assert sent == [[(data, hashlib.sha256(data).hexdigest()) for data in (ONE, TWO)]] * 2
     assert first["tokens"]["prompt_ids"].count(pad) == 6
     so_far = first["tokens"]["prompt_ids"] + first["tokens"]["completion_ids"]
     assert second["tokens"]["prompt_ids"][: len(so_far)] == so_far
@@ -160,12 +163,12 @@ def test_an_image_in_place_of_an_earlier_one_splits_the_rollout_though_the_token
     class Screen(Talk):
         async def get_prompt_messages(self, state: Any) -> Any:
             messages = await super().get_prompt_messages(state)
-            return [looked_at(b"two"), *messages[1:]] if state["trajectory"] else messages
+            return [looked_at(TWO), *messages[1:]] if state["trajectory"] else messages
 
     tokenizer = demo_tokenizer(CHAT_TEMPLATE)
     engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-    (state,) = generated(Screen(max_turns=2), [{"prompt": [looked_at(b"one")]}], client_over(engines, tokenizer)).state
-    assert [[image.data for image in request.images] for _, request in engines.requests] == [[b"one"], [b"two"]]
+    (state,) = generated(Screen(max_turns=2), [{"prompt": [looked_at(ONE)]}], client_over(engines, tokenizer)).state
+    assert [[image.data for image in request.images] for _, request in engines.requests] == [[ONE], [TWO]]
     made = merge_trajectories_for_training([state])
     assert [example.steps for example in made.examples] == [(0,), (1,)] and state["num_splits"] == made.num_splits == 1
 
@@ -178,7 +181,7 @@ def looked_at(data: bytes) -> dict[str, Any]:
 def test_a_prompt_that_only_its_images_make_too_long_ends_a_rollout_as_truncated_with_its_steps_kept() -> None:
     told = "sample 0 was refused: The decoder prompt (length 530) is longer than the maximum model length of 512."
     engines = refusing(RolloutError(told, actor="actor-0", phase="generate"))
-    row = {"prompt": [{"role": "user", "content": [picture(b"one"), {"type": "text", "text": "What?"}]}]}
+    row = {"prompt": [{"role": "user", "content": [picture(ONE), {"type": "text", "text": "What?"}]}]}
     (state,) = generated(Talk(max_turns=3), [row], client_over(engines, demo_tokenizer(CHAT_TEMPLATE))).state
     assert (state["error"], state["is_truncated"], state["stop_condition"], len(state["trajectory"])) == (None, True, "prompt_too_long", 1)
 
@@ -187,7 +190,7 @@ def test_an_answer_that_its_images_have_made_longer_than_this_client_may_take_is
     """The engine has room for longer ones, and in what it was asked an image is one token."""
     tokenizer = demo_tokenizer(CHAT_TEMPLATE)
     engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-    shown = [{"role": "user", "content": [picture(b"one"), {"type": "text", "text": "What?"}]}]
+    shown = [{"role": "user", "content": [picture(ONE), {"type": "text", "text": "What?"}]}]
     answer = ask(client_over(engines, tokenizer).conversation(state_at()), shown)
     length = len(engines.prompts[0]) + 2 + len(answer.choices[0].token_ids)
     assert ask(client_over(engines, tokenizer, max_model_len=length).conversation(state_at()), shown).id == answer.id
@@ -200,8 +203,8 @@ def test_an_answer_that_its_images_have_made_longer_than_this_client_may_take_is
 def test_an_answer_that_was_too_long_leaves_the_room_of_other_calls_as_it_was() -> None:
     tokenizer = demo_tokenizer(CHAT_TEMPLATE)
     engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-    filled = [picture(b"one"), {"type": "text", "text": "<|im_start|>" * 9}]
-    fits, too_long = ([{"role": "user", "content": content}] for content in (filled, [picture(b"one")] * 4))
+    filled = [picture(ONE), {"type": "text", "text": "<|im_start|>" * 9}]
+    fits, too_long = ([{"role": "user", "content": content}] for content in (filled, [picture(ONE)] * 4))
     # Of both before their images are expanded, the one by two tokens and the other by eight.
     (length,) = {len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) for messages in (fits, too_long)}
     conversation = client_over(engines, tokenizer, max_model_len=length + 6).conversation(state_at())
@@ -214,7 +217,7 @@ def test_an_answer_that_was_too_long_leaves_the_room_of_other_calls_as_it_was() 
 )
 def test_other_refusals_are_the_rollouts_error(has_image: bool, told: str) -> None:
     engines = refusing(RolloutError(told, actor="actor-0", phase="generate"))
-    content = [*([picture(b"one")] if has_image else []), {"type": "text", "text": "What?"}]
+    content = [*([picture(ONE)] if has_image else []), {"type": "text", "text": "What?"}]
     (state,) = generated(Talk(max_turns=3), [{"prompt": [{"role": "user", "content": content}]}], client_over(engines, demo_tokenizer(CHAT_TEMPLATE))).state
     assert state["error"] == f"RolloutError: generate on actor-0: {told}"
 
@@ -231,6 +234,79 @@ def test_other_parts_of_messages_are_refused_by_name(part: dict[str, Any], told:
     conversation = client_over(ScriptedEngines([]), demo_tokenizer(CHAT_TEMPLATE)).conversation(state_at())
     with pytest.raises(ValueError, match=told):
         ask(conversation, [{"role": "user", "content": [part]}])
+
+
+def test_what_is_no_picture_is_refused_with_a_remedy_and_no_address_in_memory() -> None:
+    """The specification: a rollout that fails is data. An engine that fails ends the run."""
+    engines = ScriptedEngines([])
+    for data in (b"torn file", ONE[: len(ONE) // 2], b""):
+        (state,) = generated(Talk(max_turns=1), [{"prompt": [looked_at(data)]}], client_over(engines, demo_tokenizer(CHAT_TEMPLATE))).state
+        assert state["error"].startswith("ValueError: image_url: 'data:image/png;base64,")
+        assert "cannot be decoded" in state["error"] and "send a whole PNG" in state["error"]
+        assert "0x" not in state["error"] and "None" not in state["error"]
+    assert engines.requests == []
+
+
+def test_a_placeholder_in_the_text_of_a_message_is_the_error_of_its_rollout_and_not_sent() -> None:
+    """As an environment writes it that quotes its model: as a token it would stand for another image, or for none."""
+    engines = ScriptedEngines([])
+    conversation = client_over(engines, demo_tokenizer(CHAT_TEMPLATE)).conversation(state_at())
+    quoting = {"type": "text", "text": "You said <|image_pad|>."}
+    for content, told in (([quoting], "has 1 x .* and 0 x an image"), ([picture(ONE), quoting], "has 2 x .* and 1 x an image")):
+        with pytest.raises(ValueError, match=f"{told}; leave that out of the text of messages"):
+            ask(conversation, [{"role": "user", "content": content}])
+    with pytest.raises(ValueError, match=r"has 1 x <\|image_pad\|> and 0 x"):
+        asyncio.run(conversation.completions.create(model="m", prompt="What is <|image_pad|>?"))
+    assert engines.requests == []
+
+
+def test_a_placeholder_in_a_later_turn_is_its_rollouts_error_too() -> None:
+    class Quoting(Talk):
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [user("You said <|image_pad|>.")]
+
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
+    engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    (state,) = generated(Quoting(max_turns=2), [{"prompt": [looked_at(ONE)]}], client_over(engines, tokenizer)).state
+    assert (state["error"] or "").startswith("ValueError: prompt: has 2 x <|image_pad|> and 1 x an image; leave that out")
+    assert len(engines.requests) == len(state["trajectory"]) == 1
+
+
+def test_a_placeholder_that_a_model_of_text_has_sampled_is_no_error(tokenizer: Any) -> None:
+    """Nothing keeps it from that, and in its prompts it stands for nothing."""
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    engines = ScriptedEngines(lambda _: Says((pad, *tokenizer.encode("no", add_special_tokens=False))))
+    (state,) = generated(Talk(max_turns=3), [{"question": "hello"}], client_over(engines, tokenizer)).state
+    assert state["error"] is None and state["num_splits"] == 0
+    assert [prompt.count(pad) for prompt in engines.prompts] == [0, 1, 2]
+
+
+def test_an_image_that_the_template_does_not_write_is_an_error_with_a_remedy() -> None:
+    blind = demo_tokenizer("{%- for message in messages %}{{- message.role }}{%- endfor %}")
+    with pytest.raises(ValueError, match=r"has 0 x <\|image_pad\|> and 1 x an image; the chat template writes none for some; show images where it does"):
+        ask(client_over(ScriptedEngines([]), blind).conversation(state_at()), [looked_at(ONE)])
+
+
+def test_a_prompt_that_shows_fewer_images_than_the_last_call_has_the_room_that_it_has_alone() -> None:
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
+    engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    many, few = [{"role": "user", "content": [picture(ONE)] * 4}], [looked_at(TWO), user("<|im_start|>" * 20)]
+    ask(client_over(engines, tokenizer).conversation(state_at()), few)
+    conversation = client_over(engines, tokenizer, max_model_len=len(engines.prompts[0]) + 6).conversation(state_at())
+    assert ask(conversation, many).choices
+    assert ask(conversation, few).choices, "it has no image of the last call"
+    assert [request.decode.max_new_tokens for _, request in engines.requests[2:]] == [6]
+    assert conversation.num_splits == 1
+
+
+def test_an_answer_names_the_images_of_its_prompt() -> None:
+    tokenizer = demo_tokenizer(CHAT_TEMPLATE)
+    engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    conversation = client_over(engines, tokenizer).conversation(state_at())
+    answers = [ask(conversation, [user("hello")]), ask(conversation, [{"role": "user", "content": [picture(ONE), picture(TWO)]}])]
+    named = [[], [hashlib.sha256(data).hexdigest() for data in (ONE, TWO)]]
+    assert [answer.image_sha256 for answer in answers] == named
+    assert [answer.model_dump(mode="json")["image_sha256"] for answer in answers] == named
 
 
 # Arguments
@@ -291,7 +367,7 @@ def test_an_engine_that_answers_another_prompt_is_an_error(tokenizer: Any) -> No
         async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
             return replace(rollout_of(request, Says((1,))), prompt_token_ids=(1, 2, 3))
 
-    with pytest.raises(RolloutError, match="check on actor-0: answered another prompt than the one of sample 40"):
+    with pytest.raises(RolloutError, match="check on actor-0: answered another prompt than the one of example 40; engines must have the tokenizer"):
         ask(client_over(Confused([]), tokenizer).conversation(state_at()), [user("hello")])
 
 

@@ -195,3 +195,15 @@ def test_a_client_may_be_used_on_several_event_loops_at_once(tokenizer: Any) -> 
     with ThreadPoolExecutor(3) as threads:
         running = [threads.submit(generated, Talk(max_turns=2), rows(10), client) for _ in range(3)]
         assert [one.result(timeout=20).metadata.num_errors for one in running] == [0, 0, 0]
+
+
+def test_waits_of_several_rollouts_at_once_inside_one_are_counted_once(tokenizer: Any) -> None:
+    class Gathers(Talk):
+        async def setup_state(self, state: State) -> State:
+            await asyncio.gather(*(Talk(max_turns=1).rollout(dict(state["input"]), self.client, "m") for _ in range(8)))
+            return state
+
+    environment = Gathers(max_turns=1)
+    environment.client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=0.02)), tokenizer, max_under_way=1)
+    (state,) = generated(environment, rows(1), environment.client).state
+    assert state["error"] is None and state["timing"]["generation_ms"] > 0.0

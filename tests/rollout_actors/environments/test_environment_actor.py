@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from sandboxes_environment import noted
 from scripted_engine_actor import ScriptedEngineActor, says, with_support
 from scripted_engines import ScriptedEngines, decode_settings, demo_tokenizer
 
@@ -182,8 +183,9 @@ def test_an_engine_that_dies_ends_the_round_with_the_engines_name(make_pool: Mak
 
 
 def alone(settings: RunnerSettings) -> ActorPool:
-    """One environment actor, before no engine."""
-    return ActorPool([with_support(EnvironmentActor).remote("environment-0", settings, (), (), None)], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
+    """One environment actor, before an engine that it does not come to ask."""
+    actor = with_support(EnvironmentActor).remote(ENVIRONMENTS[0], settings, [None], ENGINES[:1], None)
+    return ActorPool([actor], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +212,21 @@ def test_at_the_end_environments_are_torn_down_whatever_one_of_them_raises(ray_c
     assert not mark.exists()
     pool.close()
     assert mark.exists()
+
+
+def test_at_the_end_rollouts_under_way_clean_up_and_then_their_environment_is_torn_down(ray_cluster: None, settings: RunnerSettings, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    pool = alone(replace(settings, env_id="sandboxes_environment", env_args={"log": str(log)}))
+    pool.start()
+    round_ = pool.generate(refs(training(0, 1)))
+    until_s = time.monotonic() + 30
+    while len(noted(log)) < 2 * SIZE and time.monotonic() < until_s:
+        time.sleep(0.05)
+    pool.close()
+    *before, last = noted(log)
+    assert sorted(before) == [*(f"opened {position}" for position in range(2 * SIZE)), *(f"shut {position}" for position in range(2 * SIZE))]
+    assert last == "torn down"
+    assert isinstance(round_.exception(), RolloutError)
 
 
 def test_relative_paths_of_an_environment_begin_where_the_command_was_given(ray_cluster: None, settings: RunnerSettings, tmp_path: Path) -> None:

@@ -346,3 +346,11 @@ def test_the_wait_for_a_thread_is_not_counted_as_scoring():
 
 def test_rows_may_be_given_to_an_environment_of_one_turn_without_naming_them():
     assert len(SingleTurnEnv(rows(3)).get_dataset()) == 3 and len(SingleTurnEnv(rows(3), rows(2)).get_eval_dataset()) == 2
+
+
+def test_generate_sync_where_an_event_loop_runs_says_what_to_write():
+    async def notebook():
+        SingleTurnEnv().generate_sync(rows(1), ScriptedClient(["a"]), "m")
+
+    with pytest.raises(RuntimeError, match=r"generate_sync: an event loop runs here, as in a notebook; write `await environment\.generate"):
+        asyncio.run(notebook())

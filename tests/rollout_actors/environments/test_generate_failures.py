@@ -1,7 +1,11 @@
 """Rollouts that fail: they are data, they are counted, they teach nothing, and the others go on (the issue's orchestration)."""
 
 import asyncio
+import contextlib
+import re
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user, without_place
@@ -47,7 +51,7 @@ def test_a_rollout_that_fails_later_keeps_the_steps_that_it_had():
     results = generated(Talk(max_turns=2), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS)
     failed = results.state[1]
     assert len(failed["trajectory"]) == 1 and failed["trajectory"][0]["tokens"] is not None and failed["trajectory"][0]["reward"] == 0.0
-    assert failed["completion"] == [assistant("a"), user("yes")] and failed["example_id"] == 1
+    assert failed["completion"] == [assistant("a")] and failed["example_id"] == 1
 
 
 def test_a_rollout_that_fails_leaves_the_state_that_its_setup_made():
@@ -130,7 +134,7 @@ def test_a_rollout_that_hangs_is_cut_off_at_its_limit_and_is_data_as_any_that_fa
     results = generated(env, rows(3), ScriptedClient(lambda call: "a"), rollout_timeout_s=1.0)
     assert results.reward == [1.0, 0.0, 1.0] and results.metadata.num_errors == 1
     failed = results.state[1]
-    told = "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns and tools wait for, or allow more"
+    told = "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and cleanups wait for, or allow more"
     assert failed["error"] == told and len(failed["trajectory"]) == 1
     assert sorted(env.put_away_of) == [0, 1, 2]
 
@@ -476,3 +480,101 @@ def test_a_rollout_of_an_environments_own_that_fails_behind_one_of_another_envir
     (failed,) = generated(Outer(), [{"question": "q", "example_id": "mine"}], ScriptedClient(["fine"])).state
     assert (failed["example_id"], failed["prompt"], failed["sandbox"]) == ("mine", [user("q")], "mine")
     assert without_place(failed) == "RuntimeError: after" and released == ["mine"]
+
+
+def cancels_its_own_task():
+    asyncio.get_running_loop().call_later(0.01, asyncio.current_task().cancel)
+
+
+class LimitsItself(Talk):
+    """A limit of time as one writes it without `asyncio.timeout`: nobody takes the cancellation back."""
+
+    async def env_response(self, messages, state, **kwargs):
+        if state["prompt"][0]["content"] == "q1":
+            cancels_its_own_task()
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                raise RuntimeError("sandbox too slow") from None
+        return await super().env_response(messages, state, **kwargs)
+
+
+@pytest.mark.parametrize("score_rollouts", [True, False])
+def test_a_rollout_that_cancels_its_own_task_is_one_rollouts_failure(score_rollouts):
+    results = generated(LimitsItself(max_turns=2), rows(3), ScriptedClient(lambda call: "a"), score_rollouts=score_rollouts)
+    assert [without_place(state) for state in results.state] == [None, "RuntimeError: sandbox too slow", None]
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_a_reward_function_that_cancels_its_own_task_is_one_rollouts_failure(interleave_scoring):
+    async def impatient(completion):
+        if completion[-1]["content"] == "q1":
+            cancels_its_own_task()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30)
+        return float(completion[-1]["content"][1:])
+
+    env = SingleTurnEnv(rubric=rubric_of(impatient))
+    results = generated(env, rows(3), ScriptedClient(lambda call: call.text), interleave_scoring=interleave_scoring)
+    assert (results.reward, results.metadata.num_errors) == ([0.0, 1.0, 2.0], 0)
+
+
+def test_a_rollout_that_keeps_the_cancellation_at_its_limit_to_itself_has_failed_all_the_same():
+    class Stubborn(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                return [user("anyway")]
+
+    (state,) = generated(Stubborn(max_turns=2), rows(1), ScriptedClient(["a", "b"]), rollout_timeout_s=0.05).state
+    assert state["error"].startswith("TimeoutError: not done after rollout_timeout_s = 0.05 s")
+
+
+def test_a_cleanup_that_fails_because_the_rollout_did_leaves_the_first_error_told():
+    class Sandbox(Talk):
+        async def setup_state(self, state):
+            raise ConnectionError("the host answered 503")
+
+        @cleanup
+        def put_away(self, state):
+            del state["sandbox_id"]
+
+    (state,) = generated(Sandbox(), rows(1), ScriptedClient([])).state
+    assert re.fullmatch(r"KeyError: 'sandbox_id' \(.*\), after ConnectionError: the host answered 503 \(test_generate_failures.py:\d+\)", state["error"])
+
+
+@pytest.mark.parametrize("missing", ["input", "timing", "trajectory"])
+def test_an_environment_with_a_rollout_of_its_own_may_leave_out_what_the_row_has_and_what_is_measured(missing):
+    class Own(SingleTurnEnv):
+        async def rollout(self, input, client, model, sampling_args=None):
+            state = State(input=dict(input), timing=None, trajectory=None, completion=[assistant("a")])
+            if missing == "input":
+                del state["input"]
+            return state
+
+    results = generated(Own(rubric=rubric_of(said_the_answer)), [{"question": "q", "answer": "a"}], ScriptedClient([]))
+    assert (results.reward, results.metadata.num_errors, results.state[0]["task"], results.prompt) == ([1.0], 0, "default", [[user("q")]])
+
+
+@pytest.mark.parametrize("method", ["init_state", "setup_state", "get_prompt_messages", "env_response", "is_completed", "rollout"])
+def test_an_environments_methods_may_be_plain_functions(method):
+    class Plain(Talk):
+        pass
+
+    whole = getattr(Talk, method)
+    setattr(Plain, method, lambda self, *args, **kwargs: whole(self, *args, **kwargs))
+    if method == "env_response":
+        Plain.env_response = lambda self, messages, state: [user("yes")]
+    if method == "setup_state":
+        Plain.setup_state = lambda self, state: state
+    (state,) = generated(Plain(max_turns=2), rows(1), ScriptedClient(["a", "b"])).state
+    assert state["error"] is None and state["completion"] == [assistant("a"), user("yes"), assistant("b")]
+
+
+def test_the_place_of_an_error_of_an_installed_environment_is_its_first_line_outside_of_this_package(tmp_path):
+    installed = Path(sysconfig.get_path("purelib")) / "shiny_env" / "rules.py"
+    names = {}
+    exec(compile("\n\ndef broken(state):\n    return {}['nope']\n", str(installed), "exec"), names)
+    (state,) = generated(SingleTurnEnv(rubric=Rubric([names["broken"]])), rows(1), ScriptedClient(["a"])).state
+    assert state["error"] == "KeyError: 'nope' (rules.py:4)"

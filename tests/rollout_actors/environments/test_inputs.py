@@ -2,6 +2,7 @@
 
 import copy
 
+import datasets
 import pytest
 from environment_support import assistant, user
 
@@ -100,6 +101,30 @@ def test_columns_of_different_lengths_are_refused_with_their_lengths():
         inputs({"question": ["a", "b"], "answer": ["1"]})
 
 
+@pytest.mark.parametrize("given", [{"answer": 5}, {"answer": ["1", "2"], "prompt": None}, {"answer": "1"}])
+def test_a_mapping_with_neither_prompt_nor_question_is_refused_with_what_it_has(given):
+    with pytest.raises(ValueError, match=r"inputs: neither prompt nor question, only answer; give one of the two"):
+        inputs(given)
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [("abc", "str"), (7, "int"), ({"a": 1, "b": 2, "c": 3}, "dict"), (iter("abc"), "str_.*iterator")])
+def test_what_is_no_list_beside_columns_is_refused_with_the_remedy(wrong, kind):
+    with pytest.raises(TypeError, match=rf"inputs: task must be a list with one for each row, got {kind}"):
+        inputs({"prompt": [[user("a")], [user("b")], [user("c")]], "task": wrong})
+
+
+@pytest.mark.parametrize("key", ["prompt", "question"])
+def test_a_prompt_that_is_neither_one_nor_a_column_is_refused_with_what_it_must_be(key):
+    with pytest.raises(TypeError, match=f"inputs: {key} must be a list with one for each row, got int"):
+        inputs({key: 5, "answer": "1"})
+
+
+def test_columns_of_a_table_are_columns():
+    table = datasets.Dataset.from_list([{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}])
+    made = inputs({"question": table["question"], "answer": table["answer"]})
+    assert [(row["prompt"][0]["content"], row["answer"]) for row in made] == [("a", "1"), ("b", "2")]
+
+
 def test_no_rows_are_no_inputs():
     assert inputs([]) == [] == inputs({"prompt": []})
 
@@ -120,3 +145,24 @@ def test_inputs_without_a_position_get_their_place_and_nothing_of_the_callers_is
     given = [{"prompt": [], "example_id": "x", "task": "t"}, {"prompt": [], "example_id": "y", "task": "t", "position": 7}]
     before = copy.deepcopy(given)
     assert [one["position"] for one in placed(given)] == [0, 7] and given == before
+
+
+def tool(name, parameter):
+    parameters = {"type": "object", "properties": {parameter: {"type": "integer"}}, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_a_rows_own_tools_come_out_of_a_table_as_they_were_put_in_and_the_rest_of_its_info_as_the_table_has_it():
+    own = [[tool("f", "x")], [tool("g", "y")]]
+    table = datasets.Dataset.from_list(
+        [
+            {"question": "a", "info": {"oai_tools": own[0], "told": {"a": 1}}},
+            {"question": "b", "info": {"oai_tools": own[1], "told": {"b": 2}}},
+        ]
+    )
+    assert [row["info"] for row in inputs(table)] == [{"oai_tools": own[0], "told": {"a": 1, "b": None}}, {"oai_tools": own[1], "told": {"a": None, "b": 2}}]
+
+
+@pytest.mark.parametrize("info", [{"oai_tools": None}, {"k": None}, '{"oai_tools": [{"type": null}]}'])
+def test_info_without_a_list_of_tools_stays_as_it_is(info):
+    assert inputs([{"question": "a", "info": info}])[0]["info"] == info

@@ -11,7 +11,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from environment_support import Talk, generated, rolled_out, rows, user, without_place
+from environment_support import Talk, assistant, generated, rolled_out, rows, user, without_place
 from scripted_client import ScriptedClient, status_error
 
 from rollout_actors.environments.environment import Environment
@@ -136,17 +136,46 @@ def test_an_override_of_is_completed_asks_the_conditions_and_adds_its_own():
     assert rolled_out(Env(max_turns=1), ROW, ScriptedClient(["1"]))["stop_condition"] == "max_turns_reached"
 
 
-def test_an_override_of_is_completed_that_listens_to_the_environment_completes_the_state_too():
+def test_an_override_of_is_completed_that_asks_nobody_else_ends_with_the_environments_last_word_too():
     class Env(Talk):
         async def is_completed(self, state, **kwargs):
-            return await super().is_completed(state, **kwargs) or state.get("heard", False)
+            return False
 
         async def env_response(self, messages, state, **kwargs):
-            state["heard"] = True
-            return [user("bye")]
+            state["final_env_response"] = [user("bye")]
+            return []
 
     done = rolled_out(Env(max_turns=3), ROW, ScriptedClient(["1"]))
-    assert done["is_completed"] and done["completion"][-1] == user("bye")
+    assert done["is_completed"] and done["completion"] == [assistant("1"), user("bye")]
+
+
+def test_stop_conditions_are_asked_once_before_each_turn():
+    asked = []
+
+    class Patient(Talk):
+        @stop(priority=5)
+        async def patience(self, state):
+            asked.append(len(state["trajectory"]))
+            return False
+
+    rolled_out(Patient(max_turns=3), ROW, ScriptedClient(["1", "2", "3"]))
+    assert asked == [0, 1, 2, 3]
+
+
+def test_a_stop_condition_that_holds_by_what_the_environment_says_is_asked_when_the_model_has_heard_it():
+    """As the document's listing of `rollout` has it."""
+
+    class Game(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            state["won"] = True
+            return [user("you won")]
+
+        @stop
+        def won(self, state):
+            return state.get("won", False)
+
+    done = rolled_out(Game(max_turns=-1), ROW, ScriptedClient(["1", "hurrah"]))
+    assert done["stop_condition"] == "won" and done["completion"] == [assistant("1"), user("you won"), assistant("hurrah")]
 
 
 # Cleanup
@@ -669,3 +698,86 @@ def test_a_time_limit_around_a_rollout_holds_where_its_cleanup_fails():
                 await Clumsy(OSError).rollout(ROW, ScriptedClient(["a"], delay_s=30), "model")
 
     asyncio.run(limited())
+
+
+HANDLERS = {
+    "an object that is called": "class H:\n    def __call__(self, s, f): sys.exit(7)\nsignal.signal(signal.SIGTERM, H())",
+    "a partial": "from functools import partial\nsignal.signal(signal.SIGTERM, partial(lambda code, s, f: sys.exit(code), 7))",
+    "one that ignores the next signal": "def once(s, f):\n    signal.signal(s, signal.SIG_IGN)\n    sys.exit(7)\nsignal.signal(signal.SIGTERM, once)",
+}
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_signal_ends_the_process_whatever_its_handler_is_and_wherever_it_comes(handler):
+    body = """
+    class Struck(Env):
+        async def env_response(self, messages, state, **kwargs):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+            return []
+
+    Struck(max_turns=2).generate_sync(rows(1), ScriptedClient(lambda call: "a"), "m", use_tqdm=False)
+    print("went on")
+    """
+    lines, code, _ = program(textwrap.dedent(HANDLERS[handler]) + "\n" + textwrap.dedent(body))
+    assert code == 7 and "went on" not in lines
+
+
+def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts_failure():
+    class Stuck(Talk):
+        cleanup_timeout_s = 0.1
+
+        @cleanup
+        async def put_away(self, state):
+            if state["prompt"][0]["content"] == "q1":
+                await asyncio.sleep(60)
+
+    first, second = generated(Stuck(max_turns=1), rows(2), ScriptedClient(lambda call: "a")).state
+    assert first["error"] is None
+    assert "TimeoutError: cleaning up is not done after 0.1 s; check what it waits for, or allow more" in second["error"]
+
+
+def test_a_teardown_goes_on_where_aclose_is_cancelled_meanwhile():
+    done = []
+
+    class Env(Talk):
+        @teardown(priority=1)
+        async def first(self):
+            await asyncio.sleep(0.1)
+            done.append("first")
+
+        @teardown
+        def second(self):
+            done.append("second")
+
+    async def closed():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Env().aclose(), 0.01)
+
+    asyncio.run(closed())
+    assert done == ["first", "second"]
+
+
+@pytest.mark.parametrize("mark", [stop, cleanup])
+def test_a_group_whose_own_marked_method_nobody_would_call_is_refused(mark):
+    class Group(EnvGroup):
+        @mark
+        def own(self, state):
+            return False
+
+    with pytest.raises(TypeError, match="own: a group has no @stop and no @cleanup of its own"):
+        Group([Talk()])
+
+
+def test_a_cleanup_method_of_the_environments_own_is_called_once_too():
+    class Env(Talk):
+        @cleanup
+        def put_away(self, state):
+            pass
+
+        async def _cleanup(self, state):
+            cleaned.append(state["example_id"])
+
+    cleaned = []
+    generated(Env(max_turns=1), rows(2), ScriptedClient(lambda call: "a"))
+    assert sorted(cleaned) == [0, 1]

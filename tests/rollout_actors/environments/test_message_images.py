@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scene_support import png
 
-from rollout_actors.environments.message_images import without_images
+from rollout_actors import images
+from rollout_actors.environments.message_images import MessageImages, without_images
 
 URL = "data:image/png;base64," + base64.b64encode(b"three bytes thrice!").decode()
 DESCRIBED = f"data:image/png, {len(URL.partition(',')[2].rstrip('=')) * 3 // 4} bytes, sha256 of the URL {hashlib.sha256(URL.encode()).hexdigest()[:16]}"
@@ -63,3 +65,13 @@ def test_a_message_of_the_openai_library_is_one_too() -> None:
     given = SimpleNamespace(model_dump=lambda *, exclude_none: shown({"url": URL}))
     (message,) = without_images([given])
     assert message["content"][0] == described(DESCRIBED)
+
+
+def test_an_image_is_read_once_however_many_messages_and_rollouts_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    monkeypatch.setattr(images, "decode_image", read.append)
+    data = png(31, 17)
+    messages = [shown({"url": "data:image/png;base64," + base64.b64encode(data).decode()})] * 2
+    for of_rollout in (MessageImages(), MessageImages()):
+        assert [image.data for _ in range(2) for image in of_rollout.of(messages)] == [data] * 4
+    assert read == [data]

@@ -7,7 +7,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall, Function
 
-from rollout_actors.environments.messages import cleanup_messages, concat_messages, sanitize_messages
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, sanitize_messages
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -32,6 +32,19 @@ def test_text_and_messages_are_not_joined():
 def test_cleanup_drops_the_fields_that_a_table_filled_with_none():
     stored = [{"role": "user", "content": "a", "tool_calls": None, "tool_call_id": None, "name": None}]
     assert cleanup_messages(stored) == [{"role": "user", "content": "a"}]
+
+
+def test_cleanup_drops_the_fields_of_content_parts_that_a_table_filled_with_none():
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:x"}}, "as it is"]
+    filled = [
+        {"type": "text", "text": "see", "image_url": None},
+        {"type": "image_url", "text": None, "image_url": {"url": "data:x", "detail": None}},
+        "as it is",
+    ]
+    stored = [{"role": "user", "content": filled}]
+    before = copy.deepcopy(stored)
+    assert cleanup_messages(stored) == [{"role": "user", "content": parts}]
+    assert stored == before
 
 
 def test_cleanup_keeps_the_missing_content_of_a_call_for_tools():
@@ -87,3 +100,61 @@ def test_content_is_there_always_whoever_made_the_message():
         assert stored["content"] is None and [json.loads(call) for call in stored["tool_calls"]] == [CALL]
     assert cleanup_messages(made) == [{"role": "assistant", "content": None, "tool_calls": [CALL]}] * 2
     assert cleanup_messages([{"role": "user"}]) == [{"role": "user", "content": ""}]
+
+
+# What a model is told of tools
+
+
+def tool_with(properties, **more):
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties, **more}}}
+
+
+def test_what_a_table_filled_into_tools_is_not_told_to_a_model():
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    told = tool_with({"at": point, "many": {"type": "array", "items": {"type": "string"}}, "either": {"anyOf": [{"type": "string"}, {"type": "null"}]}})
+    filled = tool_with(
+        {
+            "at": {"type": "object", "properties": {"x": {"type": "integer", "enum": None}, "y": None}, "items": None, "anyOf": None, "const": None},
+            "many": {"type": "array", "properties": None, "items": {"type": "string", "enum": None}, "anyOf": None},
+            "either": {"type": None, "properties": None, "items": None, "anyOf": [{"type": "string", "items": None}, {"type": "null", "items": None}]},
+            "elsewhere": None,
+        },
+        required=None,
+        additionalProperties=None,
+    )
+    filled["function"] |= {"description": None, "strict": None}
+    before = copy.deepcopy(filled)
+    assert cleanup_tools([filled]) == [told]
+    assert filled == before
+
+
+def test_a_parameter_may_have_the_name_of_a_field_of_json_schema():
+    names = ["default", "enum", "const", "properties", "required", "items"]
+    told = {name: {"type": "string"} for name in names}
+    filled = {name: {"type": "string", "enum": None} for name in names} | {"examples": None, "anyOf": None}
+    assert cleanup_tools([tool_with(filled)]) == [tool_with(told)]
+
+
+def test_a_null_that_is_a_value_is_told_to_a_model():
+    said = {
+        "default": {"type": "string", "default": None},
+        "allowed": {"enum": ["a", None]},
+        "shown": {"type": ["object", "null"], "examples": [None, {"a": None}], "default": {"a": None}},
+        "none": {"anyOf": [{"type": "integer"}, {"const": None}, {"type": "null", "const": None}]},
+    }
+    assert cleanup_tools([tool_with(said)]) == [tool_with(said)]
+
+
+def test_a_required_parameter_has_no_default():
+    filled = {"x": {"type": "integer", "default": None}, "y": {"type": "integer", "default": None}, "z": {"type": "integer", "default": 0}}
+    told = {"x": {"type": "integer"}, "y": {"type": "integer", "default": None}, "z": {"type": "integer", "default": 0}}
+    assert cleanup_tools([tool_with(filled, required=["x", "z"])]) == [tool_with(told, required=["x", "z"])]
+
+
+def test_what_is_no_schema_is_left_as_it_is():
+    tools = [
+        '{"type": "function"}',
+        {"type": "function", "function": {"name": "f", "parameters": True}},
+        tool_with({"x": {"required": True}}, additionalProperties=False),
+    ]
+    assert cleanup_tools(tools) == tools

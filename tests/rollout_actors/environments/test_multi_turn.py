@@ -4,6 +4,7 @@ import asyncio
 import copy
 import pickle
 import re
+from collections import Counter
 
 import openai
 import pytest
@@ -13,6 +14,7 @@ from scripted_client import Answer, ScriptedClient, answer_ids, connection_error
 from scripted_engines import ScriptedEngines, client_over, decode_settings, demo_tokenizer, says
 
 from rollout_actors.environments.client import PAUSE_S, TRIES
+from rollout_actors.environments.conversation import MOST_TURNS
 from rollout_actors.environments.lifecycle import stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.responses import RETURNS_TOKENS
@@ -109,16 +111,13 @@ def test_rollouts_of_completion_type_are_text():
 def test_what_the_environment_says_last_ends_the_rollout_and_belongs_to_the_completion():
     class Game(Talk):
         async def env_response(self, messages, state, **kwargs):
-            state["won"] = messages[-1]["content"] == "b"
-            return [user("you won" if state["won"] else "no")]
-
-        @stop
-        def won(self, state):
-            return state.get("won", False)
+            if messages[-1]["content"] == "b":
+                state["final_env_response"] = [user("you won")]
+            return [user("no")]
 
     client = ScriptedClient(["a", "b"])
     state = rolled_out(Game(max_turns=-1), ROW, client)
-    assert client.num_calls == 2 and state["stop_condition"] == "won"
+    assert client.num_calls == 2 and state["stop_condition"] == "environment_has_ended_it"
     assert state["completion"] == [assistant("a"), user("no"), assistant("b"), user("you won")]
 
 
@@ -138,6 +137,17 @@ def test_a_single_turn_is_one_call():
     client = ScriptedClient(["a"])
     state = rolled_out(SingleTurnEnv(), ROW, client)
     assert client.num_calls == 1 and state["completion"] == [assistant("a")] and state["stop_condition"] == "max_turns_reached"
+
+
+def test_a_single_turn_takes_every_argument_of_an_environment_by_place_too():
+    rubric, example = rubric_of(), [user("one"), assistant("two")]
+    env = SingleTurnEnv(rows(2), rows(1), "be brief", example, None, rubric, {"temperature": 0.5}, "chat", [TOOL], 100, "short", {"a": 1})
+    assert env.dataset[0]["prompt"] == [{"role": "system", "content": "be brief"}, *example, user("q0")] and len(env.eval_dataset) == 1
+    assert env.rubric is rubric and env.sampling_args["temperature"] == 0.5 and env.oai_tools == [TOOL]
+    assert (env.max_seq_len, env.env_id, env.env_args, env.max_turns) == (100, "short", {"a": 1}, 1)
+    for arguments, keywords in (([rows(2)], {"dataset": rows(2)}), ([None] * 13, {})):
+        with pytest.raises(TypeError):
+            SingleTurnEnv(*arguments, **keywords)
 
 
 def test_a_finished_state_can_be_pickled():
@@ -379,7 +389,7 @@ def test_a_client_that_wants_to_know_which_calls_are_of_one_rollout_is_told():
         def __init__(self):
             self.states, self.clients = [], []
 
-        def conversation(self, state):
+        def conversation(self, state, *, of=None, number=0):
             self.states.append(state)
             self.clients.append(ScriptedClient(["a", "b"]))
             return self.clients[-1]
@@ -537,7 +547,104 @@ def test_what_is_learned_of_a_rollout_of_an_environments_own_is_what_its_engines
 def test_all_calls_of_a_rollout_have_seeds_of_their_own_whichever_way_they_are_made(tokenizer):
     engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
     assert generated(Twice(max_turns=2), rows(1), client_over(engines, tokenizer)).state[0]["error"] is None
-    assert [request.seed for _, request in engines.requests] == [request_seed(7, 3, 0, turn) for turn in range(4)]
+    assert [request.seed for _, request in engines.requests] == [request_seed(7, 3, 0, number * MOST_TURNS + turn) for number in range(2) for turn in range(2)]
+
+
+class Asks(Documented):
+    """Its rollout is the last of several by another environment."""
+
+    def __init__(self, inner, times, **kwargs):
+        super().__init__(**kwargs)
+        self.inner, self.times = inner, times
+
+    async def rollout(self, input, client, model, sampling_args=None):
+        bare = {key: value for key, value in input.items() if key != "position"}
+        states = await asyncio.gather(*(self.inner.rollout(dict(one), client, model) for one in [input, bare] * (self.times // 2)))
+        state = await self.init_state(input)
+        state["trajectory"], state["is_completed"] = states[-1]["trajectory"], True
+        await self._render_completion(state)
+        return state
+
+
+def test_rollouts_that_an_environment_asks_another_one_for_have_its_place_and_seeds_of_their_own(tokenizer):
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    results = generated(Asks(Documented(max_turns=2), 4), rows(3), client_over(engines, tokenizer))
+    assert [state["error"] for state in results.state] == [None] * 3
+    seeds = [request.seed for _, request in engines.requests]
+    assert len(set(seeds)) == len(seeds) == 3 * 4 * 2
+    assert Counter(request.position for _, request in engines.requests) == {0: 8, 1: 8, 2: 8}
+    again = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    generated(Asks(Documented(max_turns=2), 4), rows(3), client_over(again, tokenizer))
+    assert sorted(request.seed for _, request in again.requests) == sorted(seeds)
+
+
+def test_an_environment_that_generates_inside_a_rollout_samples_otherwise_than_those_beside_it(tokenizer):
+    class Generates(Documented):
+        async def setup_state(self, state):
+            await Documented(max_turns=1).generate(rows(2), self.client, "m", use_tqdm=False)
+            return state
+
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    environment = Generates(max_turns=1)
+    environment.client = client_over(engines, tokenizer)
+    generated(environment, rows(2), environment.client)
+    seeds = [request.seed for _, request in engines.requests]
+    assert len(set(seeds)) == len(seeds) == 2 * (2 + 1)
+
+
+def test_a_rollout_that_begins_in_another_one_of_the_same_environment_has_seeds_of_its_own(tokenizer):
+    class Again(Talk):
+        async def setup_state(self, state):
+            if state["task"] != "inner":
+                for _ in range(2):
+                    await self.rollout({**state["input"], "task": "inner"}, self.client, "m")
+            return state
+
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    environment = Again(max_turns=2)
+    environment.client = client_over(engines, tokenizer)
+    (state,) = generated(environment, rows(1), environment.client).state
+    assert (state["error"], state["num_splits"], len(state["trajectory"])) == (None, 0, 2)
+    assert len({request.seed for _, request in engines.requests}) == 6
+
+
+def test_a_call_in_init_state_and_those_after_it_have_seeds_of_their_own_also_where_rollout_is_called_by_hand(tokenizer):
+    class Early(Talk):
+        async def init_state(self, input, **kwargs):
+            state = await super().init_state(input, **kwargs)
+            await self.get_model_response(self.client, "m", [user("early")])
+            return state
+
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    environment = Early(max_turns=1)
+    environment.client = client_over(engines, tokenizer)
+    asyncio.run(environment.rollout({**ROW, "position": 0}, environment.client, "m"))
+    assert [request.seed for _, request in engines.requests] == [request_seed(7, 3, 0, turn) for turn in range(2)]
+
+
+def test_after_a_rollout_that_was_called_by_hand_no_call_is_of_it(tokenizer):
+    client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer)
+    environment = Talk(max_turns=1)
+
+    async def calls_afterwards():
+        await environment.rollout(dict(ROW), client, "m")
+        await environment.get_model_response(client, "m", [user("late")])
+
+    with pytest.raises(RuntimeError, match="none is under way here"):
+        asyncio.run(calls_afterwards())
+
+
+def test_splits_are_counted_whatever_state_comes_of_the_rollout(tokenizer):
+    class Copies(Documented):
+        async def setup_state(self, state):
+            await self.get_model_response(self.client, "m", [user("something else")])
+            return state.copy()
+
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    environment = Copies(max_turns=1)
+    environment.client = client_over(engines, tokenizer)
+    (state,) = generated(environment, rows(1), environment.client).state
+    assert (state["error"], state["num_splits"]) == (None, 1)
 
 
 def test_a_rollout_of_another_environment_inside_leaves_the_tokens_of_this_one_whole(tokenizer):

@@ -1,16 +1,18 @@
 """Reward functions: their arguments, groups, and how they are called."""
 
 import asyncio
+import math
 import pickle
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 from environment_support import assistant, generated, user
 from scripted_client import ScriptedClient
 
 from rollout_actors.environments.parsers import Parser
-from rollout_actors.environments.rubric import Rubric, RubricGroup
+from rollout_actors.environments.rubric import Rubric, RubricGroup, credit, give_advantages, relative_steps, settle
 from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.types import State
 
@@ -337,8 +339,8 @@ def test_what_a_function_raises_is_raised_when_no_other_is_under_way():
 def test_weights_have_to_be_as_many_as_functions_and_names_have_to_differ():
     with pytest.raises(ValueError, match="weights: 2 for 1"):
         Rubric([lambda state: 1.0], [1.0, 2.0])
-    with pytest.raises(ValueError, match="sum is there already"):
-        Rubric([sum, sum])
+    with pytest.raises(ValueError, match="length is there already"):
+        Rubric([length, length])
 
 
 def test_rubrics_in_a_group_add_up_and_so_do_metrics_of_one_name():
@@ -433,3 +435,240 @@ def test_score_rollouts_counts_rollouts_where_functions_compare_them_too():
     rubric = RubricGroup([Rubric([slow]), Rubric([slow, lambda states: [0.0] * len(states)])])
     asyncio.run(asyncio.wait_for(rubric.score_rollouts(states, max_concurrent=2), 20))
     assert most == 2 and [one["reward"] for one in states] == [2.0] * 6
+
+
+# Rubrics of users, which change what they were given
+
+
+EXAMPLE = [{"question": "a", "answer": "a", "example_id": 0}, {"question": "bbb", "answer": "b", "example_id": 0}]
+"""Two rollouts of it, which `length` rewards with 1 and 3."""
+
+
+def length(completion):
+    return float(len(completion[-1]["content"]))
+
+
+def scored_example(rubric: Rubric) -> list[State]:
+    return generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo)).state
+
+
+def echo(call):
+    return call.text
+
+
+def of_steps(states: list[State], field: str) -> list[float | None]:
+    return [step[field] for one in states for step in one["trajectory"]]
+
+
+class Bonus(Rubric):
+    """5 more for the question a."""
+
+    async def score_rollout(self, state):
+        await super().score_rollout(state)
+        state["reward"] += 5.0 if state["answer"] == "a" else 0.0
+
+
+class GroupBonus(Rubric):
+    """5 more for the first."""
+
+    async def score_group(self, states):
+        await super().score_group(states)
+        states[0]["reward"] += 5.0
+
+
+class Tenfold(Rubric):
+    async def score_group(self, states):
+        await super().score_group(states)
+        for one in states:
+            one["advantage"] *= 10
+
+
+def test_a_reward_that_a_rubric_changes_after_it_was_given_is_that_of_the_steps_too():
+    states = scored_example(Bonus([length]))
+    assert [one["reward"] for one in states] == of_steps(states, "reward") == [6.0, 3.0]
+    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [1.5, -1.5]
+
+
+def test_a_reward_that_a_rubric_sets_itself_is_that_of_the_steps_without_one():
+    class Own(Rubric):
+        async def score_rollout(self, state):
+            state["reward"], state["metrics"] = 2.0, {}
+
+    assert of_steps(scored_example(Own()), "reward") == [2.0, 2.0]
+
+
+def test_an_advantage_that_a_rubric_changes_after_it_was_given_is_that_of_the_steps_too():
+    states = scored_example(Tenfold([length]))
+    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [-10.0, 10.0]
+
+
+def test_a_step_that_a_rubric_has_set_since_keeps_its_own():
+    class Own(Rubric):
+        async def score_group(self, states):
+            await super().score_group(states)
+            states[0]["trajectory"][0].update(reward=0.5, advantage=0.125)
+            for one in states:
+                one["reward"] += 1.0
+                one["advantage"] *= 10
+
+    states = scored_example(Own([length]))
+    assert of_steps(states, "reward") == [0.5, 4.0] and of_steps(states, "advantage") == [0.125, 10.0]
+
+
+def test_rewards_that_a_rubric_changes_after_they_were_compared_are_compared_again():
+    states = scored_example(GroupBonus([length]))
+    assert [one["reward"] for one in states] == of_steps(states, "reward") == [6.0, 3.0]
+    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [1.5, -1.5]
+
+
+def test_an_advantage_that_a_rubric_sets_itself_stays_where_rewards_are_compared_again():
+    class Own(GroupBonus):
+        async def score_group(self, states):
+            await super().score_group(states)
+            states[1]["advantage"] = 0.25
+
+    states = scored_example(Own([length]))
+    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [1.5, 0.25]
+    settle(states, Rubric())
+    assert [one["advantage"] for one in states] == [1.5, 0.25]
+
+
+def test_rewards_are_compared_again_among_those_that_were_compared():
+    class Halves(Rubric):
+        async def score_group(self, states):
+            for half in (states[:2], states[2:]):
+                await super().score_group(half)
+            states[0]["reward"] += 5.0
+
+    group = [state(said) for said in ("a", "bbb", "a", "bb")]
+    asyncio.run(Halves([length]).score_rollouts(group))
+    assert [one["advantage"] for one in group] == [1.5, -1.5, -0.5, 0.5]
+
+
+def test_score_rollouts_passes_on_what_a_rubric_changes_as_well():
+    group = [state("a"), state("bbb")]
+    asyncio.run(GroupBonus([length]).score_rollouts(group))
+    assert of_steps(group, "reward") == [6.0, 3.0] and of_steps(group, "advantage") == [1.5, -1.5]
+
+
+@pytest.mark.parametrize("bonus", [Bonus, GroupBonus])
+def test_in_a_group_of_rubrics_steps_have_the_sum_whatever_one_of_them_changes(bonus):
+    states = scored_example(RubricGroup([bonus([length]), Rubric([length])]))
+    assert [one["reward"] for one in states] == of_steps(states, "reward") == [7.0, 6.0]
+    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [0.5, -0.5]
+
+
+def test_scoring_again_replaces_what_a_rubric_has_changed_too():
+    one = state()
+    asyncio.run(Bonus([lambda state: 1.0]).score_rollouts([one]))
+    scored(Rubric([lambda state: 0.25]), one)
+    assert one["trajectory"][0]["reward"] == 0.25
+
+
+def test_a_reward_of_nan_does_not_stay_with_the_steps():
+    class Spoilt(Rubric):
+        async def score_rollout(self, state):
+            await super().score_rollout(state)
+            credit(state, math.nan)
+
+    states = scored_example(Spoilt([length]))
+    assert [one["error"] for one in states] == ["ValueError: Spoilt gave the reward nan; give a finite number"] * 2
+    assert of_steps(states, "reward") == [0.0, 0.0]
+
+
+def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_another():
+    compared, own = scored_example(Rubric([length, lambda states: [0.0] * len(states)])), scored_example(Tenfold([length]))
+    assert [relative_steps(one) for one in (*compared, *own, state())] == [[0], [0], [], [], []]
+    again = pickle.loads(pickle.dumps(compared[0]))
+    assert relative_steps(again) == relative_steps(compared[0].copy()) == [0]
+    again["trajectory"][0]["advantage"] = 9.0
+    assert relative_steps(again) == []
+
+
+def test_a_key_inherited_is_the_users():
+    class Heir(SingleTurnEnv):
+        async def setup_state(self, state):
+            state["inherited"] = True
+            return state
+
+    (only,) = generated(Heir(rubric=Rubric([length])), EXAMPLE[:1], ScriptedClient(echo)).state
+    assert only["inherited"] is True and only["error"] is None and only["trajectory"][0]["reward"] == 1.0
+
+
+def test_a_score_group_of_a_subclass_may_score_each_rollout_by_itself_first():
+    class Own(Rubric):
+        async def score_group(self, states):
+            for one in states:
+                await self.score_rollout(one)
+            give_advantages(states)
+
+    assert [one["advantage"] for one in scored_example(Own([length]))] == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("bound", ["answer", "parser", "task", "info"])
+def test_what_a_partial_has_bound_is_what_it_is_called_with(bound):
+    def says(completion, **given):
+        return float(given[bound] == "mine")
+
+    def names(completion, answer=None, parser=None, task=None, info=None):
+        return float({"answer": answer, "parser": parser, "task": task, "info": info}[bound] == "mine")
+
+    for function in (names, says):
+        rubric = Rubric([partial(function, **{bound: "mine"})], parser=Parser())
+        assert scored(rubric, state())["reward"] == 1.0
+
+
+def test_a_function_that_takes_its_arguments_by_position_alone_is_refused_with_the_remedy():
+    def by_place(answer, /):
+        return 1.0
+
+    with pytest.raises(ValueError, match=r"reward function by_place: answer can only be given by position; .* leave out the slash"):
+        Rubric([by_place])
+
+
+@pytest.mark.parametrize("base", [Rubric, RubricGroup])
+def test_a_score_group_of_a_subclass_is_called_with_the_rollouts_of_an_example(base):
+    numbers = []
+
+    class Own(base):
+        async def score_group(self, states):
+            numbers.append(len(states))
+            await super().score_group(states)
+
+    rubric = Own([length]) if base is Rubric else Own([Rubric([length])])
+    assert [one["advantage"] for one in scored_example(rubric)] == [-1.0, 1.0]
+    scored(rubric, state())
+    scored(RubricGroup([rubric]), state())
+    assert numbers == [2, 1], "by itself, a rollout is in no group"
+
+
+class Left(Rubric):
+    """Leaves what it is told to."""
+
+    def __init__(self, **fields):
+        super().__init__()
+        self._fields = {"reward": 1.0, "metrics": {}} | fields
+
+    async def score_rollout(self, state):
+        state.update(self._fields)
+
+
+@pytest.mark.parametrize("value", [None, "good", math.nan, [1.0], 10**400], ids=["none", "text", "nan", "list", "huge"])
+@pytest.mark.parametrize("wrapped", [lambda rubric: rubric, lambda rubric: RubricGroup([rubric])], ids=["alone", "in_a_group"])
+def test_a_reward_or_metric_that_a_rubric_leaves_and_that_is_no_number_is_the_error_of_its_rollout(value, wrapped):
+    states = scored_example(wrapped(Left(reward=value)))
+    assert [one["error"] for one in states] == [f"ValueError: Left gave the reward {value!r}; give a finite number"] * 2
+    states = scored_example(wrapped(Left(metrics={"judge": value})))
+    assert [one["error"] for one in states] == [f"ValueError: Left gave the metric judge = {value!r}; give a finite number, or leave it out"] * 2
+    assert [(one["reward"], one["metrics"]) for one in states] == [(0.0, {})] * 2
+
+
+def test_truth_values_and_numbers_of_numpy_are_numbers():
+    rubric = Left(reward=np.float32(0.5), metrics={"right": True, "close": np.True_, "size": np.int64(3)})
+    results = generated(SingleTurnEnv(rubric=RubricGroup([rubric])), EXAMPLE, ScriptedClient(echo))
+    assert [one["error"] for one in results.state] == [None, None] and results.reward == [0.5, 0.5]
+    assert results.metadata.avg_metrics == {"right": 1.0, "close": 1.0, "size": 3.0}
+
+
+def test_a_rubric_of_a_group_may_leave_no_metrics():
+    assert scored(RubricGroup([Left(metrics=None)]), state())["metrics"] == {}

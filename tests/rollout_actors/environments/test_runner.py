@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import runner_environment
+from scene_support import png
 from scripted_engines import CHATML, Says, ScriptedEngines, decode_settings, demo_tokenizer, rollout_of
 
 from launch.make_demo_lm import make_demo_lm
@@ -205,7 +207,7 @@ def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it(
     answers = ran(training(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
     assert [rollout.reward for rollout in answers[0]] == [0.0, 0.0] and all(not rollout.examples for rollout in answers[0])
     assert {rollout.error for rollout in answers[0]} == {
-        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns and tools wait for, or allow more"
+        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and cleanups wait for, or allow more"
     }
     assert timeless(answers[1:]) == timeless(ran(training(1, first=1)))
 
@@ -375,7 +377,8 @@ def test_a_report_is_greedy_though_the_environment_asks_for_the_runs_temperature
     assert {request.decode.temperature for _, request in engines.requests} == {0.0}
 
 
-IMAGE = "data:image/png;base64,eA=="
+PICTURE = png(8, 8)
+IMAGE = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
 
 
 @pytest.mark.parametrize("requests", [training(4), held_out()], ids=["training", "held out"])
@@ -390,8 +393,90 @@ def test_more_images_than_the_run_was_configured_for_end_the_call(requests: list
 def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_what_is_written_down_names_them() -> None:
     (rollouts,) = ran(training(4), tokenizer=demo_tokenizer(CHAT_TEMPLATE), image=IMAGE, max_images=1)
     for rollout in rollouts:
-        assert [image.data for example in rollout.examples for image in example.images] == [b"x"]
-        assert "eA==" not in str(rollout.prompt) and "data:image/png, 1 bytes, sha256 of the URL" in str(rollout.prompt)
+        assert [image.data for example in rollout.examples for image in example.images] == [PICTURE]
+        assert IMAGE not in str(rollout.prompt) and f"data:image/png, {len(PICTURE)} bytes, sha256 of the URL" in str(rollout.prompt)
+
+
+PICTURES = """
+import base64
+from rollout_actors.environments import MultiTurnEnv, Rubric, cleanup
+from scene_support import png
+
+def shown(number):
+    url = "data:image/png;base64," + base64.b64encode(png(8 + number, 8)).decode()
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]}
+
+class Keeping(MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [shown(10 + state["example_id"])]
+
+    async def get_prompt_messages(self, state):
+        messages = await super().get_prompt_messages(state)
+        return [messages[-1]] if FORGETS else messages
+
+    @cleanup
+    async def keep_less(self, state):  # pictures are large
+        for step in state["trajectory"]:
+            if state["example_id"] == 1:
+                step["prompt"] = KEPT
+
+def load_environment(kept, forgets=False):
+    global KEPT, FORGETS
+    KEPT, FORGETS = kept, forgets
+    return Keeping(dataset=[{"prompt": [shown(number)], "example_id": number} for number in range(2)], rubric=Rubric([lambda state: 1.0]), max_turns=2)
+"""
+NAMED = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "s3://pictures/1.png"}}]}]
+
+
+@pytest.mark.parametrize("kept", [NAMED, "a picture", [], [{"role": "user", "content": [{"type": "file"}]}]], ids=["named", "text", "none", "odd"])
+def test_images_of_an_example_are_those_that_were_sent_whatever_the_environment_keeps_of_its_prompts(tmp_path: Path, kept: Any) -> None:
+    (tmp_path / "keeping.py").write_text(PICTURES)
+    answers = ran(training(0, 1), env_id=str(tmp_path / "keeping.py"), tokenizer=demo_tokenizer(CHAT_TEMPLATE), max_images=2, kept=kept)
+    for rollout in flat(answers):
+        (example,) = rollout.examples
+        assert (rollout.error, example.steps) == (None, (0, 1))
+        assert [image.data for image in example.images] == [png(8 + rollout.example, 8), png(18 + rollout.example, 8)]
+
+
+class Blind(ScriptedEngines):
+    """Answers a prompt that splits the rollout with the tokens that it had before and more: of other images."""
+
+    async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
+        rollout = await super().generate(engine, request)
+        before = next(earlier for _, earlier in self.requests if earlier.position == request.position)
+        return (
+            rollout if before is request else replace(rollout, prompt_token_ids=(*rollout_of(before, by_seed(before)).prompt_token_ids, *self.sampled(before)))
+        )
+
+    def sampled(self, request: RolloutRequest) -> tuple[int, ...]:
+        rollout = rollout_of(request, by_seed(request))
+        return (*rollout.response_token_ids, rollout.stop_token_id or 0, *request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("kept", [NAMED, "a picture"], ids=["named", "text"])
+def test_calls_that_were_sent_other_images_are_examples_of_their_own_though_what_is_kept_is_the_same(tmp_path: Path, kept: Any) -> None:
+    """Of the same tokens, and more."""
+    (tmp_path / "keeping.py").write_text(PICTURES)
+    changes = {"env_id": str(tmp_path / "keeping.py"), "tokenizer": demo_tokenizer(CHAT_TEMPLATE), "max_images": 1}
+    for rollout in flat(ran(training(0, 1), Blind(by_seed), kept=kept, forgets=True, **changes)):
+        assert (rollout.error, [example.steps for example in rollout.examples]) == (None, [(0,), (1,)])
+        sent = [[image.data for image in example.images] for example in rollout.examples]
+        assert sent == [[png(8 + rollout.example, 8)], [png(18 + rollout.example, 8)]]
+
+
+def test_a_picture_that_cannot_be_read_is_the_error_of_its_rollouts_alone(tmp_path: Path) -> None:
+    (tmp_path / "torn.py").write_text(
+        "from rollout_actors.environments import Rubric, SingleTurnEnv\n"
+        "shown = [{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,dG9ybg=='}}]\n"
+        "def load_environment():\n"
+        "    rows = [{'prompt': [{'role': 'user', 'content': content}], 'example_id': n} for n, content in enumerate(['q', shown])]\n"
+        "    return SingleTurnEnv(dataset=rows, rubric=Rubric([lambda completion: 1.0]))\n"
+    )
+    sound, torn = ran(training(0, 1), env_id=str(tmp_path / "torn.py"), tokenizer=demo_tokenizer(CHAT_TEMPLATE), max_images=1)
+    assert [rollout.error for rollout in sound] == [None, None]
+    for rollout in torn:
+        assert rollout.examples == () and rollout.error is not None
+        assert rollout.error.startswith("ValueError: image_url: 'data:image/png;base64,dG9ybg=='... cannot be decoded: it is of no format that is known; send")
 
 
 # The beginning

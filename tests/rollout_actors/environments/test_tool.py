@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial, update_wrapper
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -165,6 +166,14 @@ def test_an_unknown_tool_malformed_arguments_and_a_raising_tool_become_tool_mess
     assert contents[5] == "'why'"
 
 
+def test_an_error_of_which_nothing_is_said_is_told_by_its_name():
+    def wait() -> str:
+        raise TimeoutError
+
+    assert contents_after([("wait", {})], tools=[wait]) == ["TimeoutError"]
+    assert contents_after([("wait", {})], tools=[wait], error_formatter=lambda error: "") == ["TimeoutError"]
+
+
 def test_the_error_formatter_says_what_the_model_is_told():
     assert contents_after([("fail", {"reason": "why"})], error_formatter=lambda error: f"<{type(error).__name__}>") == ["<KeyError>"]
 
@@ -230,6 +239,55 @@ def test_methods_and_asynchronous_callables_are_tools_too():
     counter = Counter()
     assert list(Tool.of(counter.add).schema["function"]["parameters"]["properties"]) == ["number"]
     assert contents_after([("add", {"number": 2}), ("add", {"number": 3})], tools=[counter.add]) == ["2", "5"]
+
+
+def test_a_parameter_may_be_called_as_one_of_what_calls_the_tool():
+    def call(function: str, self: int) -> str:
+        return function * self
+
+    assert contents_after([("call", {"function": "f", "self": 2})], tools=[call]) == ["ff"]
+
+
+# Partials
+
+
+def test_a_partial_is_told_as_what_it_wraps_without_what_it_binds():
+    told = convert_tool_to_oai_format(area)["function"]
+    shown = convert_tool_to_oai_format(partial(area, height=5))["function"]
+    assert (shown["name"], shown["description"]) == ("area", told["description"])
+    properties = {"width": told["parameters"]["properties"]["width"]}
+    assert shown["parameters"] == {"type": "object", "properties": properties, "required": ["width"], "additionalProperties": False}
+    by_place = convert_tool_to_oai_format(partial(area, 5))["function"]["parameters"]
+    assert list(by_place["properties"]) == ["height"] and "required" not in by_place
+
+
+@pytest.mark.parametrize("tool", [partial(area, height=5), partial(partial(area, height=9), height=5), update_wrapper(partial(area, height=5), area)])
+def test_a_partial_is_called_with_what_it_binds_which_a_model_cannot_set(tool):
+    contents = contents_after([("area", {"width": 2}), ("area", {"width": 2, "height": 1})], tools=[tool])
+    assert contents == ["10", "the arguments of area are wrong: height: Extra inputs are not permitted"]
+
+
+def test_a_partial_of_an_asynchronous_function_is_waited_for():
+    assert contents_after([("echo", {})], tools=[partial(echo, text="hi")]) == ["hi"]
+
+
+def test_partials_of_one_function_need_names_of_their_own():
+    one, two = partial(area, height=1), partial(area, height=2)
+    with pytest.raises(ValueError, match="tool area is there already; tools go by the functions' names: give one of the two a __name__ of its own"):
+        ToolEnv([one, two])
+    two.__name__, two.__doc__ = "strip", "The area of a strip."
+    environment = ToolEnv([one, two])
+    assert environment.tool_names == ["area", "strip"]
+    assert [told["function"]["description"] for told in environment.oai_tools] == [Tool.of(area).schema["function"]["description"], "The area of a strip."]
+    assert contents_after([("area", {"width": 3}), ("strip", {"width": 3})], tools=[one, two]) == ["3", "6"]
+    shown = Tool.of(partial(two, 4)).schema["function"]
+    assert shown["name"] == "strip" and shown["parameters"]["properties"] == {}
+
+
+def test_what_a_partial_binds_may_be_skipped_and_set_by_the_environment():
+    environment = StatefulToolEnv()
+    environment.add_tool(partial(take, session=None), args_to_skip=["session"])
+    assert list(environment.oai_tools[0]["function"]["parameters"]["properties"]) == ["name", "limit"]
 
 
 # Turns
@@ -322,6 +380,15 @@ def test_what_update_tool_args_raises_fails_the_rollout():
     client = ScriptedClient([Answer(None, tool_calls=[("take", {"name": "poison"})]), "done"])
     results = generated(Shop(), [{"question": "a"}], client)
     assert without_place(results.state[0]) == "RuntimeError: the session is gone"
+
+
+def test_update_tool_args_may_be_plain():
+    class Plain(Shop):
+        def update_tool_args(self, tool_name, tool_args, messages, state):  # type: ignore[override]
+            return {**tool_args, "session": state["session"]}
+
+    state = rolled_out(Plain(), ROW, ScriptedClient([Answer(None, tool_calls=[("take", {"name": "x"})]), "done"]))
+    assert state["session"] == ["x"]
 
 
 def test_a_skipped_argument_may_have_any_type():

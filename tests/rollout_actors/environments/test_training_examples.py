@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_actors.environments.rubric import Rubric, give_advantages, settle
 from rollout_actors.environments.training_examples import merge_trajectories_for_training, process_trajectories_for_training
 from rollout_actors.environments.types import State
 
@@ -172,6 +173,17 @@ def test_tokens_of_merged_steps_keep_the_advantages_of_their_steps():
     merged = merge_trajectories_for_training([rollout(step([1], [2, 3]), step([1, 2, 3, 4], [5], advantage=-2.0))])
     assert merged.examples[0].token_advantages == [0.0, 0.5, 0.5, 0.0, -2.0]
     assert merged.examples[0].advantage == 0.5
+
+
+def test_tokens_of_merged_steps_are_relative_where_their_advantage_is_the_groups():
+    """Which is in units of the rewards; a step's own is not, nor one that somebody gives the rollout."""
+    states = [rollout(step([1], [2]), step([1, 2], [3], advantage=-2.0), step([1, 2, 3], [4]), reward=reward, advantage=None) for reward in (0.0, 2.0)]
+    give_advantages(states)
+    states[1]["trajectory"][0]["advantage"] = 9.0
+    assert [one.token_is_relative for one in merge_trajectories_for_training(states).examples] == [[1, 1, 0, 1], [0, 0, 0, 1]]
+    states[0]["advantage"] = 5.0
+    settle(states, Rubric())
+    assert [one.token_is_relative for one in merge_trajectories_for_training(states).examples] == [[0, 0, 0, 0], [0, 0, 0, 1]]
 
 
 def test_merged_steps_of_one_advantage_have_it_as_their_own():
