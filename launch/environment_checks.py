@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sysconfig
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rollout_actors.environments import examples
 from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.failures import called_exit
+from rollout_actors.environments.failures import called_exit, last_of_users, ownership
 from rollout_actors.environments.loading import find_environment, make_environment
 from shared.errors import ConfigError, RecordError
 
 _LOGGER = logging.getLogger(__name__)
-
-_OURS = tuple(f"{Path(__file__).parents[1] / package}/" for package in ("launch", "learner", "rollout_actors", "shared"))
-_EXAMPLES = tuple(f"{folder}/" for folder in examples.__path__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +60,8 @@ def _not_loaded(error: Exception, name: str, keys: EnvironmentKeys) -> ConfigErr
 
 def _told(error: Exception) -> str:
     """With the last line that is the environment's own, where there is one: of no installed file where it can be, and neither Python's nor ours."""
-    if isinstance(error, SyntaxError) and error.filename is not None and _ownership(error.filename):
+    if isinstance(error, SyntaxError) and error.filename is not None and ownership(error.filename):
         # No frame has come to the line, which is in a file of the environment's.
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-    text, frames = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
-    last = max(reversed(frames), key=lambda frame: _ownership(frame.filename))
-    return f"{text} ({last.filename}:{last.lineno})" if _ownership(last.filename) else text
-
-
-def _ownership(file: str) -> int:
-    """0: not the environment's; 1: an installed file, which may be its; 2: its own."""
-    if file.startswith(_EXAMPLES):
-        return 2
-    if file.startswith((*_OURS, "<")):
-        return 0
-    # An installation without a virtual environment has the packages inside the library's folder.
-    if "/site-packages/" in file or "/dist-packages/" in file:
-        return 1
-    return 0 if file.startswith((f"{sysconfig.get_path('stdlib')}/", f"{sysconfig.get_path('platstdlib')}/")) else 2
+    text, last = f"{type(error).__name__}: {error}", last_of_users(error)
+    return text if last is None else f"{text} ({last[0].f_code.co_filename}:{last[1]})"

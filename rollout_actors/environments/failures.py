@@ -18,9 +18,8 @@ FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 
 T = TypeVar("T")
 
-_STANDARD = (sysconfig.get_path("stdlib"), "<")
-_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-_OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("rollout_actors", "shared"))
+_STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+_OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("launch", "learner", "rollout_actors", "shared"))
 _EXAMPLES = f"{Path(__file__).parent / 'examples'}/"
 
 
@@ -36,7 +35,7 @@ def told(error: BaseException) -> str:
 def _told(error: BaseException) -> str:
     error = called_exit(error) if isinstance(error, SystemExit) else error
     text = f"{type(error).__name__}: {error}"
-    last = _last_of_users(error)
+    last = last_of_users(error)
     return text if last is None else f"{text.rstrip()} ({Path(last[0].f_code.co_filename).name}:{last[1]})"
 
 
@@ -44,7 +43,7 @@ def called_exit(error: SystemExit) -> RuntimeError:
     """In its place: out of a task of its own it would end the event loop, and with it every rollout. Raises a signal's, which shall."""
     if _is_of_signal(error):
         raise error
-    last = _last_of_users(error)
+    last = last_of_users(error)
     return RuntimeError(f"{'an environment' if last is None else last[0].f_code.co_name} called exit()").with_traceback(error.__traceback__)
 
 
@@ -93,15 +92,29 @@ def _arguments(frame: FrameType) -> list[Any]:
     return given if more is None else [*given, *values.get(more, ())]
 
 
-def _last_of_users(error: BaseException) -> tuple[FrameType, int] | None:
+def last_of_users(error: BaseException) -> tuple[FrameType, int] | None:
     """The innermost frame, with its line, that is of no library and none of this package's; or where the environment is installed as a library, the first of
     those."""
-    places = [place for place in traceback.walk_tb(error.__traceback__) if not _file(place).startswith(_STANDARD)]
+    places = list(traceback.walk_tb(error.__traceback__))
     if any(_file(place) == client.__file__ for place in places):
         return None
-    others = [place for place in places if not _file(place).startswith(_OURS) or _file(place).startswith(_EXAMPLES)]
-    users = [place for place in others if not _file(place).startswith(_INSTALLED)]
-    return users[-1] if users else next(iter(others), None)
+    by_ownership: dict[int, list[tuple[FrameType, int]]] = {0: [], 1: [], 2: []}
+    for place in places:
+        by_ownership[ownership(_file(place))].append(place)
+    users, installed = by_ownership[2], by_ownership[1]
+    return users[-1] if users else next(iter(installed), None)
+
+
+def ownership(file: str) -> int:
+    """0: not an environment's; 1: an installed file, which may be its; 2: its own."""
+    if file.startswith(_EXAMPLES):
+        return 2
+    if file.startswith((*_OURS, "<")):
+        return 0
+    # An installation without a virtual environment has the packages inside the library's folder.
+    if "/site-packages/" in file or "/dist-packages/" in file:
+        return 1
+    return 0 if file.startswith(_STANDARD) else 2
 
 
 def _file(place: tuple[FrameType, int]) -> str:
