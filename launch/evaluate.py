@@ -149,7 +149,10 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     problems = [*checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy)]
     if config.environment is not None:
         told = "run: it is of an environment, which vf-eval evaluates"
-        problems.append(told if problems else f"{told}; {_instead(config, config.environment, checkpoint)}")
+        try:
+            problems.append(told if problems else f"{told}; {_instead(config, config.environment, checkpoint)}")
+        except ConfigError as error:  # it is of the run's own key
+            problems += [told, *(f"checkpoint: {problem.partition(': ')[2]}" for problem in error.problems)]
     elif config.data.val is None:
         problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
     if problems:

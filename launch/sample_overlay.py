@@ -96,8 +96,15 @@ def _outline(shape: Shape, width: int, height: int) -> list[tuple[float, float]]
 def _data_uri(data: bytes) -> str:
     """The file as it is where every browser shows it as the training sees it; a PNG of its pixels otherwise."""
     with Image.open(io.BytesIO(data)) as image:
-        if image.format in _EMBEDDED and image.getexif().get(_ORIENTATION, 1) == 1:
+        if image.format in _EMBEDDED and _is_upright(image):
             return f"data:{_EMBEDDED[image.format]};base64,{base64.b64encode(data).decode()}"
         file = io.BytesIO()
         on_white(image).save(file, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _is_upright(image: Image.Image) -> bool:
+    try:
+        return bool(image.getexif().get(_ORIENTATION, 1) == 1)
+    except Exception:  # whatever Pillow's reading of damaged EXIF data runs into, which browsers may read otherwise
+        return False

@@ -93,9 +93,9 @@ class Telemetry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self._keep(error)
         try:
-            if isinstance(error, Exception):
-                self._keep(error)
             if self._trace is not None:
                 self._trace.complete()
         except StorageError as unwritten:
@@ -110,16 +110,17 @@ class Telemetry:
                 self._trace.close()
 
     def _keep(self, error: Exception) -> None:
-        """The console shows the message; the whole story, with what other processes raised, is kept in a file. Raises StorageError."""
+        """The console shows the message; the whole story, with what other processes raised, is kept in a file, or else shown too."""
         details, story = self._config.telemetry.run_dir / "error.txt", "".join(traceback.format_exception(error))
         others = "what the other processes said in Ray's session folder (/tmp/ray/session_latest/logs)"
         try:
             write_run_file(details, story)
-        except StorageError:
+            where = f"in {details}"
+        except StorageError as unwritten:
+            where = "above"
             self._console.print(story, markup=False, highlight=False)
-            self._console.print(f"the run ended; details above, {others}", highlight=False)
-            raise
-        self._console.print(f"the run ended; details in {details}, {others}", highlight=False)
+            self._warn(str(unwritten))
+        self._console.print(f"the run ended; details {where}, {others}", highlight=False)
 
     def placed(self, algebra: BatchAlgebra, engines: tuple[str, ...], *, learner_threads: int) -> None:
         """The rollout engines are up, under these names, and every learner rank computes with so many threads, which its results depend on."""

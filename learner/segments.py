@@ -123,6 +123,8 @@ def decode_image(image: ImageRef) -> Image.Image:
     assert data is not None
     try:
         return on_white(Image.open(io.BytesIO(data)))
+    except MemoryError:
+        raise
     except Exception as error:
         # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into. Of an unknown format its words are of an object in memory.
         reason = "of no format that is known" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__

@@ -32,6 +32,8 @@ def decode_image(data: bytes) -> Image.Image:
     except UnidentifiedImageError as error:
         # Pillow's own words are of the object that it read from.
         raise ValueError("it is of no format that is known") from error
+    except MemoryError:
+        raise
     except Exception as error:
         # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into (OSError, SyntaxError, struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error

@@ -163,6 +163,7 @@ class VllmEngine:
         finally:
             for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the other requests
                 task.cancel()
+            await asyncio.wait(tasks, timeout=WATCH_S)
 
     async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)

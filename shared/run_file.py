@@ -8,6 +8,9 @@ from typing import IO
 
 from shared.errors import StorageError
 
+ODD = "backslashreplace"
+"""For half a surrogate pair, as in the name of a file that is no UTF-8: it must not keep the rest from being written."""
+
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
     """Of a run's folder."""
@@ -34,7 +37,7 @@ class RunFile:
 
     def write(self, text: str) -> None:
         """All of it. Raises StorageError."""
-        data = memoryview(text.encode())
+        data = memoryview(text.encode(errors=ODD))
         try:
             # A disk that is almost full takes a part, and refuses the rest at the next call.
             while data:
@@ -49,6 +52,6 @@ class RunFile:
 def write_run_file(path: Path, text: str) -> None:
     """In place of what was there. Raises StorageError."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors=ODD)
     except OSError as error:
         raise cannot_write(path, error) from error

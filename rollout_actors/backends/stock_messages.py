@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from pydantic import BaseModel
 
 from rollout_actors.answer import Answer
@@ -127,7 +127,7 @@ def _plain_format(data: bytes) -> str | None:
     try:
         image = Image.open(io.BytesIO(data))
         is_upright = image.getexif().get(_ORIENTATION, 1) == 1
-    except (UnidentifiedImageError, OSError):
+    except Exception:  # whatever Pillow's reading of a damaged file, or of damaged EXIF data, runs into: its pixels are sent, if it has any
         return None
     is_plain = is_upright and image.mode == "RGB" and image.format in ("PNG", "JPEG", "WEBP")
     return image.format.lower() if is_plain and image.format else None

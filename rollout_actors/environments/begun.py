@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_actors.environments.client import client_of
 from rollout_actors.environments.types import State
@@ -16,9 +16,9 @@ from rollout_actors.environments.types import State
 class _Noted:
     """A state of a rollout that is being made, as whatever object the environment has it now, and what its calls go to."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        """Among all states of the outermost rollout: no two of them sample with the same seeds."""
+    def __init__(self, path: str) -> None:
+        self.path = path
+        """In the outermost rollout: no two of its states sample with the same seeds."""
         self.state: State | None = None
         """None: calls came before it."""
         self.is_cleaned = False
@@ -28,17 +28,19 @@ class _Noted:
 class Begun:
     """What is known of a rollout while an environment makes it."""
 
-    def __init__(self, environment: object, row: Mapping[str, Any], within: Begun | None = None) -> None:
-        """`within`: the outermost rollout in which this one begins, because its environment asks another one (or itself) for some; None: there is none."""
+    def __init__(self, environment: object, row: Mapping[str, Any], within: Inside | None = None) -> None:
+        """`within`: where it begins in another one, whose environment asks another one (or itself) for it; None: in none."""
         self.environment = environment
+        self.parent = None if within is None else within.parent
+        self._path = "" if within is None else within.path
+        self._outermost: Begun = self if self.parent is None else self.parent._outermost
         self._row = row
-        self._outermost = within or self
-        self._numbers = count()
+        self._children = count()
         self._states: list[_Noted] = []
 
-    @property
-    def outermost(self) -> Begun:
-        return self._outermost
+    def inside(self) -> Inside:
+        """Where the next one begins that its environment asks for. By their order: those of coroutines that are gathered are numbered as they begin."""
+        return Inside(self, f"{self._path}/{next(self._children)}")
 
     @property
     def first(self) -> State | None:
@@ -48,8 +50,9 @@ class Begun:
     @property
     def num_splits(self) -> int | None:
         """Calls whose prompt did not go on from the tokens of the one before; None where its clients count none."""
-        counted = [own.num_splits for one in self._states for given, own in one.clients if own is not given]
-        return sum(counted) if counted else None
+        counted = [getattr(own, "num_splits", None) for one in self._states for _, own in one.clients]
+        numbers = [number for number in counted if number is not None]
+        return sum(numbers) if numbers else None
 
     def note(self, state: State) -> _Noted:
         """One more state: an environment's own `rollout` may make several."""
@@ -83,7 +86,7 @@ class Begun:
         for known, own in one.clients:
             if known is given:
                 return own
-        own = client_of(given, State(input=dict(self._row)) if one.state is None else one.state, of=self._outermost._input(), number=one.number)
+        own = client_of(given, State(input=dict(self._row)) if one.state is None else one.state, of=self._outermost._input(), path=one.path)
         one.clients.append((given, own))
         return own
 
@@ -97,18 +100,33 @@ class Begun:
         return [one for one in self._states if one.state is not None and not one.is_cleaned]
 
     def _added(self) -> _Noted:
-        self._states.append(_Noted(next(self._outermost._numbers)))
+        self._states.append(_Noted(f"{self._path}+{len(self._states)}" if self._states else self._path))
         return self._states[-1]
+
+
+class Inside(NamedTuple):
+    """A place in a rollout where others begin."""
+
+    parent: Begun
+    path: str
+
+    def of(self, position: int) -> Inside:
+        """For the rollout of this place in a call of `generate`."""
+        return Inside(self.parent, f"{self.path}.{position}")
 
 
 class _Called(Begun):
     """A rollout that somebody calls himself: outside `generate`, or inside another rollout."""
 
     def __init__(self, environment: object, before: tuple[_Place, ...]) -> None:
-        super().__init__(environment, {}, _outermost(before))
+        parent = _parent(before)
+        super().__init__(environment, {}, None if parent is None else parent.inside())
         self._before = before
         self.is_taken = False
         """Its end will be known."""
+        for begun, _ in before:
+            if isinstance(begun, _Called) and not begun.is_taken and begun.parent is None:
+                begun._before = ()  # or each would keep the one before it
 
     def take(self) -> tuple[_Place, ...]:
         """By what ends it. Returns what was under way before."""
@@ -174,10 +192,16 @@ def note_cleaned(environment: object, state: State) -> None:
         begun.note_successor(state, _here(begun)).is_cleaned = True
 
 
+def call_begins() -> Inside | None:
+    """A call of `generate`: in which rollout, where it is in one."""
+    parent = _parent(_UNDER_WAY.get())
+    return None if parent is None else parent.inside()
+
+
 @contextmanager
-def begins(environment: object, row: Mapping[str, Any]) -> Iterator[Begun]:
+def begins(environment: object, row: Mapping[str, Any], within: Inside | None = None) -> Iterator[Begun]:
     """A rollout of `generate`."""
-    begun = Begun(environment, row, _outermost(_UNDER_WAY.get()))
+    begun = Begun(environment, row, within)
     begun_token, under_way_token = _BEGUN.set(begun), _UNDER_WAY.set(((begun, None),))
     try:
         yield begun
@@ -206,9 +230,7 @@ def inside_a_rollout(environment: object, state: State) -> Iterator[InsideARollo
     """Rollouts that begin inside (of another environment, or of this one, that are asked for some) are none of its states."""
     before, begun = _UNDER_WAY.get(), _BEGUN.get()
     if begun is None or begun.environment is not environment:
-        noted = (one for one, _ in before if one.environment is environment and isinstance(one, _Called) and not one.is_taken)
-        begun = called = next(noted, None) or _Called(environment, before)  # not noted where `init_state` does not ask Environment's
-        before = called.take()
+        begun, before = _taken(environment, before)
     one = begun.note_successor(state, _here(begun))
     begun_token = _BEGUN.set(None)
     _UNDER_WAY.set(_with(begun, one))
@@ -238,6 +260,18 @@ def _here(begun: Begun) -> _Noted | None:
     return next((one for other, one in _UNDER_WAY.get() if other is begun), None)
 
 
-def _outermost(under_way: tuple[_Place, ...]) -> Begun | None:
-    """Not one that may have ended long ago."""
-    return next((begun.outermost for begun, _ in under_way if not isinstance(begun, _Called) or begun.is_taken), None)
+def _taken(environment: object, under_way: tuple[_Place, ...]) -> tuple[Begun, tuple[_Place, ...]]:
+    """The rollout that this environment's `rollout` makes, called by hand, and what was under way before."""
+    noted = (begun for begun, _ in under_way if begun.environment is environment and isinstance(begun, _Called) and not begun.is_taken)
+    called = next(noted, None) or _Called(environment, under_way)  # not noted where `init_state` does not ask Environment's
+    return called, called.take()
+
+
+def _parent(under_way: tuple[_Place, ...]) -> Begun | None:
+    """The innermost, but for one that may have ended long ago."""
+    for begun, _ in under_way:
+        if not isinstance(begun, _Called) or begun.is_taken:
+            return begun
+        if begun.parent is not None:
+            return begun.parent
+    return None

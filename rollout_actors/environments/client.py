@@ -42,12 +42,12 @@ limit of time is long. A server that was launched elsewhere has been tried again
 class KnowsRollouts(Protocol):
     """A client that wants to know which calls are of one rollout, so that they go to one engine and extend one sequence of tokens."""
 
-    def conversation(self, state: State, *, of: Mapping[str, Any] | None = None, number: int = 0) -> Any:
-        """A client for the calls of this rollout.
+    def conversation(self, state: State, *, of: Mapping[str, Any] | None = None, path: str = "") -> Any:
+        """A client for the calls of this rollout. Its `num_splits`, where it has one, are calls whose prompt did not go on from the tokens of the one before.
 
         Args:
             of: the input of the outermost rollout in which it is begun; None: it is that itself.
-            number: its own among all that begin in the outermost one.
+            path: its own place in the outermost one.
         """
         ...
 
@@ -57,9 +57,9 @@ def knows_rollouts(client: Any) -> TypeGuard[KnowsRollouts]:
     return getattr(type(client), "conversation", None) is not None  # asked at every call, so not `inspect.getattr_static`
 
 
-def client_of(client: Any, state: State, *, of: Mapping[str, Any], number: int) -> Any:
+def client_of(client: Any, state: State, *, of: Mapping[str, Any], path: str) -> Any:
     """The one that the calls of this rollout go to; the arguments are those of `KnowsRollouts.conversation`."""
-    return client.conversation(state, of=of, number=number) if knows_rollouts(client) else client
+    return client.conversation(state, of=of, path=path) if knows_rollouts(client) else client
 
 
 def overlong_answer(model: str) -> ChatCompletion:

@@ -26,9 +26,6 @@ IMAGE = "<|image_pad|>"
 SENT_IMAGES = "image_sha256"
 """The field of an answer that has the hashes of its prompt's images, in order: what a step's prompt shows may be changed by the environment later."""
 
-MOST_TURNS = 2**20
-"""Of a rollout: further calls would have the seeds of another rollout's."""
-
 Generate = Callable[[RolloutRequest], Awaitable[Rollout]]
 
 
@@ -41,15 +38,11 @@ class RolloutPlace:
     position: int
     """In the step, over all learner ranks."""
     sample_id: str
-    number: int = 0
-    """Of those that have this position: rollouts that an environment begins inside of one are there too."""
-
-    def turn(self, own: int) -> int:
-        """Of a turn of this rollout, a number that no other one has which has this position."""
-        return self.number * MOST_TURNS + own
+    path: str = ""
+    """In the rollout of this position: empty, or of one that an environment begins inside of it."""
 
     def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
-        seed = request_seed(self.run_seed, self.step, self.position, self.turn(turn))
+        seed = request_seed(self.run_seed, self.step, self.position, turn, self.path)
         return RolloutRequest(self.step, self.position, self.sample_id, prompt.token_ids, prompt.images, decode, seed)
 
 
@@ -89,7 +82,10 @@ class Conversation:
 
     def __init__(self, place: RolloutPlace, reading: Reading, generate: Generate, state: State) -> None:
         self._place, self._reading, self._generate, self._state = place, reading, generate, state
-        self._state["num_splits"] = 0
+        # Another client may count its own there.
+        self._state.setdefault("num_splits", 0)
+        self.num_splits = 0
+        """Calls whose prompt did not begin with the tokens of the one before."""
         self._images = MessageImages()
         self._turn = 0
         self._last: Spoken | None = None
@@ -101,12 +97,6 @@ class Conversation:
         self._one_at_a_time = asyncio.Lock()
         self.chat = _Chat(_ChatCompletions(self))
         self.completions = _TextCompletions(self)
-
-    @property
-    def num_splits(self) -> int:
-        """Calls whose prompt did not begin with the tokens of the one before."""
-        number: int = self._state["num_splits"]
-        return number
 
     async def answer_chat(self, model: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, arguments: Mapping[str, Any]) -> Any:
         """See `AsyncOpenAI.chat.completions.create`. The id is `overlong-prompt` where the prompt leaves no room for a token.
@@ -155,9 +145,11 @@ class Conversation:
 
     def _require_places(self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0) -> None:
         """ValueError where there are more or fewer placeholders than images: one of them would stand for another image, or for none."""
-        number = num_before + sum(token_id == self._reading.placeholder for token_id in token_ids)
+        number = num_before + token_ids.count(self._reading.placeholder)
         if number != len(images):
             remedy = "leave that out of the text of messages" if number > len(images) else "the chat template writes none for some; show images where it does"
+            if not number:
+                remedy = "this model's chat template shows none; take a model with a vision tower"
             raise ValueError(f"prompt: has {number} x {IMAGE} and {len(images)} x an image; {remedy}")
 
     async def _ask(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
@@ -200,10 +192,11 @@ class Conversation:
         self._shown = prompt.images
         self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
         self._turn += 1
+        self.num_splits += prompt.is_split
         self._state["num_splits"] += prompt.is_split
 
     def _answer_id(self) -> str:
-        return f"rollout-{self._place.step}-{self._place.position}-{self._place.turn(self._turn - 1)}"
+        return f"rollout-{self._place.step}-{self._place.position}{self._place.path}-{self._turn - 1}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,17 +72,17 @@ class EngineClient:
         # A semaphore belongs to the event loop that first waits for it, and callers may run one after another.
         self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, list[asyncio.Semaphore]] = WeakKeyDictionary()
 
-    def conversation(self, state: State, *, of: Mapping[str, Any] | None = None, number: int = 0) -> Conversation:
+    def conversation(self, state: State, *, of: Mapping[str, Any] | None = None, path: str = "") -> Conversation:
         """A client for the calls of this rollout, which notes `num_splits` in its state.
 
         Its place in the step is `state["input"]["position"]`, which `generate` gives to every rollout. Rollouts that are begun without it (`rollout`, of a row
         that has none) are numbered as they begin, and only then do their seeds depend on the order in which they do. One that is begun inside another has the
-        place of that one, whose input is `of`, and seeds of its own by its `number` there.
+        place of that one, whose input is `of`, and seeds of its own by its `path` there.
         """
         numbered = next(self._begun)
         given = (state.get("input", {}) if of is None else of).get("position")
         position = numbered if given is None else int(given)
-        place = RolloutPlace(self._run_seed, self._step, position, str(state.get("example_id", position)), number)
+        place = RolloutPlace(self._run_seed, self._step, position, str(state.get("example_id", position)), path)
         return Conversation(place, self._reading, self._generate, state)
 
     @property

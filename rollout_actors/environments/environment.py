@@ -190,7 +190,18 @@ class Environment(ABC):
             return
         self._is_closed = True
         forget(self)
-        await to_the_end(all_of(self._teardowns), self.cleanup_timeout_s)
+        left, limit_s = list(self._teardowns), self.cleanup_timeout_s
+        try:
+            # In the caller's task: what it has entered, a handler may leave there alone.
+            async with asyncio.timeout(limit_s) as timeout:
+                await all_of(left.pop(0) for _ in self._teardowns)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise TimeoutError(f"the teardown is not done after {limit_s:g} s; check what it waits for, or allow more (cleanup_timeout_s)") from error
+        finally:
+            if left:
+                await to_the_end(all_of(left), limit_s)
 
     async def __aenter__(self) -> Environment:
         return self

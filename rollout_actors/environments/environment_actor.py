@@ -56,7 +56,8 @@ class EnvironmentActor:
             answers = await round_
         except asyncio.CancelledError as error:
             raise_if_for_all(error)
-            raise RolloutError("was closed before its rollouts were done", actor=self._name, phase="generate") from error
+            why = "was closed" if round_.cancelling() else "cancelled the round itself: it let out the CancelledError of a task of its own,"
+            raise RolloutError(f"{why} before its rollouts were done", actor=self._name, phase="generate") from error
         finally:
             self._rounds.discard(round_)
         return answers, len(answers)

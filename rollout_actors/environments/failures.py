@@ -44,7 +44,8 @@ def called_exit(error: SystemExit) -> RuntimeError:
     if _is_of_signal(error):
         raise error
     last = last_of_users(error)
-    return RuntimeError(f"{'an environment' if last is None else last[0].f_code.co_name} called exit()").with_traceback(error.__traceback__)
+    who, told_with = "an environment" if last is None else last[0].f_code.co_name, "" if error.code is None else repr(error.code)
+    return RuntimeError(f"{who} called exit({told_with})").with_traceback(error.__traceback__)
 
 
 def is_cancelled() -> bool:

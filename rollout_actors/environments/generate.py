@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rollout_actors.environments.begun import Begun, begins, require_state, whole
+from rollout_actors.environments.begun import Begun, begins, call_begins, require_state, whole
 from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.failures import FAILURES, in_own_task, raise_if_for_all, told
 from rollout_actors.environments.inputs import Examples, placed, require_own_positions
@@ -95,6 +95,7 @@ class _Rollouts:
 
     def __init__(self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any) -> None:
         self._environment, self._call, self._bar = environment, call, bar
+        self._inside = call_begins()
         self._inputs = placed(examples)
         if knows_rollouts(call.client):
             require_own_positions(self._inputs)
@@ -149,7 +150,8 @@ class _Rollouts:
         one, environment = self._inputs[place], self._environment
         begun: Begun | None = None
         try:
-            with begins(environment.member(one["task"]), one) as begun:
+            within = None if self._inside is None else self._inside.of(place)
+            with begins(environment.member(one["task"]), one, within) as begun:
                 async with _within(self._call.rollout_timeout_s):
                     return await in_own_task(self._cleaned_up(one, begun))
         except FAILURES as error:  # of one rollout: it is data, and the others go on
@@ -184,7 +186,7 @@ class _Rollouts:
             try:
                 if sound:
                     with lent(self._environment.member(self._inputs[unit[0]]["task"]).parser):
-                        await in_own_task(rubric.score_group(sound) if rubric.compares_rollouts else rubric.score_rollout(sound[0]))
+                        await in_own_task(awaited(rubric.score_group(sound) if rubric.compares_rollouts else rubric.score_rollout(sound[0])))
                 settle(sound, rubric)
             except FAILURES as error:  # of one unit, as above
                 raise_if_for_all(error)

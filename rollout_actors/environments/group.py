@@ -28,6 +28,7 @@ class EnvGroup(Environment):
             kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the environments. The rest is theirs to have.
         """
         self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
+        self.cleanup_timeout_s = max(env.cleanup_timeout_s for env in envs)
         message_types = sorted({env.message_type for env in envs})
         if unused := [name for name in kwargs if name not in ("env_id", "env_args", "sampling_args")]:
             raise TypeError(f"{', '.join(unused)}: a group has none of its own; give it to its environments")

@@ -16,12 +16,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from enum import StrEnum
 from types import FrameType
 from typing import Any, Protocol, TypeVar, overload
 
-from rollout_actors.environments.failures import FAILURES, called_exit, is_cancelled, raise_if_for_all, told
+from rollout_actors.environments.failures import FAILURES, called_exit, raise_if_for_all, told
 
 _LOGGER = logging.getLogger(__name__)
 _MARK = "_rollmatch_handles"
@@ -90,7 +90,7 @@ async def awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-async def all_of(called: Sequence[Handler], *arguments: Any) -> None:
+async def all_of(called: Iterable[Handler], *arguments: Any) -> None:
     """Each of them, whatever the others raise; the first error is raised at the end. What would end more than a rollout comes as RuntimeError."""
     first: BaseException | None = None
     for handler in called:
@@ -111,6 +111,8 @@ async def to_the_end(work: Coroutine[Any, Any, None], limit_s: float) -> None:
     """For what is put away, however often this task is cancelled meanwhile: that counts when it is done. Raises what the work raises, and TimeoutError where it
     is not done within the limit; but where the task is being cancelled, that is what happens to it then, and the error is logged."""
     task, cancelled, deadline_s = asyncio.ensure_future(work), None, time.monotonic() + limit_s
+    # By what the caller is in the middle of. (A cancellation that somebody has kept to himself is over.)
+    is_ending = isinstance(sys.exception(), asyncio.CancelledError)
     while not task.done() and (left_s := deadline_s - time.monotonic()) > 0:
         try:
             await asyncio.wait([task], timeout=left_s)
@@ -122,7 +124,7 @@ async def to_the_end(work: Coroutine[Any, Any, None], limit_s: float) -> None:
             raise TimeoutError(f"cleaning up is not done after {limit_s:g} s; check what it waits for, or allow more (the environment's cleanup_timeout_s)")
         task.result()
     except Exception as error:
-        if not is_cancelled():
+        if cancelled is None and not is_ending:
             raise
         _LOGGER.warning("cleaning up after what was cancelled failed: %s", told(error), exc_info=error)
     if cancelled is not None:

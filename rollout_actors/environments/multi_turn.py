@@ -99,7 +99,7 @@ class MultiTurnEnv(Environment):
             response = await self.get_model_response(
                 client, model, prompt, oai_tools=state["oai_tools"], sampling_args=sampling_args, message_type=self.message_type
             )
-            await self.add_model_response(state, prompt, response)
+            await awaited(self.add_model_response(state, prompt, response))
         if not state["is_completed"] or state.get("completion") is None:
             # An `is_completed` of a subclass, which noted nothing, or that alone.
             state["is_completed"] = True

@@ -18,6 +18,8 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
+from rollout_actors.environments.functions import bare
+from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.turns import Turn, each, in_thread
 from rollout_actors.environments.types import State
@@ -97,8 +99,8 @@ class Rubric:
     async def score_rollout(self, state: State) -> None:
         """Write the state's `reward` and `metrics`, and the reward of the steps that have none. Raises what a function raises."""
         if self._needs_group:
-            # Not a subclass's own, which may call this method.
-            await Rubric.score_group(self, [state])
+            # Without an advantage: there is nothing to compare with, and a subclass's `score_group` that calls this compares them itself.
+            await self._score([state])
         else:
             await self._score_alone(state)
 
@@ -181,9 +183,9 @@ class RubricGroup(Rubric):
         metrics: list[dict[str, float]] = [{} for _ in states]
         for rubric in self.rubrics:
             if rubric.compares_rollouts:
-                await rubric.score_group(states)
+                await awaited(rubric.score_group(states))
             else:
-                await each([rubric.score_rollout(state) for state in states])
+                await each([awaited(rubric.score_rollout(state)) for state in states])
             settle(states, rubric)
             for place, state in enumerate(states):
                 totals[place] += state["reward"]
@@ -332,7 +334,7 @@ class _Reward:
 
     @classmethod
     def of(cls, function: RewardFunction, weight: float) -> _Reward:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(bare(function)).parameters.values()
         # What a partial has bound is given already.
         bound = function.keywords if isinstance(function, partial) else {}
         given = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in bound]

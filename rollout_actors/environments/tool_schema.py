@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 
+from rollout_actors.environments.functions import bare
 from rollout_actors.environments.turns import in_thread
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -48,8 +49,8 @@ class Tool:
         if absent := [arg for arg in args_to_skip if arg not in parameters]:
             raise ValueError(f"tool {name}: args_to_skip has {', '.join(absent)}, which is no parameter; they are {', '.join(parameters) or 'none'}")
         description, told = read_docstring(_docstring(function))
-        bare = _bare(function)
-        skipped = {*args_to_skip, *(bare.keywords if isinstance(bare, partial) else ())}
+        called = bare(function)
+        skipped = {*args_to_skip, *(called.keywords if isinstance(called, partial) else ())}
         seen = [one for one in parameters.values() if one.name not in skipped]
         # By alias, since a model's field may not be called `_x`, and should not be called `copy`.
         fields: dict[str, Any] = {f"argument_{place}": (_hint(one), _field(one, told)) for place, one in enumerate(seen)}
@@ -136,14 +137,9 @@ def _docstring(function: Callable[..., Any]) -> str:
     return inspect.getdoc(function) or ""
 
 
-def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without what `update_wrapper` notes on a partial, by which its signature would be that of what it wraps, with what it binds."""
-    return partial(_bare(function.func), *function.args, **function.keywords) if isinstance(function, partial) else function
-
-
 def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
-        signature = inspect.signature(_bare(function), eval_str=True)
+        signature = inspect.signature(bare(function), eval_str=True)
     except NameError as error:
         raise ValueError(f"tool {name}: a type hint cannot be read: {error}; use types that its module knows") from error
     for one in signature.parameters.values():

@@ -51,7 +51,7 @@ def test_an_environment_that_calls_exit_is_told_with_its_place_and_the_command_f
 @pytest.mark.parametrize("status", ["0", "1", "'no key'"])
 def test_a_module_that_ends_the_process_is_told_with_its_line(tmp_path: Path, status: str) -> None:
     mine = written(tmp_path, f"import sys\n\nsys.exit({status})\n")
-    assert f"called exit() ({mine}:3); check environment.args and the environment" in refusal(mine)
+    assert f"called exit({status}) ({mine}:3); check environment.args and the environment" in refusal(mine)
 
 
 def test_a_signal_that_comes_while_it_is_loaded_ends_the_process(tmp_path: Path) -> None:

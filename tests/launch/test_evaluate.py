@@ -175,6 +175,17 @@ def test_a_run_of_an_environment_is_refused_with_the_commands_that_evaluate_it(t
     assert asked.base_url == f"http://{options.host}:{options.port}/v1"
 
 
+def test_a_run_of_an_environment_whose_checkpoint_is_damaged_is_refused_for_both(tmp_path, demo_checkpoint):
+    folder = tmp_path / "run"
+    shutil.copytree(demo_checkpoint, folder / "checkpoint")
+    config = trajectory_config(demo_checkpoint, folder, environment={"id": "guess_number", "rollouts_per_example": 4})
+    (folder / "config.json").write_text(config.model_dump_json())
+    (folder / "checkpoint" / "config.json").write_text('{"model_type": "qwen3"}')
+    problems = refused(folder).splitlines()
+    assert "run: it is of an environment, which vf-eval evaluates" in problems
+    assert any(problem.startswith("checkpoint: ") and str(folder / "checkpoint") in problem for problem in problems)
+
+
 def test_a_run_of_an_environment_without_a_checkpoint_is_refused_for_both(tmp_path):
     (tmp_path / "config.json").write_text(trajectory_config(tmp_path / "model", tmp_path).model_dump_json())
     said = refused(tmp_path)

@@ -241,6 +241,21 @@ def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(config):
     assert re.search(r"warning +cannot write .*error\.txt: .*File too large; free space", shown)
 
 
+def test_what_ended_a_run_is_kept_whatever_a_file_is_called(config):
+    with pytest.raises(RuntimeError), open_telemetry(config):
+        raise RuntimeError("the real fault is in \udcff.png")
+    assert r"the real fault is in \udcff.png" in (config.telemetry.run_dir / "error.txt").read_text()
+    assert json.loads((config.telemetry.run_dir / "timeline.json").read_text())
+
+
+def test_a_story_that_cannot_be_kept_leaves_the_timeline_whole(config):
+    telemetry = open_telemetry(config)
+    (config.telemetry.run_dir / "error.txt").mkdir()
+    with pytest.raises(RuntimeError, match="x"), telemetry:
+        raise RuntimeError("x")
+    assert json.loads((config.telemetry.run_dir / "timeline.json").read_text())
+
+
 def test_a_full_disk_at_the_end_of_an_interrupted_run_is_said_and_of_a_good_one_is_its_error(config):
     output = io.StringIO()
     with full_disk_after(open_telemetry(config, output)) as telemetry, pytest.raises(KeyboardInterrupt), telemetry:

@@ -62,7 +62,7 @@ def test_a_cpu_engine_runs_on_one_thread_and_loads_no_foreign_plugin() -> None:
 
 
 @pytest.mark.parametrize("device", Device)
-def test_processes_of_an_engine_are_started_anew_on_every_device(device: Device) -> None:
+def test_the_environment_of_an_engine_asks_for_processes_that_are_started_anew_on_every_device(device: Device) -> None:
     assert engine_environment(replace(SETTINGS, device=device))["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 

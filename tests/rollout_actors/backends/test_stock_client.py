@@ -197,6 +197,16 @@ class TestGenerate:
         assert (sent.mode, sent.getexif()) == ("RGB", {})
         assert sent.tobytes() == on_white(Image.open(io.BytesIO(image.data or b""))).tobytes()
 
+    def test_an_image_with_damaged_exif_data_goes_as_its_pixels(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        file = io.BytesIO()
+        Image.new("RGB", (3, 2), (9, 8, 7)).save(file, "PNG", exif=b"Exif\0\0garbage")
+        image = ImageRef(path=None, data=file.getvalue(), sha256="0" * 64)
+        with pytest.raises(SyntaxError), Image.open(file) as damaged:
+            damaged.getexif()
+        asyncio.run(asyncio.run(started(url, expected)).generate([replace(make_request(0), images=(image,))]))
+        sent = Image.open(io.BytesIO(base64.b64decode(server.asked[-1][1]["content_parts"][0]["url"].partition(",")[2])))
+        assert (sent.mode, sent.getpixel((1, 1)), sent.getexif()) == ("RGB", (9, 8, 7), {})
+
     def test_no_requests_make_no_call(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
         before = len(server.asked)

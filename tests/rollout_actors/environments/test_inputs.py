@@ -107,7 +107,9 @@ def test_a_mapping_with_neither_prompt_nor_question_is_refused_with_what_it_has(
         inputs(given)
 
 
-@pytest.mark.parametrize(("wrong", "kind"), [("abc", "str"), (7, "int"), ({"a": 1, "b": 2, "c": 3}, "dict"), (iter("abc"), "str_.*iterator")])
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [("abc", "str"), (7, "int"), ({"a": 1, "b": 2, "c": 3}, "dict"), (iter("abc"), "str_.*iterator"), ({"x", "y", "z"}, "set")]
+)
 def test_what_is_no_list_beside_columns_is_refused_with_the_remedy(wrong, kind):
     with pytest.raises(TypeError, match=rf"inputs: task must be a list with one for each row, got {kind}"):
         inputs({"prompt": [[user("a")], [user("b")], [user("c")]], "task": wrong})

@@ -1,6 +1,7 @@
 """`@stop`, `@cleanup` and `@teardown` (spec: trajectories, 5)."""
 
 import asyncio
+import contextlib
 import gc
 import signal
 import subprocess
@@ -737,7 +738,48 @@ def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts
     assert "TimeoutError: cleaning up is not done after 0.1 s; check what it waits for, or allow more" in second["error"]
 
 
-def test_a_teardown_goes_on_where_aclose_is_cancelled_meanwhile():
+def test_a_teardown_leaves_what_the_task_has_entered_that_closes_the_environment():
+    tasks = []
+
+    class Env(Talk):
+        @teardown
+        async def leave(self):
+            tasks.append(asyncio.current_task())
+
+    async def closed():
+        async with Env():
+            tasks.append(asyncio.current_task())
+
+    asyncio.run(closed())
+    assert tasks[0] is tasks[1]
+
+
+def test_a_teardown_that_hangs_ends_at_the_environments_limit_and_the_others_go_on():
+    class Env(Talk):
+        cleanup_timeout_s = 0.05
+
+        @teardown(priority=1)
+        async def first(self):
+            await asyncio.sleep(30)
+
+        @teardown
+        def second(self):
+            done.append("second")
+
+    done = []
+    with pytest.raises(TimeoutError, match=r"the teardown is not done after 0\.05 s; check what it waits for"):
+        asyncio.run(Env().aclose())
+    assert done == ["second"]
+
+
+def test_a_group_has_the_longest_limit_of_its_environments():
+    class Patient(Talk):
+        cleanup_timeout_s = 900.0
+
+    assert EnvGroup([Talk(env_id="a"), Patient(env_id="b")]).cleanup_timeout_s == 900.0 and Talk.cleanup_timeout_s == 300.0
+
+
+def test_the_other_teardowns_go_on_where_aclose_is_cancelled_meanwhile():
     done = []
 
     class Env(Talk):
@@ -747,7 +789,8 @@ def test_a_teardown_goes_on_where_aclose_is_cancelled_meanwhile():
             done.append("first")
 
         @teardown
-        def second(self):
+        async def second(self):
+            await asyncio.sleep(0.01)
             done.append("second")
 
     async def closed():
@@ -755,7 +798,19 @@ def test_a_teardown_goes_on_where_aclose_is_cancelled_meanwhile():
             await asyncio.wait_for(Env().aclose(), 0.01)
 
     asyncio.run(closed())
-    assert done == ["first", "second"]
+    assert done == ["second"]
+
+
+def test_a_cleanup_that_fails_is_told_where_the_rollout_has_kept_a_cancellation_of_its_own_to_itself():
+    class Env(Clumsy):
+        async def setup_state(self, state):
+            asyncio.current_task().cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1)
+            return state
+
+    (state,) = generated(Env(OSError), rows(1), ScriptedClient(["a"])).state
+    assert without_place(state) == "OSError: lost"
 
 
 @pytest.mark.parametrize("mark", [stop, cleanup])

@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections import Counter
 
 import openai
@@ -14,7 +16,6 @@ from scripted_client import Answer, ScriptedClient, answer_ids, connection_error
 from scripted_engines import ScriptedEngines, client_over, decode_settings, demo_tokenizer, says
 
 from rollout_actors.environments.client import PAUSE_S, TRIES
-from rollout_actors.environments.conversation import MOST_TURNS
 from rollout_actors.environments.lifecycle import stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.responses import RETURNS_TOKENS
@@ -389,7 +390,7 @@ def test_a_client_that_wants_to_know_which_calls_are_of_one_rollout_is_told():
         def __init__(self):
             self.states, self.clients = [], []
 
-        def conversation(self, state, *, of=None, number=0):
+        def conversation(self, state, *, of=None, path=""):
             self.states.append(state)
             self.clients.append(ScriptedClient(["a", "b"]))
             return self.clients[-1]
@@ -547,7 +548,7 @@ def test_what_is_learned_of_a_rollout_of_an_environments_own_is_what_its_engines
 def test_all_calls_of_a_rollout_have_seeds_of_their_own_whichever_way_they_are_made(tokenizer):
     engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
     assert generated(Twice(max_turns=2), rows(1), client_over(engines, tokenizer)).state[0]["error"] is None
-    assert [request.seed for _, request in engines.requests] == [request_seed(7, 3, 0, number * MOST_TURNS + turn) for number in range(2) for turn in range(2)]
+    assert [request.seed for _, request in engines.requests] == [request_seed(7, 3, 0, turn, path) for path in ("", "+1") for turn in range(2)]
 
 
 class Asks(Documented):
@@ -573,9 +574,94 @@ def test_rollouts_that_an_environment_asks_another_one_for_have_its_place_and_se
     seeds = [request.seed for _, request in engines.requests]
     assert len(set(seeds)) == len(seeds) == 3 * 4 * 2
     assert Counter(request.position for _, request in engines.requests) == {0: 8, 1: 8, 2: 8}
-    again = ScriptedEngines(lambda _: says(tokenizer, "no"))
-    generated(Asks(Documented(max_turns=2), 4), rows(3), client_over(again, tokenizer))
-    assert sorted(request.seed for _, request in again.requests) == sorted(seeds)
+
+
+class Judge(Documented):
+    async def env_response(self, messages, state, **kwargs):
+        question = state["prompt"][-1]["content"]
+        await Documented(max_turns=1).generate([{"question": f"{question} sub {i}"} for i in range(2)], self.client, "m", use_tqdm=False)
+        return [user("yes")]
+
+
+class Jury(Documented):
+    async def setup_state(self, state):
+        judge = Judge(max_turns=2)
+        judge.client = self.client
+        await judge.generate([{"question": f"{state['input']['answer']} judge {i}"} for i in range(2)], self.client, "m", use_tqdm=False)
+        return state
+
+
+def test_seeds_of_rollouts_inside_rollouts_do_not_depend_on_which_engine_answers_first(tokenizer):
+    def seeds_of(late):
+        def answer(request):
+            prompt = tokenizer.decode(request.prompt_token_ids)
+            return says(tokenizer, "no", delay_s=0.05 if late in prompt else 0.0)
+
+        engines, environment = ScriptedEngines(answer), Jury(max_turns=1)
+        environment.client = client_over(engines, tokenizer)
+        results = generated(environment, rows(2), environment.client)
+        assert results.metadata.num_errors == 0
+        return {(tokenizer.decode(request.prompt_token_ids), request.position): request.seed for _, request in engines.requests}
+
+    first = seeds_of("judge 0")
+    assert seeds_of("judge 1") == seeds_of("nothing") == first
+    assert len(set(first.values())) == len(first) == 2 * (1 + 2 * (2 + 2))
+
+
+def test_a_state_that_is_made_in_a_rollout_and_never_rolled_out_takes_no_seeds_from_it(tokenizer):
+    class Plans(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            await self.init_state(dict(state["input"]))
+            await Talk(max_turns=1).generate(rows(2), self.client, "m", use_tqdm=False)
+            return [user("yes")]
+
+    engines, environment = ScriptedEngines(lambda _: says(tokenizer, "no")), Plans(max_turns=2)
+    environment.client = client_over(engines, tokenizer)
+    generated(environment, rows(2), environment.client)
+    seeds = [request.seed for _, request in engines.requests]
+    assert len(set(seeds)) == len(seeds) == 2 * (2 + 2)
+
+
+def test_states_of_rollouts_that_are_called_by_hand_are_not_kept(tokenizer):
+    client, kept = client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer), []
+    environments = [Documented(max_turns=1), Documented(max_turns=1)]
+
+    async def many():
+        for number in range(20):
+            state = await environments[number % 2].rollout(dict(ROW), client, "m")
+            state["mark"] = mark = Mark()
+            kept.append(weakref.ref(mark))
+            del state, mark
+        gc.collect()
+        return sum(one() is not None for one in kept)
+
+    assert asyncio.run(many()) < 5, "however many there were"
+
+
+class Mark:
+    """Something that a weak reference can be made of."""
+
+
+def test_a_client_of_a_users_own_need_not_count_splits():
+    class Routes:
+        def conversation(self, state, *, of=None, path=""):
+            return ScriptedClient(["a"])
+
+    (state,) = generated(Talk(max_turns=1), rows(1), Routes()).state
+    assert state["error"] is None and "num_splits" not in state
+
+
+def test_splits_of_two_clients_of_one_rollout_are_added(tokenizer):
+    class Two(Talk):
+        async def setup_state(self, state):
+            for text in ("one", "another"):
+                await self.get_model_response(self.other, "m", [user(text)])
+            return state
+
+    environment = Two(max_turns=2)
+    environment.other, client = (client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer) for _ in range(2))
+    (state,) = generated(environment, rows(1), client).state
+    assert (state["error"], state["num_splits"]) == (None, 1)
 
 
 def test_an_environment_that_generates_inside_a_rollout_samples_otherwise_than_those_beside_it(tokenizer):

@@ -221,9 +221,9 @@ def test_a_group_gets_rewards_metrics_and_the_advantage_over_its_mean():
     assert [one["trajectory"][0]["advantage"] for one in group] == [-0.25, 0.25]
 
 
-def test_a_rollout_by_itself_is_a_group_of_one():
+def test_a_function_of_a_group_scores_a_rollout_by_itself_too_which_is_compared_with_nothing():
     one = scored(Rubric([lambda states: [1.0] * len(states)]), state())
-    assert one["reward"] == 1.0 and one["advantage"] == 0.0
+    assert one["reward"] == 1.0 and one["advantage"] is None
 
 
 def test_a_group_function_that_returns_too_few_rewards_is_refused_by_name():
@@ -603,6 +603,32 @@ def test_a_score_group_of_a_subclass_may_score_each_rollout_by_itself_first():
             give_advantages(states)
 
     assert [one["advantage"] for one in scored_example(Own([length]))] == [-1.0, 1.0]
+
+
+def test_a_score_group_of_a_subclass_that_scores_each_by_itself_compares_them_also_beside_a_group_function():
+    class Own(Rubric):
+        async def score_group(self, states):
+            for one in states:
+                await self.score_rollout(one)
+
+    results = generated(SingleTurnEnv(rubric=Own([length, lambda states: [0.0] * len(states)])), EXAMPLE, ScriptedClient(echo))
+    rewards = [one["reward"] for one in results.state]
+    assert [one["advantage"] for one in results.state] == [reward - sum(rewards) / len(rewards) for reward in rewards] and len(set(rewards)) > 1
+
+
+@pytest.mark.parametrize("made", [lambda score: score, asyncio.ensure_future])
+def test_a_score_rollout_may_be_a_plain_function_or_give_a_task(made):
+    class Own(Rubric):
+        def score_rollout(self, state):
+            return made(super().score_rollout(state))
+
+    class Plain(Rubric):
+        def score_rollout(self, state):
+            state["reward"] = 1.0
+
+    for rubric in (Own([length]), Plain(), RubricGroup([Own([length]), Plain()])):
+        results = generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo))
+        assert results.metadata.num_errors == 0 and all(results.reward)
 
 
 @pytest.mark.parametrize("bound", ["answer", "parser", "task", "info"])
