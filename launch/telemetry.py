@@ -93,9 +93,9 @@ class Telemetry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            self._keep(error)
         try:
+            if isinstance(error, Exception):
+                self._keep(error)
             if self._trace is not None:
                 self._trace.complete()
         except StorageError as unwritten:
@@ -118,7 +118,7 @@ class Telemetry:
             where = f"in {details}"
         except StorageError as unwritten:
             where = "above"
-            self._console.print(story, markup=False, highlight=False)
+            self._console.print(story.encode(errors="backslashreplace").decode(), markup=False, highlight=False)
             self._warn(str(unwritten))
         self._console.print(f"the run ended; details {where}, {others}", highlight=False)
 

@@ -28,15 +28,23 @@ class _Noted:
 class Begun:
     """What is known of a rollout while an environment makes it."""
 
-    def __init__(self, environment: object, row: Mapping[str, Any], within: Inside | None = None) -> None:
-        """`within`: where it begins in another one, whose environment asks another one (or itself) for it; None: in none."""
+    def __init__(self, environment: object, row: Mapping[str, Any], within: Inside | None = None, *, mark: str = "") -> None:
+        """
+        Args:
+            within: where it begins in another one, whose environment asks another one (or itself) for it; None: in none.
+            mark: of what is none, and has calls of its own all the same.
+        """
         self.environment = environment
-        self.parent = None if within is None else within.parent
-        self._path = "" if within is None else within.path
-        self._outermost: Begun = self if self.parent is None else self.parent._outermost
+        self._path = mark if within is None else within.path + mark
+        self._outermost: Begun = self if within is None else within.parent._outermost
         self._row = row
         self._children = count()
         self._states: list[_Noted] = []
+
+    @property
+    def is_inside(self) -> bool:
+        """Another one."""
+        return self._outermost is not self
 
     def inside(self) -> Inside:
         """Where the next one begins that its environment asks for. By their order: those of coroutines that are gathered are numbered as they begin."""
@@ -50,7 +58,7 @@ class Begun:
     @property
     def num_splits(self) -> int | None:
         """Calls whose prompt did not go on from the tokens of the one before; None where its clients count none."""
-        counted = [getattr(own, "num_splits", None) for one in self._states for _, own in one.clients]
+        counted = [getattr(own, "num_splits", None) for one in self._states for given, own in one.clients if own is not given]
         numbers = [number for number in counted if number is not None]
         return sum(numbers) if numbers else None
 
@@ -125,8 +133,9 @@ class _Called(Begun):
         self.is_taken = False
         """Its end will be known."""
         for begun, _ in before:
-            if isinstance(begun, _Called) and not begun.is_taken and begun.parent is None:
-                begun._before = ()  # or each would keep the one before it
+            if isinstance(begun, _Called) and not begun.is_taken:
+                # Or each would keep the one before it.
+                begun._before = tuple(place for place in begun._before if not isinstance(place[0], _Called) or place[0].is_taken)
 
     def take(self) -> tuple[_Place, ...]:
         """By what ends it. Returns what was under way before."""
@@ -210,6 +219,17 @@ def begins(environment: object, row: Mapping[str, Any], within: Inside | None = 
         _BEGUN.reset(begun_token)
 
 
+@contextmanager
+def scores(row: Mapping[str, Any], within: Inside | None) -> Iterator[None]:
+    """The scoring of a rollout, or of those of an example: a reward function may ask for rollouts too."""
+    begun_token, under_way_token = _BEGUN.set(None), _UNDER_WAY.set(((Begun(None, row, within, mark="="), None),))
+    try:
+        yield
+    finally:
+        _UNDER_WAY.reset(under_way_token)
+        _BEGUN.reset(begun_token)
+
+
 class InsideARollout:
     """The part of a rollout in which the environment and the model speak."""
 
@@ -268,10 +288,5 @@ def _taken(environment: object, under_way: tuple[_Place, ...]) -> tuple[Begun, t
 
 
 def _parent(under_way: tuple[_Place, ...]) -> Begun | None:
-    """The innermost, but for one that may have ended long ago."""
-    for begun, _ in under_way:
-        if not isinstance(begun, _Called) or begun.is_taken:
-            return begun
-        if begun.parent is not None:
-            return begun.parent
-    return None
+    """The innermost, but for one that may have ended long ago, in nothing that goes on."""
+    return next((begun for begun, _ in under_way if not isinstance(begun, _Called) or begun.is_taken or begun.is_inside), None)

@@ -149,7 +149,7 @@ class Conversation:
         if number != len(images):
             remedy = "leave that out of the text of messages" if number > len(images) else "the chat template writes none for some; show images where it does"
             if not number:
-                remedy = "this model's chat template shows none; take a model with a vision tower"
+                remedy = "this model's chat template shows none there; take a model with a vision tower, or show images where the template does"
             raise ValueError(f"prompt: has {number} x {IMAGE} and {len(images)} x an image; {remedy}")
 
     async def _ask(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:

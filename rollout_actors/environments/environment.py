@@ -32,7 +32,8 @@ class Environment(ABC):
     """Data, what a rollout on one row of it is, and what it is worth. Subclasses say what a rollout is."""
 
     cleanup_timeout_s = 300.0
-    """Longest time for all that is marked with `@cleanup` after one rollout, and with `@teardown`. A subclass may allow more."""
+    """Longest time for all that is marked with `@cleanup` after one rollout, and with `@teardown`, where those behind one that is late have as long again. A
+    subclass may allow more."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class Environment(ABC):
         await all_of(self._cleanups, state)
 
     async def aclose(self) -> None:
-        """Every `@teardown`, once. Also the end of `async with environment`."""
+        """Every `@teardown`, once. Also the end of `async with environment`. Where this is cancelled, so is the one under way; the others are called."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -194,14 +195,16 @@ class Environment(ABC):
         try:
             # In the caller's task: what it has entered, a handler may leave there alone.
             async with asyncio.timeout(limit_s) as timeout:
-                await all_of(left.pop(0) for _ in self._teardowns)
-        except TimeoutError as error:
+                # Those behind one that has kept the end of its time to itself have no limit here.
+                await all_of(left.pop(0) for _ in self._teardowns if not timeout.expired())
+        except TimeoutError:
             if not timeout.expired():
                 raise
-            raise TimeoutError(f"the teardown is not done after {limit_s:g} s; check what it waits for, or allow more (cleanup_timeout_s)") from error
         finally:
             if left:
                 await to_the_end(all_of(left), limit_s)
+        if timeout.expired():
+            raise TimeoutError(f"the teardown is not done after {limit_s:g} s; check what it waits for, or allow more (cleanup_timeout_s)")
 
     async def __aenter__(self) -> Environment:
         return self

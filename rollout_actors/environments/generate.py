@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rollout_actors.environments.begun import Begun, begins, call_begins, require_state, whole
+from rollout_actors.environments.begun import Begun, Inside, begins, call_begins, require_state, scores, whole
 from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.failures import FAILURES, in_own_task, raise_if_for_all, told
 from rollout_actors.environments.inputs import Examples, placed, require_own_positions
@@ -150,8 +150,7 @@ class _Rollouts:
         one, environment = self._inputs[place], self._environment
         begun: Begun | None = None
         try:
-            within = None if self._inside is None else self._inside.of(place)
-            with begins(environment.member(one["task"]), one, within) as begun:
+            with begins(environment.member(one["task"]), one, self._within(place)) as begun:
                 async with _within(self._call.rollout_timeout_s):
                     return await in_own_task(self._cleaned_up(one, begun))
         except FAILURES as error:  # of one rollout: it is data, and the others go on
@@ -185,7 +184,8 @@ class _Rollouts:
             sound = [state for state in states if state["error"] is None]
             try:
                 if sound:
-                    with lent(self._environment.member(self._inputs[unit[0]]["task"]).parser):
+                    one = self._inputs[unit[0]]
+                    with lent(self._environment.member(one["task"]).parser), scores(one, self._within(unit[0])):
                         await in_own_task(awaited(rubric.score_group(sound) if rubric.compares_rollouts else rubric.score_rollout(sound[0])))
                 settle(sound, rubric)
             except FAILURES as error:  # of one unit, as above
@@ -201,6 +201,10 @@ class _Rollouts:
             timing = state["timing"]
             timing["scoring_ms"], timing["total_ms"] = scoring_ms, timing["generation_ms"] + scoring_ms
             self._tell(place)
+
+    def _within(self, place: int) -> Inside | None:
+        """Where this call is made in a rollout."""
+        return None if self._inside is None else self._inside.of(place)
 
     def _state(self, place: int) -> State:
         state = self._done[place]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.inputs import Examples, PromptFormat
-from rollout_actors.environments.lifecycle import teardown
+from rollout_actors.environments.lifecycle import all_of, awaited, teardown
 from rollout_actors.environments.rubric import RewardFunction, Rubric, lent
 from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
 
@@ -28,7 +27,7 @@ class EnvGroup(Environment):
             kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the environments. The rest is theirs to have.
         """
         self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
-        self.cleanup_timeout_s = max(env.cleanup_timeout_s for env in envs)
+        self.cleanup_timeout_s = max(type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs))
         message_types = sorted({env.message_type for env in envs})
         if unused := [name for name in kwargs if name not in ("env_id", "env_args", "sampling_args")]:
             raise TypeError(f"{', '.join(unused)}: a group has none of its own; give it to its environments")
@@ -63,9 +62,7 @@ class EnvGroup(Environment):
     @teardown
     async def close_environments(self) -> None:
         """Each of them, whatever the others raise; the first error is raised at the end."""
-        for closed in await asyncio.gather(*(env.aclose() for env in self.envs.values()), return_exceptions=True):
-            if isinstance(closed, BaseException):
-                raise closed
+        await all_of([env.aclose for env in self.envs.values()])
 
     def _env(self, task: str | None) -> Environment:
         if task is None or task not in self.envs:
@@ -97,12 +94,12 @@ class _RoutedRubric(Rubric):
     async def score_rollout(self, state: State) -> None:
         env = self._envs[state["task"]]
         with lent(env.parser):
-            await env.rubric.score_rollout(state)
+            await awaited(env.rubric.score_rollout(state))
 
     async def score_group(self, states: Sequence[State]) -> None:
         for task in dict.fromkeys(state["task"] for state in states):
             with lent(self._envs[task].parser):
-                await self._envs[task].rubric.score_group([state for state in states if state["task"] == task])
+                await awaited(self._envs[task].rubric.score_group([state for state in states if state["task"] == task]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Integral
@@ -122,8 +122,8 @@ def rows_of(inputs: Any) -> Rows:
     if is_one_row:
         return [inputs]
     for key, value in columns.items():
-        # (An array has neither of the two base classes. That of one number has no length.)
-        if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__getitem__") or not getattr(value, "shape", (0,)):
+        # (The array of one number has no length.)
+        if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Collection) or getattr(value, "shape", None) == ():
             raise TypeError(f"inputs: {key} must be a list with one for each row, got {type(value).__name__}, since the prompts are a column")
     sizes = {key: len(value) for key, value in columns.items()}
     if len(set(sizes.values())) > 1:

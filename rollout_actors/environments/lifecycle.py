@@ -21,7 +21,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import Any, Protocol, TypeVar, overload
 
-from rollout_actors.environments.failures import FAILURES, called_exit, raise_if_for_all, told
+from rollout_actors.environments.failures import FAILURES, called_exit, is_cancelled, raise_if_for_all, told
 
 _LOGGER = logging.getLogger(__name__)
 _MARK = "_rollmatch_handles"
@@ -97,6 +97,8 @@ async def all_of(called: Iterable[Handler], *arguments: Any) -> None:
         try:
             await awaited(handler(*arguments))
         except FAILURES as error:
+            if is_cancelled() and not isinstance(error, asyncio.CancelledError):
+                _LOGGER.warning("cleaning up what is cancelled failed: %s", told(error), exc_info=error)
             raise_if_for_all(error)
             first = first or error
     if isinstance(first, SystemExit):
@@ -112,7 +114,7 @@ async def to_the_end(work: Coroutine[Any, Any, None], limit_s: float) -> None:
     is not done within the limit; but where the task is being cancelled, that is what happens to it then, and the error is logged."""
     task, cancelled, deadline_s = asyncio.ensure_future(work), None, time.monotonic() + limit_s
     # By what the caller is in the middle of. (A cancellation that somebody has kept to himself is over.)
-    is_ending = isinstance(sys.exception(), asyncio.CancelledError)
+    is_ending = is_cancelled() and isinstance(sys.exception(), asyncio.CancelledError)
     while not task.done() and (left_s := deadline_s - time.monotonic()) > 0:
         try:
             await asyncio.wait([task], timeout=left_s)

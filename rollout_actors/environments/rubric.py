@@ -123,9 +123,9 @@ class Rubric:
         async def scored(unit: Sequence[State]) -> None:
             async with Turn(places).taken():
                 if self.compares_rollouts:
-                    await self.score_group(unit)
+                    await awaited(self.score_group(unit))
                 else:
-                    await self.score_rollout(unit[0])
+                    await awaited(self.score_rollout(unit[0]))
             settle(unit, self)
 
         await each([scored([states[place] for place in unit]) for unit in units])
@@ -177,6 +177,12 @@ class RubricGroup(Rubric):
 
     async def _score_alone(self, state: State) -> None:
         await self._score([state])
+
+    async def score_rollout(self, state: State) -> None:
+        await super().score_rollout(state)
+        if _given(state, "advantage").compared and _is_as_given(state, "advantage"):
+            # A member has compared it with itself.
+            _give(state, "advantage", None)
 
     async def _score(self, states: Sequence[State]) -> None:
         totals = [0.0] * len(states)
@@ -334,9 +340,10 @@ class _Reward:
 
     @classmethod
     def of(cls, function: RewardFunction, weight: float) -> _Reward:
-        parameters = inspect.signature(bare(function)).parameters.values()
+        called = bare(function)
+        parameters = inspect.signature(called).parameters.values()
         # What a partial has bound is given already.
-        bound = function.keywords if isinstance(function, partial) else {}
+        bound = called.keywords if isinstance(called, partial) else {}
         given = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in bound]
         named, required = tuple(one.name for one in given), tuple(one.name for one in given if one.default is one.empty)
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)

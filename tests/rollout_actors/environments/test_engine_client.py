@@ -283,7 +283,7 @@ def test_a_placeholder_that_a_model_of_text_has_sampled_is_no_error(tokenizer: A
 
 def test_an_image_that_the_template_does_not_write_is_an_error_with_a_remedy() -> None:
     blind = demo_tokenizer("{%- for message in messages %}{{- message.role }}{%- endfor %}")
-    with pytest.raises(ValueError, match=r"has 0 x <\|image_pad\|> and 1 x an image; this model's chat template shows none; take a model with a vision tower"):
+    with pytest.raises(ValueError, match=r"has 0 x <\|image_pad\|> and 1 x an image; this model's chat template shows none there; take a model"):
         ask(client_over(ScriptedEngines([]), blind).conversation(state_at()), [looked_at(ONE)])
 
 

@@ -772,6 +772,38 @@ def test_a_teardown_that_hangs_ends_at_the_environments_limit_and_the_others_go_
     assert done == ["second"]
 
 
+def test_a_teardown_that_keeps_the_end_of_its_time_to_itself_is_told_all_the_same_and_those_behind_it_have_a_limit():
+    class Env(Talk):
+        cleanup_timeout_s = 0.05
+
+        @teardown(priority=1)
+        async def first(self):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30)
+
+        @teardown
+        async def second(self):
+            await asyncio.sleep(30)
+
+    with pytest.raises(TimeoutError, match=r"not done after 0\.05 s"):
+        asyncio.run(Env().aclose())
+
+
+def test_a_cleanup_that_fails_is_told_where_the_caller_deals_with_a_cancellation_of_something_else():
+    class Falls(Talk):
+        async def setup_state(self, state):
+            helper = asyncio.create_task(asyncio.sleep(30))
+            helper.cancel()
+            try:
+                await helper
+            except asyncio.CancelledError:
+                await Clumsy(OSError).rollout(dict(state["input"]), ScriptedClient(["b"]), "m")
+            return state
+
+    (state,) = generated(Falls(max_turns=1), rows(1), ScriptedClient(["a"])).state
+    assert (state["error"] or "").startswith("OSError: lost")
+
+
 def test_a_group_has_the_longest_limit_of_its_environments():
     class Patient(Talk):
         cleanup_timeout_s = 900.0

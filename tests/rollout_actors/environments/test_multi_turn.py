@@ -19,6 +19,7 @@ from rollout_actors.environments.client import PAUSE_S, TRIES
 from rollout_actors.environments.lifecycle import stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.runner import EnvironmentRunner, RunnerSettings
 from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
@@ -577,35 +578,61 @@ def test_rollouts_that_an_environment_asks_another_one_for_have_its_place_and_se
 
 
 class Judge(Documented):
+    """Asks for two rollouts more after each turn, and again when it is scored."""
+
+    def __init__(self, client, **kwargs):
+        async def grade(prompt):
+            await self._asked(f"{prompt[-1]['content']} grade")
+            return 1.0
+
+        super().__init__(max_turns=2, rubric=Rubric([grade]), **kwargs)
+        self.client = client
+
     async def env_response(self, messages, state, **kwargs):
-        question = state["prompt"][-1]["content"]
-        await Documented(max_turns=1).generate([{"question": f"{question} sub {i}"} for i in range(2)], self.client, "m", use_tqdm=False)
+        await self._asked(f"{state['prompt'][-1]['content']} sub")
         return [user("yes")]
+
+    async def _asked(self, question):
+        await Documented(max_turns=1).generate([{"question": f"{question} {i}"} for i in range(2)], self.client, "m", use_tqdm=False)
 
 
 class Jury(Documented):
+    """Has two judges by `generate`, and two by hand at once."""
+
+    def __init__(self, client):
+        super().__init__(max_turns=1)
+        self.client = client
+
     async def setup_state(self, state):
-        judge = Judge(max_turns=2)
-        judge.client = self.client
-        await judge.generate([{"question": f"{state['input']['answer']} judge {i}"} for i in range(2)], self.client, "m", use_tqdm=False)
+        judge, questions = Judge(self.client), [f"{state['input']['answer']} judge {i}" for i in range(4)]
+        await judge.generate([{"question": question} for question in questions[:2]], self.client, "m", use_tqdm=False)
+        await asyncio.gather(*(judge.rollout({"prompt": question, "example_id": 0, "task": "t"}, self.client, "m") for question in questions[2:]))
         return state
 
 
-def test_seeds_of_rollouts_inside_rollouts_do_not_depend_on_which_engine_answers_first(tokenizer):
+def test_seeds_of_rollouts_inside_rollouts_and_scorings_do_not_depend_on_which_engine_answers_first(tokenizer):
     def seeds_of(late):
         def answer(request):
             prompt = tokenizer.decode(request.prompt_token_ids)
             return says(tokenizer, "no", delay_s=0.05 if late in prompt else 0.0)
 
-        engines, environment = ScriptedEngines(answer), Jury(max_turns=1)
-        environment.client = client_over(engines, tokenizer)
-        results = generated(environment, rows(2), environment.client)
+        engines = ScriptedEngines(answer)
+        client = client_over(engines, tokenizer)
+        results = generated(Jury(client), rows(2), client)
         assert results.metadata.num_errors == 0
         return {(tokenizer.decode(request.prompt_token_ids), request.position): request.seed for _, request in engines.requests}
 
     first = seeds_of("judge 0")
-    assert seeds_of("judge 1") == seeds_of("nothing") == first
-    assert len(set(first.values())) == len(first) == 2 * (1 + 2 * (2 + 2))
+    assert seeds_of("judge 1") == seeds_of("judge 2") == seeds_of("judge 3") == seeds_of("nothing") == first
+    assert len(set(first.values())) == len(first) == 2 * (1 + 4 * (2 + 2) + 2 * 2)
+
+
+def test_reward_functions_that_sample_have_seeds_of_their_own(tokenizer):
+    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    client = client_over(engines, tokenizer)
+    generated(Judge(client), rows(3), client)
+    seeds = [request.seed for _, request in engines.requests]
+    assert len(set(seeds)) == len(seeds) == 3 * (2 + 2 + 2)
 
 
 def test_a_state_that_is_made_in_a_rollout_and_never_rolled_out_takes_no_seeds_from_it(tokenizer):
@@ -622,8 +649,9 @@ def test_a_state_that_is_made_in_a_rollout_and_never_rolled_out_takes_no_seeds_f
     assert len(set(seeds)) == len(seeds) == 2 * (2 + 2)
 
 
-def test_states_of_rollouts_that_are_called_by_hand_are_not_kept(tokenizer):
-    client, kept = client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer), []
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_states_of_rollouts_that_are_called_by_hand_are_not_kept(tokenizer, is_inside):
+    client, kept, alive = client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer), [], []
     environments = [Documented(max_turns=1), Documented(max_turns=1)]
 
     async def many():
@@ -633,9 +661,18 @@ def test_states_of_rollouts_that_are_called_by_hand_are_not_kept(tokenizer):
             kept.append(weakref.ref(mark))
             del state, mark
         gc.collect()
-        return sum(one() is not None for one in kept)
+        alive.append(sum(one() is not None for one in kept))
 
-    assert asyncio.run(many()) < 5, "however many there were"
+    class Outer(Talk):
+        async def setup_state(self, state):
+            await many()
+            return state
+
+    if is_inside:
+        assert generated(Outer(max_turns=1), rows(1), client).metadata.num_errors == 0
+    else:
+        asyncio.run(many())
+    assert alive[0] < 5, "however many there were"
 
 
 class Mark:

@@ -611,9 +611,14 @@ def test_a_score_group_of_a_subclass_that_scores_each_by_itself_compares_them_al
             for one in states:
                 await self.score_rollout(one)
 
-    results = generated(SingleTurnEnv(rubric=Own([length, lambda states: [0.0] * len(states)])), EXAMPLE, ScriptedClient(echo))
-    rewards = [one["reward"] for one in results.state]
-    assert [one["advantage"] for one in results.state] == [reward - sum(rewards) / len(rewards) for reward in rewards] and len(set(rewards)) > 1
+    class OwnGroup(RubricGroup):
+        score_group = Own.score_group
+
+    functions = [length, lambda states: [0.0] * len(states)]
+    for rubric in (Own(functions), OwnGroup([Rubric(functions)])):
+        results = generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo))
+        rewards = [one["reward"] for one in results.state]
+        assert [one["advantage"] for one in results.state] == [reward - sum(rewards) / len(rewards) for reward in rewards] and len(set(rewards)) > 1
 
 
 @pytest.mark.parametrize("made", [lambda score: score, asyncio.ensure_future])
@@ -626,6 +631,7 @@ def test_a_score_rollout_may_be_a_plain_function_or_give_a_task(made):
         def score_rollout(self, state):
             state["reward"] = 1.0
 
+    asyncio.run(Plain().score_rollouts([state(), state()]))
     for rubric in (Own([length]), Plain(), RubricGroup([Own([length]), Plain()])):
         results = generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo))
         assert results.metadata.num_errors == 0 and all(results.reward)
