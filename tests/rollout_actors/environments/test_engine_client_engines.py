@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -168,7 +169,10 @@ def test_a_prompt_that_only_its_images_make_too_long_ends_the_rollout_as_truncat
 
 
 def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(engine_pool: EnginePool, learner: SmallLearner) -> None:
-    spoilt = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, {"type": "text", "text": "What?"}]
-    results = generated(Talk(), [{"prompt": [{"role": "user", "content": spoilt}]}, ROWS[1]], client_of(engine_pool, learner))
-    assert "image 0 of sample 0" in results.state[0]["error"]
+    data = learner.request(0).images[0].data
+    assert data is not None
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+    many = [*[image] * 9, {"type": "text", "text": "What?"}]
+    results = generated(Talk(), [{"prompt": [{"role": "user", "content": many}]}, ROWS[1]], client_of(engine_pool, learner))
+    assert re.search(r"sample 0 was refused: At most \d image", results.state[0]["error"])
     assert results.state[1]["error"] is None
