@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -30,6 +31,14 @@ def _modules_are_looked_for_where_they_were() -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
+
+
+@pytest.fixture(autouse=True)
+def _the_process_is_left_as_it_was() -> Iterator[None]:
+    """What one test sets for the whole process, another one finds, depending on which of them share a worker."""
+    before = gc.get_threshold(), gc.isenabled(), Path.cwd()
+    yield
+    assert (gc.get_threshold(), gc.isenabled(), Path.cwd()) == before, "this test, or a fixture of it, leaves the collector or the working folder changed"
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,16 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def actor(tokenizer_folder: Path, log: Path) -> Callable[..., EnvironmentActor]:
+def collector() -> Iterator[None]:
+    """An actor sets the garbage collector of its process, which is this one here."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+@pytest.fixture
+def actor(tokenizer_folder: Path, log: Path, collector: None) -> Callable[..., EnvironmentActor]:
     """Before one engine, which its rollouts never come to ask."""
 
     def make(**args: Any) -> EnvironmentActor:
