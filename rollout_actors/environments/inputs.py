@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol, overload
 
-from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, copied
 from rollout_actors.environments.types import Messages, RolloutInput
 
 
@@ -48,7 +48,7 @@ class PromptFormat:
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(f"row {index} has neither prompt nor question, only {', '.join(sorted(row)) or 'nothing'}; give it one of the two")
         example_id = next((row[key] for key in ("example_id", "id") if row.get(key) is not None), index)
-        made: RolloutInput = {"prompt": deepcopy(self.prompt(row)), "example_id": example_id, "task": row.get("task") or self.task}
+        made: RolloutInput = {"prompt": copied(self.prompt(row)), "example_id": example_id, "task": row.get("task") or self.task}
         if row.get("id") is not None:
             made["id"] = row["id"]
         for key in ("answer", "info", "position"):

@@ -85,8 +85,12 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
     return tuple(getattr(owner, name) for _, name in sorted(found))
 
 
-async def awaited(value: Any) -> Any:
-    """What a plain function returned, or what an asynchronous one comes to."""
+def awaited(value: Any) -> Coroutine[Any, Any, Any]:
+    """To be awaited: what a plain function returned, or what an asynchronous one comes to."""
+    return value if inspect.iscoroutine(value) else _come_to(value)
+
+
+async def _come_to(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 

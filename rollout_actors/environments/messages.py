@@ -45,7 +45,8 @@ def copied(messages: Messages) -> Messages:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        # (Nearly all there is in a message.)
+        return {key: item if isinstance(item, str) else _copied(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_copied(item) for item in value]
     return value

@@ -7,6 +7,7 @@ from typing import Any
 
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
 
 from rollout_actors.environments.types import Messages, TrajectoryStepTokens
 
@@ -60,7 +61,7 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     completion_ids = _extra(choice, "token_ids")
     if completion_ids is None and named is not None:
         completion_ids = _named_ids(named)
-    if prompt_ids is None or completion_ids is None or logprobs is None or any(logprob is None for logprob in logprobs):
+    if prompt_ids is None or completion_ids is None or logprobs is None or None in logprobs:
         return None
     if len(completion_ids) != len(logprobs):
         raise ValueError(f"the endpoint returned {len(completion_ids)} token ids with {len(logprobs)} log-probabilities, which have to be as many")
@@ -75,6 +76,9 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
 
 def _extra(model: Any, name: str) -> Any:
     """A field that vLLM, or another endpoint, adds to OpenAI's; None: this one does not."""
+    if isinstance(model, BaseModel):
+        # As its `__getattr__` finds it, which takes long to say that there is none.
+        return vars(model)[name] if name in vars(model) else (model.model_extra or {}).get(name)
     return getattr(model, name, None)
 
 
