@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.inputs import Examples, PromptFormat
-from rollout_actors.environments.lifecycle import all_of, awaited, teardown
+from rollout_actors.environments.lifecycle import all_of, awaited
 from rollout_actors.environments.rubric import RewardFunction, Rubric, lent
 from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
 
@@ -59,10 +59,10 @@ class EnvGroup(Environment):
     async def _render_completion(self, state: State) -> None:
         await self._env(state["task"])._render_completion(state)
 
-    @teardown
-    async def close_environments(self) -> None:
-        """Each of them, whatever the others raise; the first error is raised at the end."""
-        await all_of([env.aclose for env in self.envs.values()])
+    async def aclose(self) -> None:
+        """The group's own `@teardown`, and then each environment's, one after the other and each within its own limit, whatever the others raise; the first
+        error is raised at the end."""
+        await all_of([super().aclose, *(env.aclose for env in self.envs.values())])
 
     def _env(self, task: str | None) -> Environment:
         if task is None or task not in self.envs:

@@ -376,8 +376,7 @@ class _Reward:
         arguments = {name: there[name] for name in (there if self.takes_all else self.arguments) if name in there and name not in self.bound}
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)
-        value = await in_thread(self.function, **arguments)
-        return await value if inspect.isawaitable(value) else value
+        return await awaited(await in_thread(self.function, **arguments))
 
 
 def _fields(state: State) -> dict[str, Any]:

@@ -804,6 +804,33 @@ def test_a_cleanup_that_fails_is_told_where_the_caller_deals_with_a_cancellation
     assert (state["error"] or "").startswith("OSError: lost")
 
 
+def test_a_teardown_that_hangs_in_one_environment_of_a_group_keeps_no_other_from_its_own():
+    done = []
+
+    class Hangs(Talk):
+        cleanup_timeout_s = 0.05
+
+        @teardown
+        async def hang(self):
+            await asyncio.sleep(30)
+
+    class Closes(Talk):
+        @teardown
+        async def close(self):
+            done.append("closed")
+
+    class Short(EnvGroup):
+        cleanup_timeout_s = 0.05
+
+        @teardown
+        async def own(self):
+            done.append("own")
+
+    with pytest.raises(TimeoutError, match=r"not done after 0\.05 s"):
+        asyncio.run(Short([Hangs(), Closes()]).aclose())
+    assert done == ["own", "closed"]
+
+
 def test_a_group_has_the_longest_limit_of_its_environments():
     class Patient(Talk):
         cleanup_timeout_s = 900.0
