@@ -150,7 +150,7 @@ class _Rollouts:
         one, environment = self._inputs[place], self._environment
         begun: Begun | None = None
         try:
-            with begins(environment.member(one["task"]), one, self._within(place)) as begun:
+            with begins(environment.member(one["task"]), one, self._inside_at(place)) as begun:
                 async with _within(self._call.rollout_timeout_s):
                     return await in_own_task(self._cleaned_up(one, begun))
         except FAILURES as error:  # of one rollout: it is data, and the others go on
@@ -185,7 +185,7 @@ class _Rollouts:
             try:
                 if sound:
                     one = self._inputs[unit[0]]
-                    with lent(self._environment.member(one["task"]).parser), scores(one, self._within(unit[0])):
+                    with lent(self._environment.member(one["task"]).parser), scores(one, self._inside_at(unit[0])):
                         await in_own_task(awaited(rubric.score_group(sound) if rubric.compares_rollouts else rubric.score_rollout(sound[0])))
                 settle(sound, rubric)
             except FAILURES as error:  # of one unit, as above
@@ -202,7 +202,7 @@ class _Rollouts:
             timing["scoring_ms"], timing["total_ms"] = scoring_ms, timing["generation_ms"] + scoring_ms
             self._tell(place)
 
-    def _within(self, place: int) -> Inside | None:
+    def _inside_at(self, place: int) -> Inside | None:
         """Where this call is made in a rollout."""
         return None if self._inside is None else self._inside.of(place)
 

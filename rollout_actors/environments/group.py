@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.inputs import Examples, PromptFormat
-from rollout_actors.environments.lifecycle import all_of, awaited
+from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
 from rollout_actors.environments.rubric import RewardFunction, Rubric, lent
 from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
 
@@ -61,8 +61,13 @@ class EnvGroup(Environment):
 
     async def aclose(self) -> None:
         """The group's own `@teardown`, and then each environment's, one after the other and each within its own limit, whatever the others raise; the first
-        error is raised at the end."""
-        await all_of([super().aclose, *(env.aclose for env in self.envs.values())])
+        error is raised at the end. Where this is cancelled, so is the one under way; the others are closed."""
+        left = [super().aclose, *(env.aclose for env in self.envs.values())]
+        try:
+            await all_of(left.pop(0) for _ in range(len(left)))
+        finally:
+            if left:
+                await to_the_end(all_of(left), self.cleanup_timeout_s)
 
     def _env(self, task: str | None) -> Environment:
         if task is None or task not in self.envs:

@@ -831,6 +831,32 @@ def test_a_teardown_that_hangs_in_one_environment_of_a_group_keeps_no_other_from
     assert done == ["own", "closed"]
 
 
+def test_where_the_closing_of_a_group_is_cancelled_its_other_environments_are_closed_all_the_same():
+    done = []
+
+    class Waits(Talk):
+        @teardown
+        async def wait(self):
+            done.append("waits")
+            await asyncio.sleep(30)
+
+    class Closes(Talk):
+        @teardown
+        async def close(self):
+            done.append("closed")
+
+    async def cancelled():
+        closing = asyncio.create_task(EnvGroup([Waits(), Closes()]).aclose())
+        while not done:
+            await asyncio.sleep(0)
+        closing.cancel()
+        await closing
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert done == ["waits", "closed"]
+
+
 def test_a_group_has_the_longest_limit_of_its_environments():
     class Patient(Talk):
         cleanup_timeout_s = 900.0
