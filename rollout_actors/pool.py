@@ -32,6 +32,8 @@ class PoolTimeouts:
     sync_phase: Limit
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
     """What to look at where a round is late."""
+    closed_s: float = CLOSED_S
+    """Of all engines together, to end in order."""
 
     @classmethod
     def of_actors(cls, timeouts: TimeoutsSection) -> PoolTimeouts:
@@ -142,11 +144,11 @@ class ActorPool:
         return self._threads.submit(self._receive, offer)
 
     def close(self) -> None:
-        """End every actor and with it its engine's processes: in order, all at once, and after `CLOSED_S` whatever is left of them. Whoever still waits is told
+        """End every actor and with it its engine's processes: in order, all at once, and after `closed_s` whatever is left of them. Whoever still waits is told
         so. Twice is harmless."""
         # One that is loading does not listen.
         closing = [actor.close.remote() for actor in self._actors if self.devices]
-        ray.wait(closing, num_returns=len(closing), timeout=CLOSED_S)
+        ray.wait(closing, num_returns=len(closing), timeout=self._timeouts.closed_s)
         for actor in self._actors:
             ray.kill(actor)
         self._threads.shutdown(wait=True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
-
-from transformers import AutoTokenizer
 
 from rollout_actors.engine_settings import GUARD_CONFIG, GUARD_PROCESSOR, EngineSettings
 from shared.errors import RolloutError
@@ -27,7 +24,14 @@ def repeat_rule(settings: RepeatGuardSettings | None, load_tokenizer: Callable[[
 
 def engine_rule(settings: EngineSettings) -> RepeatRule | None:
     """Of an engine that is started with these settings."""
-    return repeat_rule(settings.repeat_guard, partial(AutoTokenizer.from_pretrained, settings.model_path))
+
+    def load_tokenizer() -> Any:
+        # Here and not above: every client of a server imports this module, and most need no tokenizer, whose import takes seconds.
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(settings.model_path)
+
+    return repeat_rule(settings.repeat_guard, load_tokenizer)
 
 
 def require_guard(answers: list[dict[str, Any]], settings: RepeatGuardSettings | None, actor: str) -> None:

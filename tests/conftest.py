@@ -43,11 +43,23 @@ def _the_process_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A cluster of this session's own, of 8 CPUs by its own account. A short path, because sockets live in it."""
+    """A cluster of this session's own, of 8 CPUs by its own account. A short path, because sockets live in it.
+
+    Its processes find the modules of tests/support: an actor with a `runtime_env` of its own, which would say so too, never gets a process that waits.
+    """
     import ray
 
     folder = tempfile.mkdtemp(prefix="rm", dir="/tmp")
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+            _system_config={"metrics_report_interval_ms": 1000},
+        )
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,28 +22,29 @@ pytestmark = pytest.mark.ray
 MakePool = Callable[..., ActorPool]
 
 
+def timeouts(limit_s: float = 30.0) -> PoolTimeouts:
+    return PoolTimeouts.of_actors(TimeoutsSection(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s))
+
+
 @pytest.fixture
-def make_pool(ray_cluster: None) -> Iterator[MakePool]:
-    """A pool of a good actor-0 and an actor-1 with the given trouble."""
-    pools = []
+def make_pool(fake_actors: list[Any]) -> MakePool:
+    """A pool of a good actor-0 and an actor-1 with the given trouble. They are not its own, and so it is not closed."""
 
     def make(phase: str = "", trouble: str = "", *, limit_s: float = 30.0, **options: Any) -> ActorPool:
-        names = ["actor-0", "actor-1"]
-        actors = [create_fake_actor("actor-0"), create_fake_actor("actor-1", phase, trouble)]
-        ray.get([actor.__ray_ready__.remote() for actor in actors])  # so that no limit counts the start of a process
-        pools.append(
-            ActorPool(
-                actors,
-                names,
-                PoolTimeouts.of_actors(TimeoutsSection(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s)),
-                **{"decode_batch_size": 2, "devices": (1, 1), **options},
-            )
-        )
-        return pools[-1]
+        ray.get(fake_actors[1].become.remote(phase, trouble))
+        return ActorPool(fake_actors, ["actor-0", "actor-1"], timeouts(limit_s), **{"decode_batch_size": 2, "devices": (1, 1), **options})
 
-    yield make
-    for pool in pools:
-        pool.close()
+    return make
+
+
+def own_pool(*troubles: tuple[str, str], limit_s: float = 30.0, closed_s: float = 30.0) -> ActorPool:
+    """A started pool of an actor of its own for each of these phases and troubles."""
+    names = [f"actor-{index}" for index in range(len(troubles))]
+    actors = [create_fake_actor(name, *trouble) for name, trouble in zip(names, troubles, strict=True)]
+    ray.get([actor.__ray_ready__.remote() for actor in actors])  # so that no limit counts the start of a process
+    pool = ActorPool(actors, names, replace(timeouts(limit_s), closed_s=closed_s), decode_batch_size=2)
+    pool.start()
+    return pool
 
 
 def refs(*sizes: int) -> list[list[ray.ObjectRef]]:
@@ -153,13 +155,13 @@ def test_a_sync_phase_without_an_answer_is_named_by_actor_and_phase(make_pool: M
     assert (caught.value.actor, caught.value.phase, pool.version) == ("actor-1", "wire", 0)
 
 
-def test_an_actor_that_dies_is_reported_at_once(make_pool: MakePool) -> None:
-    pool = make_pool("generate", "die", limit_s=600.0)
-    pool.start()
+def test_an_actor_that_dies_is_reported_at_once(ray_cluster: None) -> None:
+    pool = own_pool(("", ""), ("generate", "die"), limit_s=600.0)
     started = time.monotonic()
     with pytest.raises(RolloutError, match="generate on actor-1: its process has ended"):
         pool.generate(refs(2)).result()
     assert time.monotonic() - started < 60
+    pool.close()
 
 
 def test_an_actors_own_error_arrives_as_it_was_raised(make_pool: MakePool) -> None:
@@ -169,9 +171,16 @@ def test_an_actors_own_error_arrives_as_it_was_raised(make_pool: MakePool) -> No
     assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == ("actor-1", "verify", "nothing", 2.5)
 
 
-def test_closing_twice_is_harmless_and_ends_whoever_still_waits(make_pool: MakePool) -> None:
-    pool = make_pool("generate", "sleep", limit_s=600.0)
-    pool.start()
+@pytest.mark.parametrize("phase", ["start", "generate"])
+def test_any_other_error_of_an_actor_is_told_with_its_name_and_the_phase(make_pool: MakePool, phase: str) -> None:
+    pool = make_pool(phase, "surprise")
+    with pytest.raises(RolloutError, match=f"{phase} on actor-1: OSError: nobody thought of this") as caught:
+        pool.start() if phase == "start" else pool.generate(refs(2)).result()
+    assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
+
+
+def test_closing_twice_is_harmless_and_ends_whoever_still_waits(ray_cluster: None) -> None:
+    pool = own_pool(("generate", "sleep"), limit_s=600.0)
     waiting = pool.generate(refs(2))
     pool.close()
     pool.close()
@@ -179,10 +188,16 @@ def test_closing_twice_is_harmless_and_ends_whoever_still_waits(make_pool: MakeP
         waiting.result(timeout=60)
 
 
-@pytest.mark.parametrize(("trouble", "seconds"), [("", 0.0), ("slow", 1.0), ("fail", 0.0), ("die", 0.0), ("sleep", CLOSED_S)])
-def test_every_actor_may_end_its_engine_in_order_and_none_is_waited_for_longer_than_the_limit(make_pool: MakePool, trouble: str, seconds: float) -> None:
-    pool = make_pool("close", trouble)
-    pool.start()
+def test_every_actor_may_end_its_engine_in_order_whatever_becomes_of_the_others(ray_cluster: None) -> None:
+    pool = own_pool(("", ""), ("close", "fail"), ("close", "die"), ("close", "slow"), closed_s=60.0)
     started = time.monotonic()
     pool.close()
-    assert seconds <= time.monotonic() - started < seconds + 4
+    assert 0.3 <= time.monotonic() - started < 60
+
+
+def test_no_actor_is_waited_for_longer_than_the_limit_when_the_pool_is_closed(ray_cluster: None) -> None:
+    assert timeouts().closed_s == CLOSED_S
+    pool = own_pool(("close", "sleep"), closed_s=0.5)
+    started = time.monotonic()
+    pool.close()
+    assert 0.5 <= time.monotonic() - started < 30

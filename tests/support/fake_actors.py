@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,10 +14,17 @@ from shared.weight_sync import SyncPhase
 
 
 class FakeActor:
-    """`trouble` is `slow`, `sleep`, `die`, `fail`, `unreachable` or nothing, in `phase`: `start`, `generate`, `close` or one of a sync."""
+    """`trouble` is `slow`, `sleep`, `die`, `fail`, `surprise`, `unreachable` or nothing, in `phase`: `start`, `generate`, `close` or one of a sync."""
 
     def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
         self._name, self._phase, self._trouble = name, phase, trouble
+        self._woken = asyncio.Event()
+
+    async def become(self, phase: str = "", trouble: str = "") -> None:
+        """For the next test. Whoever sleeps wakes up."""
+        self._woken.set()
+        self._woken = asyncio.Event()
+        self._phase, self._trouble = phase, trouble
 
     async def start(self) -> tuple[int, str]:
         await self._reach("start")
@@ -41,13 +47,15 @@ class FakeActor:
             return
         match self._trouble:
             case "slow":
-                await asyncio.sleep(1)
+                await asyncio.sleep(0.3)
             case "sleep":
-                await asyncio.sleep(3600)
+                await self._woken.wait()
             case "die":
                 os._exit(1)
             case "unreachable":
                 raise UnreachableError("gone", actor=self._name, phase=phase)
+            case "surprise":
+                raise OSError("nobody thought of this")
             case "fail" if phase in ("start", "generate"):
                 raise RolloutError("told to fail", actor=self._name, phase=phase)
             case "fail":
@@ -55,5 +63,5 @@ class FakeActor:
 
 
 def create_fake_actor(name: str, phase: str = "", trouble: str = "") -> Any:
-    environment = {"PYTHONPATH": str(Path(__file__).parent)}
-    return ray.remote(FakeActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(name, phase, trouble)
+    """Of a process of its own."""
+    return ray.remote(FakeActor).options(num_cpus=0).remote(name, phase, trouble)

@@ -18,21 +18,16 @@ LIMIT = Limit(0.5, "timeouts.generate_s")
 LONG = Limit(60.0, "timeouts.generate_s")
 
 
-def asked(trouble: str, limit: Limit = LONG) -> Any:
+def asked(actors: list[Any], limit: Limit = LONG) -> Any:
     """Of the second of two engines. What takes the place of a request comes back with the engine's name."""
-    actors = [create_fake_actor("actor-0"), create_fake_actor("actor-1", "generate", trouble)]
     engines = RayEngines(actors, ["actor-0", "actor-1"], limit)
     assert len(engines) == 2
     request: Any = "request"
-    try:
-        return asyncio.run(engines.generate(1, request))
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    return asyncio.run(engines.generate(1, request))
 
 
-def test_the_engine_of_that_number_answers(ray_cluster: None) -> None:
-    assert asked("") == ("actor-1", "request")
+def test_the_engine_of_that_number_answers(fake_actors: list[Any]) -> None:
+    assert asked(fake_actors) == ("actor-1", "request")
 
 
 @pytest.mark.parametrize(
@@ -40,19 +35,26 @@ def test_the_engine_of_that_number_answers(ray_cluster: None) -> None:
     [
         ("fail", LONG, "generate on actor-1: told to fail"),
         ("unreachable", LONG, "generate on actor-1: gone"),
-        ("die", LONG, r"(?s)generate on actor-1: its process has ended .*; check its log and the machine's memory"),
         ("sleep", LIMIT, r"no answer from actor-1 after timeouts.generate_s = 0.5 s; check the engine's log, and whether max_new_tokens"),
     ],
 )
-def test_an_engine_that_fails_dies_or_is_late_is_named_with_what_to_check(ray_cluster: None, trouble: str, limit: Limit, told: str) -> None:
+def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(fake_actors: list[Any], trouble: str, limit: Limit, told: str) -> None:
+    ray.get(fake_actors[1].become.remote("generate", trouble))
     with pytest.raises(RolloutError, match=told) as caught:
-        asked(trouble, limit)
+        asked(fake_actors, limit)
     assert isinstance(caught.value, UnreachableError) is (trouble == "unreachable"), "only then is another engine asked"
 
 
-def test_a_cancelled_call_ends_at_once_and_the_engines_are_asked_on_the_next_event_loop(ray_cluster: None) -> None:
-    actors = [create_fake_actor("actor-0"), create_fake_actor("actor-1", "generate", "sleep")]
-    engines = RayEngines(actors, ["actor-0", "actor-1"], LONG)
+def test_an_engine_that_dies_is_named_with_what_to_check(fake_actors: list[Any]) -> None:
+    dies = create_fake_actor("actor-1", "generate", "die")
+    with pytest.raises(RolloutError, match=r"(?s)generate on actor-1: its process has ended .*; check its log and the machine's memory") as caught:
+        asked([fake_actors[0], dies])
+    assert not isinstance(caught.value, UnreachableError), "no other engine is asked"
+
+
+def test_a_cancelled_call_ends_at_once_and_the_engines_are_asked_on_the_next_event_loop(fake_actors: list[Any]) -> None:
+    ray.get(fake_actors[1].become.remote("generate", "sleep"))
+    engines = RayEngines(fake_actors, ["actor-0", "actor-1"], LONG)
     request: Any = "request"
 
     async def cancelled() -> None:
@@ -62,11 +64,7 @@ def test_a_cancelled_call_ends_at_once_and_the_engines_are_asked_on_the_next_eve
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(asking, 10)
 
-    try:
-        for _ in range(2):
-            asyncio.run(cancelled())
-            answer: Any = asyncio.run(engines.generate(0, request))
-            assert answer == ("actor-0", "request")
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    for _ in range(2):
+        asyncio.run(cancelled())
+        answer: Any = asyncio.run(engines.generate(0, request))
+        assert answer == ("actor-0", "request")
