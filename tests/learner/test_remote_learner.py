@@ -2,22 +2,23 @@
 
 import os
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fake_ranks
 import pytest
 import ray
 from config_support import configuration
+from fake_ranks import create_fake_rank
 
 from learner.actor import STOPPING
 from learner.place import LearnerPlace, ReceiverGroup
 from learner.remote_learner import RemoteLearner
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError, WeightSyncError
+from shared.errors import ConfigError, LearnerError, RolloutError, WeightSyncError
 from shared.protocols import CLOSED_S
-from shared.rollouts import SyncReport, WeightOffer
+from shared.rollouts import WeightOffer
 from shared.schedule import StepPlan
 
 pytestmark = pytest.mark.ray
@@ -25,64 +26,42 @@ pytestmark = pytest.mark.ray
 CONFIG = configuration(Path("model"), Path("data"), Path("run"))
 
 
-class Shell:
-    """The methods of `LearnerActor` that misbehave here."""
-
-    def __init__(self, rank=0):
-        self.rank = rank
-        self.told_to_stop = threading.Event()
-
-    def start(self, *arguments):
-        raise ConfigError("model.path: no")
-
-    def accumulate(self, *shares):
-        """Rank 1 fails at last, rank 0 notices first."""
-        time.sleep(self.rank)
-        raise RolloutError("a prompt differs", actor="actor-1", phase="check") if self.rank else CollectiveError("rank 1 left", phase="reduce")
-
-    def save(self, folder):
-        time.sleep(60 * self.rank)
-
-    def held_out_requests(self, step):
-        return [f"{self.rank}/{step}"]
-
-    def next_requests(self, plan):
-        time.sleep(60)
-
-    def finish_step(self):
-        os._exit(1)
-
-    def score(self, *shares):
-        """Until it is told to stop."""
-        self.told_to_stop.wait(60)
-        return []
-
-    @ray.method(concurrency_group=STOPPING)
-    def stop(self):
-        self.told_to_stop.set()
-
-    @ray.method(concurrency_group=STOPPING)
-    def close(self):
-        self.told_to_stop.set()
-
-    def num_updates(self):
-        return 5
-
-    def send_weights(self, offer):
-        raise WeightSyncError("nobody came", actor="learner", phase="rendezvous")
-
-    def receive_weights(self, offer):
-        return SyncReport(offer.version, 10, {"load": 1.0}, 0.0)
+def test_the_ranks_here_are_told_to_stop_as_the_learners_are():
+    assert fake_ranks.STOPPING == STOPPING
 
 
-SUPPORT = {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}
-RemoteShell = ray.remote(num_cpus=0, concurrency_groups={STOPPING: 1}, runtime_env={"env_vars": SUPPORT})(Shell)
+@pytest.fixture(scope="module")
+def ranks_of_all_tests(ray_cluster):
+    actors = [create_fake_rank(rank) for rank in (0, 1)]
+    ray.get([actor.__ray_ready__.remote() for actor in actors])
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
 
 
 @pytest.fixture
-def learner(ray_cluster):
-    actor = RemoteShell.remote()
-    yield lambda **timeouts: RemoteLearner([actor], TimeoutsSection(**timeouts))
+def ranks(ranks_of_all_tests):
+    """Two that do nothing yet, and that no test ends."""
+    yield ranks_of_all_tests
+    ray.get([actor.let_go.remote() for actor in ranks_of_all_tests])
+    ray.get([actor.reset.remote() for actor in ranks_of_all_tests])
+
+
+@pytest.fixture
+def learner(ranks):
+    return lambda **timeouts: RemoteLearner(ranks[:1], TimeoutsSection(**timeouts))
+
+
+@pytest.fixture
+def two_ranks(ranks):
+    return lambda **timeouts: RemoteLearner(ranks, TimeoutsSection(**timeouts))
+
+
+@pytest.fixture
+def mortal(ray_cluster):
+    """One whose process may end."""
+    actor = create_fake_rank()
+    yield RemoteLearner([actor], TimeoutsSection())
     ray.kill(actor)
 
 
@@ -98,9 +77,14 @@ def test_an_answer_that_does_not_come_names_the_phase_the_key_and_what_to_check(
         learner(learn_s=0.5).next_requests(StepPlan(0, "A", 1, 1, False, False))
 
 
-def test_a_learner_whose_process_ended_is_reported(learner):
+def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for_it(mortal):
+    with pytest.raises(ConfigError):
+        mortal.start(CONFIG, [LearnerPlace("inproc", ())], make_backend=dict)
     with pytest.raises(LearnerError, match="finish_step on the learner: its process has ended"):
-        learner().finish_step()
+        mortal.finish_step()
+    started = time.monotonic()
+    mortal.close()
+    assert time.monotonic() - started < CLOSED_S
 
 
 def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken(learner):
@@ -114,15 +98,6 @@ def test_a_failed_send_arrives_through_its_future(learner):
     error = learner().send_weights(None).exception(timeout=30)
     assert type(error) is WeightSyncError
     assert error.phase == "rendezvous"
-
-
-@pytest.fixture
-def two_ranks(ray_cluster):
-    actors = [RemoteShell.remote(rank) for rank in (0, 1)]
-    ray.get([actor.__ray_ready__.remote() for actor in actors])
-    yield lambda **timeouts: RemoteLearner(actors, TimeoutsSection(**timeouts))
-    for actor in actors:
-        ray.kill(actor)
 
 
 def test_an_error_on_one_rank_ends_all_of_them_with_that_ranks_message(two_ranks):
@@ -197,17 +172,12 @@ def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call
     assert asked == [(call, rank) for call in ("finish_step", "stop", "num_updates") for rank in (0, 1)]
 
 
-def test_closing_reaches_a_rank_that_is_busy_and_does_not_wait_for_one_that_has_ended(learner):
+def test_closing_reaches_a_rank_that_is_busy(learner, ranks):
     closed = learner()
     with pytest.raises(ConfigError):
         closed.start(CONFIG, [LearnerPlace("inproc", ())], make_backend=dict)
     with ThreadPoolExecutor(1) as threads:
         busy = threads.submit(closed.score, [[]])
-        time.sleep(1)
+        assert ray.get(ranks[0].wait_until_it_scores.remote())
         closed.close()
         assert busy.result(timeout=20) == [], "it was told while it worked"
-    with pytest.raises(LearnerError):
-        closed.finish_step()
-    started = time.monotonic()
-    closed.close()
-    assert time.monotonic() - started < CLOSED_S

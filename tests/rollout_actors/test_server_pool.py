@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 from fake_server import ObedientEngine, make_address, make_offer, make_request, make_settings, serving_engine
+from renewed_actor import RenewedActor
 
 from rollout_actors.backends.server_spec import ServerEngineSpec
-from rollout_actors.engine_actor import EngineActor
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -24,8 +24,17 @@ pytestmark = pytest.mark.ray
 MakePool = Callable[..., ActorPool]
 
 
+@pytest.fixture(scope="module")
+def actors(ray_cluster: None) -> Iterator[list[Any]]:
+    """Those of every test's pools, which are therefore not closed."""
+    actors = [ray.remote(RenewedActor).options(num_cpus=0).remote() for _ in range(3)]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
 @pytest.fixture
-def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
+def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
     """A started pool over a server for each of the engines."""
     with ExitStack() as ends:
 
@@ -37,16 +46,16 @@ def make_pool(ray_cluster: None, tmp_path: Path) -> Iterator[MakePool]:
                 ServerEngineSpec(name, make_address(url, infer_timeout_s=None), index, expected)
                 for index, (name, url) in enumerate(zip(names, urls, strict=True))
             ]
-            actors = [ray.remote(EngineActor).options(num_cpus=0).remote(spec) for spec in specs]
+            used = actors[: len(specs)]
+            ray.get([actor.become.remote(spec) for actor, spec in zip(used, specs, strict=True)])
             pool = ActorPool(
-                actors,
+                used,
                 names,
                 PoolTimeouts.of_actors(TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)),
                 decode_batch_size=2,
                 asks_next_on_failure=True,
                 **options,
             )
-            ends.callback(pool.close)
             pool.start()
             return pool
 

@@ -1,0 +1,90 @@
+"""Ray actors with the methods of `LearnerActor` and no learner: they fail, wait or die as each method says. Light to import."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from shared.errors import CollectiveError, ConfigError, RolloutError, WeightSyncError
+from shared.rollouts import SyncReport, WeightOffer
+
+STOPPING = "stopping"
+"""As in `learner.actor`, which takes seconds to import."""
+
+
+class FakeRank:
+    """The methods of `LearnerActor` that misbehave here. What waits does so until the rank is let go."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._told_to_stop, self._let_go = threading.Event(), threading.Event()
+        self._begun = threading.Event()
+
+    @ray.method(concurrency_group=STOPPING)
+    def let_go(self) -> None:
+        """Whatever the rank is doing ends."""
+        self._let_go.set()
+        self._told_to_stop.set()
+
+    def reset(self) -> None:
+        """For the next test, behind whatever the rank is doing."""
+        for event in (self._told_to_stop, self._let_go, self._begun):
+            event.clear()
+
+    @ray.method(concurrency_group=STOPPING)
+    def wait_until_it_scores(self) -> bool:
+        return self._begun.wait(60)
+
+    def start(self, *arguments: Any) -> int:
+        raise ConfigError("model.path: no")
+
+    def accumulate(self, *shares: Any) -> None:
+        """Rank 1 fails at last, rank 0 notices first."""
+        time.sleep(0.3 * self._rank)
+        raise RolloutError("a prompt differs", actor="actor-1", phase="check") if self._rank else CollectiveError("rank 1 left", phase="reduce")
+
+    def save(self, folder: Any) -> None:
+        if self._rank:
+            self._let_go.wait(600)
+
+    def held_out_requests(self, step: int) -> list[str]:
+        return [f"{self._rank}/{step}"]
+
+    def next_requests(self, plan: Any) -> list[Any]:
+        self._let_go.wait(600)
+        return []
+
+    def finish_step(self) -> None:
+        os._exit(1)
+
+    def score(self, *shares: Any) -> Sequence[Any]:
+        """Until it is told to stop."""
+        self._begun.set()
+        self._told_to_stop.wait(600)
+        return []
+
+    @ray.method(concurrency_group=STOPPING)
+    def stop(self) -> None:
+        self._told_to_stop.set()
+
+    @ray.method(concurrency_group=STOPPING)
+    def close(self) -> None:
+        self._told_to_stop.set()
+
+    def num_updates(self) -> int:
+        return 5
+
+    def send_weights(self, offer: WeightOffer) -> None:
+        raise WeightSyncError("nobody came", actor="learner", phase="rendezvous")
+
+    def receive_weights(self, offer: WeightOffer) -> SyncReport:
+        return SyncReport(offer.version, 10, {"load": 1.0}, 0.0)
+
+
+def create_fake_rank(rank: int = 0) -> Any:
+    return ray.remote(num_cpus=0, concurrency_groups={STOPPING: 1})(FakeRank).remote(rank)
