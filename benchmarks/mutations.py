@@ -1,0 +1,495 @@
+"""Faults put into the code one at a time, to see whether the tests notice.
+
+`python -m benchmarks.mutations`: each mutant is one line of a copy of the tree, in which the tests
+run; the working tree is not touched. A stage is tried on the mutants that the one before let by:
+
+    own        the mutant's own tests, without engines, Ray and processes
+    all        the quick tests of `make check`
+    marked     the mutant's own tests with engines, Ray and processes (not the `engines_extra`)
+
+Before each stage its tests have to pass with nothing changed. `--out` keeps what is known so far,
+of one state of the tree, and a later call goes on from there. `--check` runs no test: it says
+which mutants no longer fit the code. The mutants were written down before any test was changed
+for them; one that a test is written for stays, and further ones are welcome.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = "not engine and not ray and not processes"
+MARKED = "(engine or ray or processes) and not engines_extra"
+NOTHING_COLLECTED = 5
+"""Of pytest's exit codes, as where all tests of a file are marked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One line of the code, wrong."""
+
+    name: str
+    """What the fault does, in a few words."""
+    path: str
+    old: str
+    """Occurs exactly once in the file; more than the line where the line alone does not."""
+    new: str
+    tests: tuple[str, ...]
+    """Files that should notice, the cheapest first."""
+
+    def applied_to(self, text: str) -> str:
+        """Put the fault into the file's text. Raises ValueError where it does not fit."""
+        if text.count(self.old) != 1:
+            times = text.count(self.old)
+            raise ValueError(f"{self.name}: {self.old!r} is {times} times in {self.path}")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Some of the tests, tried on the mutants that the stage before let by."""
+
+    name: str
+    marks: str
+    limit_s: float
+    """Of one mutant, or twice what the tests take with nothing changed, where that is more and they
+    are the same for all. What takes longer is taken for a hang, which is noticed too."""
+    on_all_files: bool = False
+    """With all cores; else on the mutant's own files."""
+
+    def arguments(self, mutants: Sequence[Mutant]) -> list[str]:
+        """Give pytest's arguments for these mutants together."""
+        if self.on_all_files:
+            return ["-m", self.marks, "-n", "auto", "--dist", "loadfile"]
+        paths = dict.fromkeys(path for mutant in mutants for path in mutant.tests)
+        return ["-m", self.marks, *paths]
+
+
+STAGES = (
+    Stage("own", QUICK, limit_s=240.0),
+    Stage("all", f"{QUICK} and not slow", limit_s=900.0, on_all_files=True),
+    Stage("marked", MARKED, limit_s=600.0),
+)
+SOUND_LIMIT_S = 2400.0
+"""Of a stage with nothing changed, on the tests of all its mutants at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What became of a mutant so far."""
+
+    verdict: str
+    """`caught`, `survived`, or `invalid` where no test could even be collected."""
+    by: str
+    """The first test that failed, or `timeout`; empty: none."""
+    stages: tuple[str, ...]
+    """Those tried; the last one is that of the verdict."""
+    seconds: float
+    of: tuple[str, ...]
+    """The mutant it was: another fault, or other tests, are to be tried anew."""
+
+
+INTAKE = ("tests/rollout_actors/test_weight_intake.py", "tests/rollout_actors/test_engine_sync.py")
+CACHES = ("tests/rollout_actors/backends/test_stock_client.py", *INTAKE)
+RECEIPTS = ("tests/rollout_actors/test_load_watch.py", *INTAKE)
+
+# fmt: off
+MUTANTS = (
+    # The learner.
+    Mutant("carried-loss-divided-by-samples-drawn", "learner/learner.py",
+        "denominator = self._ranks.sum(step.tally.num_segments) if self._rows.carries else ",
+        "denominator = ", ("tests/learner/test_learner_carry.py",)),
+    Mutant("carried-loss-divided-by-one-ranks-segments", "learner/learner.py",
+        "self._ranks.sum(step.tally.num_segments)", "step.tally.num_segments",
+        ("tests/learner/test_learner_carry.py", "tests/learner/test_learner_ranks.py")),
+    Mutant("log-probabilities-at-temperature-1", "learner/row_learner.py",
+        "Normalizer(decode.temperature or 1.0, loaded", "Normalizer(1.0, loaded",
+        ("tests/learner/test_learner.py", "tests/learner/test_trajectory_learner.py",
+         "tests/learner/test_learner_staleness.py")),
+    Mutant("log-probabilities-over-banned-tokens-too", "learner/row_learner.py",
+        "decode.temperature or 1.0, loaded.banned_token_ids)", "decode.temperature or 1.0)",
+        ("tests/learner/test_learner.py", "tests/learner/test_trajectory_learner.py",
+         "tests/learner/test_trajectory_images.py")),
+    Mutant("log-probabilities-of-older-weights-compared", "learner/row_learner.py",
+        "if segment.weight_version == version:", "if segment.weight_version is not None:",
+        ("tests/learner/test_learner_staleness.py",)),
+    Mutant("gradient-not-divided", "learner/optimizer.py",
+        "torch._foreach_div_(gradients, denominator)", "pass",
+        ("tests/learner/test_optimizer.py",)),
+    Mutant("run-ended-one-bad-gradient-early", "learner/optimizer.py",
+        "if self._num_skipped > self._config", "if self._num_skipped >= self._config",
+        ("tests/learner/test_optimizer.py",)),
+    Mutant("bfloat16-gradients-of-rows-not-summed", "learner/master_weights.py",
+        "master.grad.add_(gradient)", "master.grad = gradient.float()",
+        ("tests/learner/test_optimizer.py",)),
+    Mutant("text-gate-at-closing-tokens", "learner/collate.py",
+        "np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)", "weights_L",
+        ("tests/learner/test_step.py",)),
+    Mutant("segments-of-a-row-see-each-other", "learner/step.py",
+        "attention_mask=None,", "attention_mask=torch.ones_like(inputs.input_ids),",
+        ("tests/learner/test_step.py",)),
+    Mutant("segment-as-long-as-a-row-refused", "learner/packing.py",
+        "if length > capacity:", "if length >= capacity:", ("tests/learner/test_packing.py",)),
+    Mutant("packing-window-not-begun-anew-in-a-step", "learner/rows.py",
+        "self._num_added = 0\n        return self._buffer.flush()", "return self._buffer.flush()",
+        ("tests/learner/test_rows.py",)),
+    Mutant("desc-of-matched-prediction-learned", "learner/targets.py",
+        "roles[list(prediction.desc_positions)] = TokenRole.NEUTRAL",
+        "roles[list(prediction.desc_positions)] = TokenRole.DESC",
+        ("tests/learner/test_targets.py",)),
+    Mutant("append-begins-with-a-number-that-is-taken", "learner/targets.py",
+        "else parsed.max_object_index + 1", "else parsed.max_object_index",
+        ("tests/learner/test_targets.py",)),
+    Mutant("forced-tokens-compared", "learner/targets.py",
+        "min((parsed.num_unchanged, *rollout.forced_positions))", "parsed.num_unchanged",
+        ("tests/learner/test_targets.py",)),
+    Mutant("trade-off-of-ciou-has-a-gradient", "learner/objectives/coord_math.py",
+        "with torch.no_grad():", "with torch.enable_grad():",
+        ("tests/learner/test_coord_math.py",)),
+    Mutant("ratio-not-truncated", "learner/objectives/policy_gradient.py",
+        ".clamp(max=math.log(cap)).exp()", ".exp()",
+        ("tests/learner/objectives/test_policy_gradient.py",)),
+    Mutant("rollout-of-weights-yet-to-come-learned", "learner/checks.py",
+        "<= rollout.weight_version <= version:", "<= rollout.weight_version:",
+        ("tests/learner/test_checks.py",)),
+    # The grounding core.
+    Mutant("box-not-rounded-outwards", "shared/grounding/geometry.py",
+        "_clamp(math.ceil(x2 * MAX_BIN / x_scale)),", "_clamp(math.floor(x2 * MAX_BIN / x_scale)),",
+        ("tests/shared/grounding/test_geometry.py",)),
+    Mutant("shape-of-16-pixels-by-exact-area", "shared/grounding/geometry.py",
+        "< MIN_RASTER_PIXELS", "<= MIN_RASTER_PIXELS",
+        ("tests/shared/grounding/test_geometry.py",)),
+    Mutant("pair-at-the-gate-infeasible", "shared/grounding/matching.py",
+        "feasible_PG = iou_PG >= maskiou_gate", "feasible_PG = iou_PG > maskiou_gate",
+        ("tests/shared/grounding/test_matching.py",)),
+    Mutant("least-overlapping-candidates-first", "shared/grounding/matching.py",
+        "np.where(iou_PG > 0, -iou_PG, distance_PG)", "np.where(iou_PG > 0, iou_PG, distance_PG)",
+        ("tests/shared/grounding/test_matching.py",)),
+    Mutant("unmatched-prediction-at-the-other-cost", "shared/grounding/matching.py",
+        "num_ground_truth:] = fp_cost", "num_ground_truth:] = fn_cost",
+        ("tests/shared/grounding/test_matching.py",)),
+    Mutant("replaced-token-counted-as-sampled", "shared/grounding/parsing.py",
+        "response.ends[:last] + ends, last, cut)", "response.ends[:last] + ends, last + 1, cut)",
+        ("tests/shared/grounding/test_parsing.py",)),
+    Mutant("comma-behind-the-opening-brace", "shared/grounding/serialize.py",
+        '", " if last == "}" and objects else ""', '", " if objects else ""',
+        ("tests/shared/grounding/test_serialize.py",)),
+    Mutant("edge-walked-twice-bounds-area", "shared/grounding/areas.py",
+        "if edge[1] != edge[3] and count % 2]", "if edge[1] != edge[3]]",
+        ("tests/shared/grounding/test_geometry.py",)),
+    Mutant("characters-taken-for-a-coord-token", "shared/grounding/judge.py",
+        " or len(positions) != response.text.count(COORD_START, *plain.array)", "",
+        ("tests/shared/grounding/test_parsing.py",
+         "tests/shared/grounding/test_parsing_reference.py")),
+    # Weight sync.
+    Mutant("last-buckets-checksum-not-compared", "rollout_actors/receipt.py",
+        "zip(receipt.checksums, receipt.sent, strict=True)",
+        "zip(receipt.checksums[:-1], receipt.sent[:-1], strict=True)", RECEIPTS),
+    Mutant("parameter-that-was-not-loaded-not-reported", "rollout_actors/receipt.py",
+        '[f"not loaded: {name}" for name in receipt.missing] + ', "", RECEIPTS),
+    Mutant("name-that-is-no-parameter-not-reported", "rollout_actors/receipt.py",
+        ' + [f"not a parameter: {name}" for name in receipt.unexpected]', "", RECEIPTS),
+    Mutant("receipts-of-other-workers-not-read", "rollout_actors/receipt.py",
+        "for receipt in receipts:", "for receipt in receipts[:1]:",
+        ("tests/rollout_actors/test_weight_intake.py",)),
+    Mutant("bucket-of-exactly-its-size-closed", "rollout_actors/receipt_worker.py",
+        "if self._size > self._bucket_bytes:", "if self._size >= self._bucket_bytes:",
+        ("tests/rollout_actors/test_load_watch.py", "tests/rollout_actors/test_engine_sync.py")),
+    Mutant("refused-cache-reset-accepted", "rollout_actors/weight_intake.py",
+        "if not await self._llm.reset_prefix_cache():",
+        "if await self._llm.reset_prefix_cache() is None:", CACHES),
+    Mutant("multimodal-cache-not-reset", "rollout_actors/weight_intake.py",
+        "await self._llm.reset_mm_cache()", "pass", CACHES),
+    Mutant("encoder-cache-not-reset", "rollout_actors/weight_intake.py",
+        "await self._llm.reset_encoder_cache()", "pass", CACHES),
+    Mutant("engines-phase-without-a-limit", "rollout_actors/weight_intake.py",
+        "await asyncio.wait_for(work, timeout_s + ENGINE_MARGIN_S)", "await work", INTAKE),
+    Mutant("adapter-served-on-top-of-merged-weights", "rollout_actors/weight_intake.py",
+        "await self.adapter.drop()", "pass", ("tests/rollout_actors/test_weight_intake.py",)),
+    Mutant("group-under-another-key-not-joined", "rollout_actors/transfer_group.py",
+        "if self._joined == group.key:", "if self._joined:", INTAKE),
+    Mutant("other-canary-tokens-of-the-same-number-accepted", "shared/canary.py",
+        "if tuple(expanded_token_ids) == self.expanded_token_ids:",
+        "if len(expanded_token_ids) == len(self.expanded_token_ids):",
+        ("tests/shared/test_canary.py",)),
+    Mutant("canary-without-the-adapter-is-with-it", "learner/canary.py",
+        "with without_adapter(self._loaded.model):", "with torch.no_grad():",
+        ("tests/learner/test_adapters.py", "tests/learner/test_adapter_learner.py")),
+    Mutant("whole-sync-without-a-limit", "shared/weight_sync.py",
+        "wait(sides, timeout=limit_s, return_when", "wait(sides, return_when",
+        ("tests/shared/test_weight_sync.py",)),
+    # Driver, pool, queue and servers.
+    Mutant("server-of-newer-weights-answers", "rollout_actors/server/service.py",
+        "version is not None and version != self.version",
+        "version is not None and version > self.version",
+        ("tests/rollout_actors/server/test_service.py", "tests/rollout_actors/server/test_app.py")),
+    Mutant("answer-goes-out-though-weights-have-come", "rollout_actors/server/service.py",
+        "admission.check()\n        return rollouts", "return rollouts",
+        ("tests/rollout_actors/server/test_app.py",)),
+    Mutant("held-out-outcomes-in-the-order-of-arrival", "launch/driver.py",
+        "tuple(sorted(outcomes, key=lambda outcome: outcome.position))", "tuple(outcomes)",
+        ("tests/launch/test_driver.py", "tests/launch/test_evaluate.py")),
+    Mutant("engine-never-full", "rollout_actors/round_queue.py",
+        "<= self._bounds[engine]:", "< self._bounds[engine]:",
+        ("tests/rollout_actors/test_round_queue.py",)),
+    Mutant("first-engine-asked-again-at-the-end", "rollout_actors/round_queue.py",
+        "if num_failed == len(self._waiting):", "if num_failed > len(self._waiting):",
+        ("tests/rollout_actors/test_round_queue.py",)),
+    Mutant("parts-of-a-round-in-the-order-of-arrival", "rollout_actors/pool.py",
+        "done.sort(key=lambda one: one.part.requests.start)", "pass",
+        ("tests/rollout_actors/test_round_queue.py", "tests/rollout_actors/test_pool.py")),
+    Mutant("ties-to-the-higher-index", "shared/chunking.py",
+        "(-(n * weights[i] % total), i)", "(-(n * weights[i] % total), -i)",
+        ("tests/shared/test_chunking.py",)),
+    Mutant("engine-stuck-behind-a-server-waited-for", "rollout_actors/backends/http_client.py",
+        "if now is None or now != last:", "if True:",
+        ("tests/rollout_actors/backends/test_vllm_server.py",)),
+    # Environments.
+    Mutant("failed-rollout-in-the-groups-mean", "rollout_actors/environments/rubric.py",
+        'sound = [state for state in states if state["error"] is None]', "sound = list(states)",
+        ("tests/rollout_actors/environments/test_rubric.py",
+         "tests/rollout_actors/environments/test_generate_failures.py")),
+    Mutant("deviation-of-a-sample", "shared/trajectory.py",
+        "/ math.sqrt(len(rewards))", "/ math.sqrt(len(rewards) - 1)",
+        ("tests/shared/test_trajectory.py",)),
+    Mutant("merged-example-of-its-newest-weights",
+        "rollout_actors/environments/training_examples.py",
+        "weight_version=min(versions", "weight_version=max(versions",
+        ("tests/rollout_actors/environments/test_training_examples.py",)),
+    Mutant("turns-share-a-seed", "rollout_actors/environments/conversation.py",
+        "self.position, turn, self.path)", "self.position, 0, self.path)",
+        ("tests/rollout_actors/environments/test_engine_client.py",
+         "tests/rollout_actors/environments/test_engine_client_routing.py")),
+    Mutant("bound-of-generation-not-kept", "rollout_actors/environments/generate.py",
+        "_bounded(call.concurrency.generation)", "_bounded(None)",
+        ("tests/rollout_actors/environments/test_orchestration.py",)),
+    Mutant("rows-of-a-group-keep-ids-that-collide", "rollout_actors/environments/group.py",
+        '{**row, "example_id": index}', "{**row}",
+        ("tests/rollout_actors/environments/test_group.py",)),
+    Mutant("engine-may-answer-another-prompt", "rollout_actors/environments/conversation.py",
+        "if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:",
+        "if False:",
+        ("tests/rollout_actors/environments/test_engine_client.py",)),
+    # Configuration, schedule and seeds.
+    Mutant("samples-of-a-step-share-a-seed", "learner/segments.py",
+        "seed=request_seed(run_seed, step, position),", "seed=request_seed(run_seed, step, 0),",
+        ("tests/learner/test_learner.py",)),
+    Mutant("steps-share-seeds", "shared/seeds.py",
+        "{run_seed}/{step}/{position}", "{run_seed}/{position}",
+        ("tests/rollout_actors/environments/test_engine_client_routing.py",
+         "tests/rollout_actors/environments/test_runner.py")),
+    Mutant("epochs-share-an-order", "shared/dataset.py",
+        "np.random.PCG64((self._seed, self._epoch))", "np.random.PCG64(self._seed)",
+        ("tests/shared/test_dataset.py",)),
+    Mutant("one-warm-up-step-too-many", "shared/config/stage2_ab.py",
+        "if since_warmup < 0:", "if since_warmup <= 0:", ("tests/shared/config/test_schedule.py",)),
+    Mutant("engine-exactly-long-enough-refused", "shared/config/engine_checks.py",
+        "longest < run.global_max_length", "longest <= run.global_max_length",
+        ("tests/shared/config/test_checks.py", "tests/shared/config/test_scenarios.py")),
+    Mutant("report-before-the-warm-up", "shared/schedule.py",
+        "step > 0 and step % every == 0", "step % every == 0", ("tests/shared/test_schedule.py",)),
+)
+# fmt: on
+
+
+def problems() -> list[str]:
+    """Name every mutant that does not fit the working tree, does not compile, or has no tests."""
+    found = []
+    names = [mutant.name for mutant in MUTANTS]
+    for mutant in MUTANTS:
+        try:
+            compile(mutant.applied_to((ROOT / mutant.path).read_text()), mutant.path, "exec")
+        except (OSError, SyntaxError, ValueError) as error:
+            found.append(f"{mutant.name}: {error}")
+        lost = [path for path in mutant.tests if not (ROOT / path).exists()]
+        found += [f"{mutant.name}: no {path}" for path in lost]
+        if names.count(mutant.name) > 1:
+            found.append(f"{mutant.name}: is the name of several")
+    return found
+
+
+def copy_tree(revision: str | None, folder: Path) -> None:
+    """Copy the files that git knows or would add; with a revision, those of that one."""
+    git = ["git", "-C", str(ROOT)]
+    if revision is not None:
+        archive = subprocess.run([*git, "archive", revision], stdout=subprocess.PIPE, check=True)
+        subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+        return
+    listing = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, stdout=subprocess.PIPE, check=True, text=True).stdout
+    for name in names.split("\0"):
+        if name and (ROOT / name).is_file():  # it may be deleted and still be known
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, arguments: Sequence[str], limit_s: float) -> tuple[str, str]:
+    """Run pytest in a tree: a verdict, and by which test. The tree's own packages are found first,
+    before those of the editable install, in pytest and in all processes that it starts."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    variables = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        # A session of its own, so that what the tests have started and left ends here.
+        run = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=variables,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = run.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return "caught", "timeout"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+        log.seek(0)
+        told = [line.rstrip() for line in log]
+    if code in (0, NOTHING_COLLECTED):
+        return "survived", ""
+    bad = [line for line in told if line.startswith(("FAILED tests", "ERROR tests"))]
+    # An id may have blanks in it; behind it stands the error.
+    failed = [line.partition(" ")[2].partition(" - ")[0] for line in bad]
+    # A file that cannot be collected is named without a test: the fault is no fault but a ruin.
+    if code != 1 or not failed or "::" not in failed[0]:
+        return "invalid", failed[0] if failed else "".join(told[-1:])
+    return "caught", failed[0]
+
+
+def tested(
+    mutant: Mutant | None,
+    arguments: Sequence[str],
+    limit_s: float,
+    revision: str | None,
+) -> tuple[str, str]:
+    """Run tests in a copy of the tree in which the mutant, if there is one, is applied.
+
+    A test that fails has to fail again by itself, or it is left out: some measure time, which on a
+    busy machine proves nothing.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as name:
+        folder = Path(name).resolve()
+        copy_tree(revision, folder)
+        if mutant is not None:
+            path = folder / mutant.path
+            path.write_text(mutant.applied_to(path.read_text()))
+        while True:
+            verdict, by = run_tests(folder, arguments, limit_s)
+            if "::" not in by or run_tests(folder, [by], limit_s)[0] == "caught":
+                return verdict, by
+            arguments = [*arguments, "--deselect", by]
+
+
+def run_stage(stage: Stage, mutants: Sequence[Mutant], notes: Notes, options: Namespace) -> None:
+    """Try a stage on those of the mutants that have survived so far and not been tried on it.
+
+    Ends the program where the stage's tests fail with nothing changed: they would prove nothing.
+    """
+    todo = [mutant for mutant in mutants if notes.wants(mutant, stage)]
+    if not todo:
+        return
+    began = time.monotonic()
+    verdict, by = tested(None, stage.arguments(todo), SOUND_LIMIT_S, options.revision)
+    sound_s = time.monotonic() - began
+    if verdict != "survived":
+        raise SystemExit(f"with nothing changed, stage {stage.name} is {verdict} by {by}")
+    limit_s = max(stage.limit_s, 2 * sound_s) if stage.on_all_files else stage.limit_s
+
+    def tried(mutant: Mutant) -> None:
+        started = time.monotonic()
+        verdict, by = tested(mutant, stage.arguments([mutant]), limit_s, options.revision)
+        notes.add(mutant, stage, verdict, by, time.monotonic() - started)
+
+    with ThreadPoolExecutor(options.jobs) as threads:
+        list(threads.map(tried, todo))
+
+
+class Notes:
+    """What is known of the mutants so far, in a file where there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Read what an earlier call has noted of mutants that are still the same."""
+        self._path = path
+        self._lock = Lock()
+        told = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        mutants = {mutant.name: mutant for mutant in MUTANTS}
+        self.found: dict[str, Found] = {}
+        for name, one in told.items():
+            found = Found(**one | {"stages": tuple(one["stages"]), "of": tuple(one["of"])})
+            if name in mutants and found.of == identity(mutants[name]):
+                self.found[name] = found
+
+    def wants(self, mutant: Mutant, stage: Stage) -> bool:
+        """Tell whether the stage is still to be tried on the mutant."""
+        found = self.found.get(mutant.name)
+        return found is None or (found.verdict == "survived" and stage.name not in found.stages)
+
+    def add(self, mutant: Mutant, stage: Stage, verdict: str, by: str, seconds: float) -> None:
+        """Note, print and write down what a stage has found."""
+        with self._lock:
+            before = self.found.get(mutant.name)
+            stages, earlier_s = ((), 0.0) if before is None else (before.stages, before.seconds)
+            stages, seconds = (*stages, stage.name), round(earlier_s + seconds, 1)
+            self.found[mutant.name] = Found(verdict, by, stages, seconds, identity(mutant))
+            print(self.row(mutant), flush=True)
+            if self._path is not None:
+                found = {name: asdict(one) for name, one in self.found.items()}
+                self._path.write_text(json.dumps(found, indent=1))
+
+    def row(self, mutant: Mutant) -> str:
+        """Write a line of the table."""
+        one = self.found[mutant.name]
+        where = f"{one.verdict:8} {one.stages[-1]:6} {one.seconds:6.0f} s"
+        return f"{mutant.name:50} {where}  {one.by}"
+
+
+def identity(mutant: Mutant) -> tuple[str, ...]:
+    """Tell a mutant from one that has been changed since."""
+    return (mutant.path, mutant.old, mutant.new, *mutant.tests)
+
+
+def main() -> int:
+    """Run the command line; 1 where a mutant survived or was none."""
+    names, stages = [mutant.name for mutant in MUTANTS], [stage.name for stage in STAGES]
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names)
+    parser.add_argument("--stages", nargs="+", choices=stages, default=stages)
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--revision", help="of git: that tree, in place of the working one")
+    parser.add_argument("--out", type=Path, help="JSON: keeps the results, and is gone on from")
+    parser.add_argument("--check", action="store_true", help="run no test: do the mutants fit?")
+    options = parser.parse_args()
+    if options.check:
+        print("\n".join(problems()) or f"{len(MUTANTS)} mutants fit")
+        return int(bool(problems()))
+    mutants = [mutant for mutant in MUTANTS if mutant.name in options.only]
+    notes = Notes(options.out)
+    for stage in STAGES:
+        if stage.name in options.stages:
+            run_stage(stage, mutants, notes, options)
+    tried = [mutant for mutant in mutants if mutant.name in notes.found]
+    print("", *map(notes.row, tried), sep="\n")
+    caught = sum(notes.found[mutant.name].verdict == "caught" for mutant in tried)
+    print(f"\ncaught {caught} of {len(tried)}")
+    return int(caught < len(tried))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
