@@ -26,7 +26,7 @@ from learner.remote_learner import RemoteLearner
 from rollout_actors.backends.http_client import server_addresses
 from rollout_actors.backends.server_spec import ServerEngineSpec
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
-from rollout_actors.engine_settings import engine_environment
+from rollout_actors.engine_settings import engine_runtime_env
 from rollout_actors.environments.environment_actor import EnvironmentActor
 from rollout_actors.environments.pool import EnvironmentPool
 from rollout_actors.environments.runner import RunnerSettings
@@ -138,7 +138,7 @@ class Cluster:
                 # Engines come first in the group.
                 where=_bundle(group, len(placement.engines) + rank),
                 # Beside engines on the same cores, threads that spin while they wait for each other make a step tens of times slower.
-                environment={"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
+                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}},
             )
             for rank, resources in enumerate(placement.ranks)
         ]
@@ -150,7 +150,6 @@ class Cluster:
         config = self._config
         settings = settings_of_run(config, placement, self._images)
         names = [actor_name(index) for index in range(len(placement.engines))]
-        environment = engine_environment(settings)
         actors = [
             self._create(
                 ray.remote(EngineActor),
@@ -158,7 +157,7 @@ class Cluster:
                 name=name,
                 resources=resources,
                 where=_bundle(group, index),
-                environment=environment,
+                runtime_env=engine_runtime_env(settings),
             )
             for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
@@ -179,7 +178,7 @@ class Cluster:
                 name=name,
                 resources=Resources(cpus=section.cpus_per_actor, gpus=0.0),
                 where=where,
-                environment={"HF_HUB_OFFLINE": "1"},
+                runtime_env={"env_vars": {"HF_HUB_OFFLINE": "1"}},
             )
             for index, name in enumerate(names)
         ]
@@ -201,7 +200,7 @@ class Cluster:
         addresses = server_addresses(section, instead_of_servers(self._config))
         specs = [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, addresses, strict=True))]
         nothing = Resources(cpus=0.0, gpus=0.0)
-        actors = [self._create(ray.remote(EngineActor), (spec,), name=spec.name, resources=nothing, where=here(), environment={}) for spec in specs]
+        actors = [self._create(ray.remote(EngineActor), (spec,), name=spec.name, resources=nothing, where=here(), runtime_env={}) for spec in specs]
         return self._pool(actors, names, server_timeouts(section, self._config.timeouts), asks_next_on_failure=True)
 
     def _pool(self, actors: list[Any], names: list[str], timeouts: PoolTimeouts, *, asks_next_on_failure: bool) -> ActorPool:
@@ -210,14 +209,14 @@ class Cluster:
         self._ends.callback(pool.close)
         return pool
 
-    def _create(self, shell: Any, arguments: tuple[Any, ...], *, name: str, resources: Resources, where: Any, environment: dict[str, str]) -> Any:
+    def _create(self, shell: Any, arguments: tuple[Any, ...], *, name: str, resources: Resources, where: Any, runtime_env: dict[str, Any]) -> Any:
         """`shell` is what `ray.remote` made of a class; `where` is the strategy by which Ray chooses its node."""
         actor = shell.options(
             name=name,
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             scheduling_strategy=where,
-            runtime_env={"env_vars": environment},
+            runtime_env=runtime_env,
         ).remote(*arguments)
         self._ends.callback(ray.kill, actor)
         return actor

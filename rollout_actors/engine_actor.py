@@ -1,6 +1,6 @@
 """The Ray shell of one rollout engine: `ray.remote(EngineActor).options(...).remote(VllmEngineSpec(name, settings, index))`.
 
-Where the engine is one of this machine's, the actor's `runtime_env` must carry `engine_environment(settings)`: the variables have to be there before
+Where the engine is one of this machine's, the actor's `runtime_env` must be `engine_runtime_env(settings)`: its variables have to be there before
 vllm is imported, and reach its children.
 """
 

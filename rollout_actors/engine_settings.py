@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_actors import warm_python
 from shared.lora import LORA_RANKS
 from shared.repeat_guard import RepeatGuardSettings
 from shared.transports import Device, Transport
@@ -101,6 +103,14 @@ def guard_arguments(guard: RepeatGuardSettings | None) -> dict[str, Any]:
     if guard is None:
         return {}
     return {"logits_processors": [GUARD_PROCESSOR], "additional_config": {GUARD_CONFIG: asdict(guard) | {"enabled": True}}}
+
+
+def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
+    """Return the Ray `runtime_env` of an engine's actor, with these environment variables besides its own."""
+    runtime_env: dict[str, Any] = {"env_vars": engine_environment(settings) | variables}
+    if settings.device is Device.CPU:
+        runtime_env["py_executable"] = shlex.join(warm_python.command())
+    return runtime_env
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from functools import cache
-from multiprocessing import parent_process
+from multiprocessing import current_process, parent_process
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from threading import Thread
 
 from shared.transports import Transport
+
+VLLMS_PROCESSES = ("EngineCore", "VllmWorker")
+"""How vLLM names the processes that it starts."""
+LAST = -1000
+"""Behind everything that multiprocessing does at a process's end, vLLM's own and its queues' included."""
 
 
 @cache
@@ -23,9 +31,31 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(transport, "rollout_actors.weight_receiver", receiver)
     if (parent := parent_process()) is not None:
         Thread(target=_end_with, args=(parent,), name="ends-with-its-parent", daemon=True).start()
+        if current_process().name.startswith(VLLMS_PROCESSES):
+            Finalize(None, _end_at_once, exitpriority=LAST)
 
 
 def _end_with(parent: BaseProcess) -> None:
     """A server that was killed tells its engine nothing, which would hold the device for minutes, until vLLM notices."""
     parent.join()
     os._exit(1)
+
+
+def _end_at_once() -> None:
+    """End one of vLLM's processes, whose work is done, without taking its modules apart: that holds a core for 4 s.
+
+    multiprocessing calls this while whatever ended the process is still on its way out, which decides the exit code as it would have.
+    """
+    error = sys.exception()
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code(error))
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Return what multiprocessing makes of it: a SystemExit's own code, 1 for any other error."""
+    if error is None or (isinstance(error, SystemExit) and error.code is None):
+        return 0
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rollout_actors import warm_python
+
 if TYPE_CHECKING:
     from engine_support import EnginePool
 
@@ -21,6 +23,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Threads that spin while they wait for each other cost more than they bring beside engines on the same two cores.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+# One warm server for all engines of the session, in a folder of its own; the path is short because a socket lives in it.
+os.environ[warm_python.FOLDER] = tempfile.mkdtemp(prefix="rmwarm", dir="/tmp")
 # The pool reports every failed call itself.
 os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
 
@@ -39,6 +43,24 @@ def _the_process_is_left_as_it_was() -> Iterator[None]:
     before = gc.get_threshold(), gc.isenabled(), Path.cwd()
     yield
     assert (gc.get_threshold(), gc.isenabled(), Path.cwd()) == before, "this test, or a fixture of it, leaves the collector or the working folder changed"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The server that forks the engines of a session that has any. It stays between two tests because it has a connection."""
+    if not any(item.get_closest_marker("engine") for item in request.session.items):
+        yield
+        return
+    from rollout_actors.engine_settings import EngineSettings, engine_environment
+    from shared.transports import Device, Transport
+
+    settings = EngineSettings(
+        "any", "float32", max_model_len=1, max_num_seqs=1, seed=0, transport=Transport.GLOO, device=Device.CPU, gpu_memory_utilization=0.5
+    )
+    folder = Path(os.environ[warm_python.FOLDER])
+    with warm_python.connect(folder, os.environ | engine_environment(settings)):
+        yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 from command_support import Command, adopt_orphans
 from process_family import is_engine
@@ -120,10 +119,8 @@ def test_a_killed_actor_ends_the_run_with_its_name_and_leaves_no_process(command
     run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
     run.wait_for("step    2/500")
     processes = run.processes()
-    engines = [pid for pid, line in processes.items() if is_engine(line)]
-    assert len(engines) == 3, f"{processes}\n{run.output}"
-    # What an actor's own process is called changes with its task.
-    os.kill(psutil.Process(engines[0]).ppid(), signal.SIGKILL)
+    assert len([pid for pid, line in processes.items() if is_engine(line)]) == 3, f"{processes}\n{run.output}"
+    os.kill(run.process_called("EngineActor"), signal.SIGKILL)
     assert run.process.wait(timeout=120) == 1, run.output
     run.assert_nothing_left()
     assert re.search(r"on rollout-actor-\d: its process has ended", run.output)

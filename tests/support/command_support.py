@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+from process_family import is_warm_server
 
 ROOT = Path(__file__).parents[2]
 SET_CHILD_SUBREAPER = 36
@@ -53,7 +54,10 @@ class Command:
         found = {}
         for child in psutil.Process().children(recursive=True):
             try:
-                older = {child.pid, *(parent.pid for parent in child.parents())} & self.before
+                ancestors = {parent.pid for parent in child.parents() if not is_warm_server(parent)}
+                if is_warm_server(child):
+                    continue
+                older = {child.pid, *ancestors} & self.before
                 if not older and child.status() != psutil.STATUS_ZOMBIE:
                     found[child.pid] = " ".join(child.cmdline())
             except psutil.NoSuchProcess:

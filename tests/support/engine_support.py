@@ -17,7 +17,7 @@ import psutil
 import ray
 import torch
 from PIL import Image
-from process_family import is_engine
+from process_family import descendants_of, is_engine
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.adapters import adapted_layers, without_adapter
@@ -27,7 +27,7 @@ from learner.publisher import Sender
 from learner.weight_sender import WeightSender
 from learner.weight_source import CheckpointWeights
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
-from rollout_actors.engine_settings import EngineSettings, engine_environment
+from rollout_actors.engine_settings import EngineSettings, engine_runtime_env
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
 from shared.config.timeouts import TimeoutsSection
@@ -78,12 +78,12 @@ class OpenActor(EngineActor):
 
     async def process_ids(self) -> list[int]:
         """Its own, then its engine's."""
-        return [os.getpid(), *(child.pid for child in psutil.Process().children() if is_engine(" ".join(child.cmdline())))]
+        return [os.getpid(), *(child.pid for child in descendants_of(psutil.Process()) if is_engine(" ".join(child.cmdline())))]
 
 
 def create_actor(name: str, settings: EngineSettings, index: int) -> Any:
-    environment = engine_environment(settings) | {"PYTHONPATH": str(SUPPORT)}
-    return ray.remote(OpenActor).options(num_cpus=0, runtime_env={"env_vars": environment}).remote(VllmEngineSpec(name, settings, index))
+    runtime_env = engine_runtime_env(settings, PYTHONPATH=str(SUPPORT))
+    return ray.remote(OpenActor).options(num_cpus=0, runtime_env=runtime_env).remote(VllmEngineSpec(name, settings, index))
 
 
 @dataclass(frozen=True)

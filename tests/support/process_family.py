@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
+
+from rollout_actors import warm_python
 
 
 def family_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
@@ -15,7 +17,29 @@ def family_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
     if process.poll() is not None:
         return []
     first = psutil.Process(process.pid)
-    return [first, *first.children(recursive=True)]
+    return [first, *descendants_of(first)]
+
+
+def descendants_of(process: psutil.Process) -> list[psutil.Process]:
+    """Children and children's children; those that were forked by the warm server for one of them too, whose parent is that server."""
+    found: list[psutil.Process] = []
+    for child in process.children():
+        fork = fork_of(child)
+        for member in (child, *([] if fork is None else [fork])):
+            found += [member, *descendants_of(member)]
+    return found
+
+
+def fork_of(process: psutil.Process) -> psutil.Process | None:
+    """What the shim of a fork stands for; None where this is no shim, or the fork has ended."""
+    with suppress(psutil.NoSuchProcess):
+        name, _, pid = process.name().partition(" ")
+        return psutil.Process(int(pid)) if name == warm_python.NAME and pid else None
+    return None
+
+
+def is_warm_server(process: psutil.Process) -> bool:
+    return "--server" in process.cmdline() and any(word.endswith("warm_python.py") for word in process.cmdline())
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -25,6 +49,8 @@ def is_alive(process: psutil.Process) -> bool:
 def is_engine(command_line: str) -> bool:
     """vLLM's core processes. The title that they give themselves does not show under every environment: setproctitle looks for its room in front of the first
     variable, which vLLM may have moved by then."""
+    if "warm_python.py" in command_line:
+        return False  # the shim of one, which is a process of its own
     return "EngineCore" in command_line or "multiprocessing.spawn" in command_line
 
 
