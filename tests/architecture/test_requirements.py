@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,16 @@ def test_the_modules_exist(row):
     assert [module for module in modules if not (ROOT / module).is_file()] == []
 
 
+@cache
+def functions_of(file):
+    """The names of a file's functions, which many rows name."""
+    return {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize(("requirement", "test"), TESTS, ids=lambda value: value.split("::")[-1][:60])
 def test_the_tests_exist_and_carry_their_scenarios_title(requirement, test):
     file, name = test.split("::")
-    functions = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
-    assert name in functions
+    assert name in functions_of(file)
     scenario = re.fullmatch(r'"(.+)"', requirement)
     if scenario is not None:
         title = re.sub(r"[^a-z0-9]+", "_", scenario[1].lower()).strip("_")

@@ -232,9 +232,11 @@ def test_arguments_of_the_calls_are_sent_and_token_ids_only_where_told_to(place,
 
 
 def test_generation_is_bounded_by_its_own_flag(place, endpoint, url):
-    endpoint.delay_s = 0.1
+    # However slow the process is, as many come together as may; one more would come in the time after that.
+    endpoint.delay_s, endpoint.meets = 0.1, 2
     assert place.run("echo_env.py", "-b", url, "-r", "3", "--max-concurrent-generation", "2").returncode == 0
     assert endpoint.most_under_way == 2
+    endpoint.meets = 3
     assert place.run("echo_env.py", "-b", url, "-r", "3", "-c", "3").returncode == 0
     assert endpoint.most_under_way == 3
 
@@ -495,7 +497,7 @@ def test_finished_rollouts_are_kept_when_it_is_interrupted_and_resume_makes_only
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(sign)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     kept = place.lines
@@ -538,7 +540,7 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
     with serving(endpoint.app()) as base:
         process = place.start("echo_env.py", "-b", f"{base}/v1", "-n", "4", "-r", "1", "-c", "1")
         assert eventually(lambda: place.evaluations and len(place.lines) == 3, within_s=60)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     assert "Traceback" not in err
     assert f"{base}/v1: it answers no more (ConnectError: " in err

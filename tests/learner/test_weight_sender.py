@@ -210,7 +210,7 @@ def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
         joining = threads.submit(join, terms.groups[0], 1, 20.0)
         with pytest.raises(WeightSyncError, match="rendezvous on learner") as failed:
             sender.send(offer)
-        joined = joining.result(timeout=5)
+        joined = joining.result(timeout=60)
         started = time.monotonic()
         with pytest.raises(RuntimeError):
             receive(joined, terms)
@@ -294,16 +294,16 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
         with pytest.raises(LearnerError, match="canary on the learner: its canary failed: RuntimeError: out of memory"):
             sender.send(offer)
         with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):
-            receiving.result(timeout=2)
+            receiving.result(timeout=60)
 
 
 def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_engine() -> None:
-    sender = make_sender(TiedModel(), timeout_s=0.5)
-    offer = sender.offer(1, SlowCanary(PROBE, lambda: time.sleep(1.0)))
+    sender = make_sender(TiedModel(), timeout_s=2.0)
+    offer = sender.offer(1, SlowCanary(PROBE, lambda: time.sleep(2.2)))
     terms = FullTerms.of(offer)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
-        with pytest.raises(WeightSyncError, match=r"canary on learner: the learner took 1\.\d s to score it, of timeouts.sync_phase_s = 0.5 s"):
+        with pytest.raises(WeightSyncError, match=r"canary on learner: the learner took [1-9]\d*\.\d s to score it, of timeouts.sync_phase_s = 2 s"):
             sender.send(offer)
 
 
@@ -329,7 +329,7 @@ def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool
         staying = threads.submit(lambda: receive(join(terms.groups[1], 1, 20.0, is_elsewhere=is_elsewhere), terms))
         with pytest.raises(WeightSyncError, match="wire on learner") as failed:
             sender.send(offer)
-        assert isinstance(staying.exception(timeout=10), RuntimeError), f"it is told at once, while the error is still there: {failed.value}"
+        assert isinstance(staying.exception(timeout=15), RuntimeError), f"it is told at once, while the error is still there: {failed.value}"
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

@@ -37,7 +37,7 @@ def test_what_one_process_writes_the_other_reads() -> None:
         opened = SharedMemory.open(Address(*map(int, creator.stdout.readline().split())))
         assert opened is not None
         opened.memory[4990:4995] = b"hello"
-        creator.communicate("\n", timeout=20)
+        creator.communicate("\n", timeout=120)
         assert creator.returncode == 0
 
 

@@ -22,6 +22,8 @@ class FakeOpenAI:
     key: str | None = None
     """The one that is asked for."""
     delay_s: float = 0.0
+    meets: int = 1
+    """Nobody is answered before so many are under way at once."""
     answers: int | None = None
     """After so many, a call waits for ever."""
     counts_tokens: bool = True
@@ -29,6 +31,7 @@ class FakeOpenAI:
     """Of the calls for an answer."""
     most_under_way: int = 0
     _under_way: int = 0
+    _have_met: asyncio.Event = field(default_factory=asyncio.Event)
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -61,12 +64,15 @@ class FakeOpenAI:
         number = len(self.bodies)
         self._under_way += 1
         self.most_under_way = max(self.most_under_way, self._under_way)
+        if self._under_way >= self.meets:
+            self._have_met.set()
         try:
             return await self._answer(body, number)
         finally:
             self._under_way -= 1
 
     async def _answer(self, body: dict[str, Any], number: int) -> Any:
+        await asyncio.wait_for(self._have_met.wait(), 60)
         await asyncio.sleep(self.delay_s)
         if self.answers is not None and number > self.answers:
             await asyncio.Event().wait()

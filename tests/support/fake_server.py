@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import uvicorn
 from fastapi import FastAPI
 from PIL import Image
@@ -55,13 +56,17 @@ def make_offer(version: int = 1, *, num_groups: int = 1, world_size: int = 2, ti
 
 
 class ObedientEngine:
-    """A `ServedEngine` that answers every request with its position and seed, after `latency_s`.
+    """A `ServedEngine` that answers every request with its position and seed, after `latency_s`, or as soon as `goes_on` is set.
 
-    `trouble` is raised by the next calls, one each; None lets one through. Remembers what it was asked.
+    `trouble` is raised by the next calls, one each; None lets one through. So many of the next calls as `num_stuck` says have no answer for an hour. Nobody
+    is answered before `meets` requests were under way at once. Remembers what it was asked.
     """
 
     def __init__(self, *, devices: int = 1, latency_s: float = 0.0) -> None:
         self.devices, self.latency_s = devices, latency_s
+        self.goes_on = threading.Event()
+        self.num_stuck = 0
+        self.meets = 0
         self.trouble: list[Exception | None] = []
         self.asked: list[tuple[RolloutRequest, ...]] = []
         self.phases: list[tuple[SyncPhase, WeightOffer]] = []
@@ -109,10 +114,15 @@ class ObedientEngine:
         pass
 
     async def _serve(self) -> None:
-        latency_s = self.latency_s
+        until_s = time.monotonic() + self.latency_s
+        if self.num_stuck:
+            self.num_stuck -= 1
+            until_s += 3600
         if self.trouble and (trouble := self.trouble.pop(0)) is not None:
             raise trouble
-        await asyncio.sleep(latency_s)
+        await asyncio.sleep(0)
+        while (time.monotonic() < until_s or self.most_at_a_time < self.meets) and not self.goes_on.is_set():
+            await asyncio.sleep(0.01)
 
     def _rollout(self, request: RolloutRequest) -> Rollout:
         return Rollout(
@@ -184,7 +194,23 @@ def serving_engine(engine: Any, expected: EngineSettings, *, token: str | None =
         yield url
 
 
-def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> bool:
+def asked_and_gone(url: str, body: bytes, is_there: Callable[[], bool]) -> None:
+    """A caller that hangs up as soon as its call is there."""
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            asking = asyncio.create_task(client.post(url, content=body, headers={"Content-Type": "application/json"}))
+            async with asyncio.timeout(60):
+                while not is_there():
+                    assert not asking.done(), "it was answered"
+                    await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    asyncio.run(ask())
+
+
+def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if condition():

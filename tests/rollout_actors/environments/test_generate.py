@@ -2,11 +2,12 @@
 
 import asyncio
 import math
-import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from counted_time import counted
 from environment_support import Talk, generated, rows, rubric_of, said_the_answer, user
 from scripted_client import Answer, ScriptedClient, status_error
 
@@ -29,19 +30,23 @@ def length(completion):
     return len(completion[-1]["content"])
 
 
+def counted_of(environment, inputs, client, **kwargs):
+    """Outputs of `generate`, and the seconds that it would have taken; nobody waits for them. Reward functions are asynchronous."""
+    return counted(environment.generate(inputs, client, "model", use_tqdm=False, **kwargs))
+
+
 class Scorer:
-    """A reward function that takes time, and knows how many of it are under way."""
+    """A reward function that takes time, and knows when it began and how many of it are under way."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
-        self.delay_s, self.num, self.most, self.began_s, self.ended_s = delay_s, 0, 0, [], []
+        self.delay_s, self.num, self.most, self.began_s = delay_s, 0, 0, []
 
     async def __call__(self, completion, answer):
-        self.began_s.append(time.perf_counter())
+        self.began_s.append(asyncio.get_running_loop().time())
         self.num += 1
         self.most = max(self.most, self.num)
         await asyncio.sleep(self.delay_s)
         self.num -= 1
-        self.ended_s.append(time.perf_counter())
         return said_the_answer(completion, answer)
 
 
@@ -77,16 +82,10 @@ def test_interleaved_outputs_match_two_phase_ones_for_deterministic_reward_funct
 def test_interleaving_is_at_least_25_percent_faster_on_mixed_latency_with_equal_results():
     def timed(interleaved):
         env = SingleTurnEnv(rubric=rubric_of(Scorer(0.1)))
-        began_s = time.perf_counter()
-        results = generated(env, rows(6), ScriptedClient(echo, delay_s=0.1), max_concurrent=2, interleave_scoring=interleaved)
-        return time.perf_counter() - began_s, results
+        return counted_of(env, rows(6), ScriptedClient(echo, delay_s=0.1), max_concurrent=2, interleave_scoring=interleaved)
 
-    # Of several: the machine may be busy with something else.
-    pairs = [(timed(True), timed(False))]
-    while len(pairs) < 6 and pairs[-1][0][0] > 0.75 * pairs[-1][1][0]:
-        pairs.append((timed(True), timed(False)))
-    assert min(fast / slow for (fast, _), (slow, _) in pairs) <= 0.75
-    (_, one), (_, other) = pairs[0]
+    (one, fast_s), (other, slow_s) = timed(True), timed(False)
+    assert fast_s <= 0.75 * slow_s
     assert {name: one[name] for name in COLUMNS} == {name: other[name] for name in COLUMNS}
 
 
@@ -96,10 +95,10 @@ def test_interleaved_scoring_begins_before_the_last_generation_ends_and_two_phas
 
         async def script(call, ended_s=ended_s):
             await asyncio.sleep(0.02)
-            ended_s.append(time.perf_counter())
+            ended_s.append(asyncio.get_running_loop().time())
             return call.text
 
-        generated(SingleTurnEnv(rubric=rubric_of(scorer)), rows(4), ScriptedClient(script), max_concurrent=2, interleave_scoring=interleaved)
+        counted_of(SingleTurnEnv(rubric=rubric_of(scorer)), rows(4), ScriptedClient(script), max_concurrent=2, interleave_scoring=interleaved)
         assert (min(scorer.began_s) < max(ended_s)) is interleaved
 
 
@@ -116,7 +115,7 @@ def test_no_rows_are_no_results():
 def test_generations_and_scorings_are_bound_separately(generation, scoring, interleave_scoring):
     scorer, client = Scorer(0.02), ScriptedClient(echo, delay_s=0.01)
     bounds = {"max_concurrent_generation": generation, "max_concurrent_scoring": scoring, "interleave_scoring": interleave_scoring}
-    results = generated(SingleTurnEnv(rubric=rubric_of(scorer)), rows(12), client, **bounds)
+    results, _ = counted_of(SingleTurnEnv(rubric=rubric_of(scorer)), rows(12), client, **bounds)
     assert client.most_under_way == generation
     # While rollouts trickle in one by one, fewer than the bound may be there to score.
     assert scorer.most <= scoring and (interleave_scoring or scorer.most == scoring)
@@ -125,22 +124,22 @@ def test_generations_and_scorings_are_bound_separately(generation, scoring, inte
 
 def test_max_concurrent_holds_for_both_where_they_are_not_set():
     scorer, client = Scorer(0.02), ScriptedClient(echo, delay_s=0.01)
-    generated(SingleTurnEnv(rubric=rubric_of(scorer)), rows(9), client, max_concurrent=3)
+    counted_of(SingleTurnEnv(rubric=rubric_of(scorer)), rows(9), client, max_concurrent=3)
     assert (client.most_under_way, scorer.most) == (3, 3)
 
 
 def test_a_bound_of_its_own_wins_over_max_concurrent():
     scorer, client = Scorer(0.02), ScriptedClient(echo, delay_s=0.01)
-    generated(SingleTurnEnv(rubric=rubric_of(scorer)), rows(9), client, max_concurrent=3, max_concurrent_scoring=1)
+    counted_of(SingleTurnEnv(rubric=rubric_of(scorer)), rows(9), client, max_concurrent=3, max_concurrent_scoring=1)
     assert (client.most_under_way, scorer.most) == (3, 1)
     client = ScriptedClient(echo, delay_s=0.01)
-    generated(SingleTurnEnv(), rows(9), client, max_concurrent=3, max_concurrent_generation=-1)
+    counted_of(SingleTurnEnv(), rows(9), client, max_concurrent=3, max_concurrent_generation=-1)
     assert client.most_under_way == 9
 
 
 def test_without_a_bound_all_are_under_way_at_once():
     client = ScriptedClient(echo, delay_s=0.05)
-    generated(SingleTurnEnv(), rows(50), client)
+    counted_of(SingleTurnEnv(), rows(50), client)
     assert client.most_under_way == 50
 
 
@@ -156,7 +155,7 @@ def test_a_rollout_keeps_its_place_among_the_generations_over_all_its_turns():
             under_way.discard(call.prompt[0]["content"])
         return "a"
 
-    generated(Talk(max_turns=3), rows(6), ScriptedClient(script), max_concurrent=2)
+    counted_of(Talk(max_turns=3), rows(6), ScriptedClient(script), max_concurrent=2)
     assert max(most) == 2
 
 
@@ -187,18 +186,18 @@ def test_group_functions_see_all_rollouts_of_one_example_and_only_those(interlea
 def test_a_group_is_scored_as_soon_as_it_is_complete():
     scored_s, ended_s = [], []
 
-    def best(states):
-        scored_s.append(time.perf_counter())
+    async def best(states):
+        scored_s.append(asyncio.get_running_loop().time())
         return [0.0] * len(states)
 
     async def script(call):
         await asyncio.sleep(0.2 if call.text == "q1" else 0.0)
-        ended_s.append(time.perf_counter())
+        ended_s.append(asyncio.get_running_loop().time())
         return "a"
 
     env = SingleTurnEnv(dataset=rows(2), rubric=rubric_of(best))
-    asyncio.run(env.evaluate(ScriptedClient(script), "model", rollouts_per_example=2, use_tqdm=False))
-    assert min(scored_s) < max(ended_s) < max(scored_s)
+    counted(env.evaluate(ScriptedClient(script), "model", rollouts_per_example=2, use_tqdm=False))
+    assert min(scored_s) < max(ended_s) <= max(scored_s)
 
 
 def test_rows_of_two_tasks_are_no_group_though_they_share_an_id():
@@ -256,16 +255,17 @@ def test_timing_is_recorded_and_the_wait_for_a_turn_is_not_counted(interleave_sc
         assert timing["generation_ms"] > 55 and timing["scoring_ms"] > 55
         assert timing["total_ms"] == pytest.approx(timing["generation_ms"] + timing["scoring_ms"])
         assert began_s <= timing["start_time"] <= time.time()
-    # With the wait, it would be 60, 120, ... 360 ms. (The process's first answer takes longer: openai's library makes its types.)
+    # One at a time: with the wait for a turn it would be more than all the time that there was.
     for name in ("generation_ms", "scoring_ms"):
-        assert statistics.median(state["timing"][name] for state in results.state) < 150
+        assert sum(state["timing"][name] for state in results.state) <= results.metadata.time_ms
     starts = [state["timing"]["start_time"] for state in results.state]
     assert starts == sorted(starts) and starts[-1] - starts[0] > 0.25
 
 
 def test_a_rollout_by_itself_times_its_generation_too():
+    began_s = time.time()
     state = asyncio.run(SingleTurnEnv().rollout({"prompt": [user("a")], "example_id": 0}, ScriptedClient(echo, delay_s=0.05), "model"))
-    assert 45 < state["timing"]["generation_ms"] < 500
+    assert 45 < state["timing"]["generation_ms"] <= 1000 * (time.time() - began_s)
 
 
 # Switches
@@ -304,8 +304,8 @@ def test_synchronous_reward_functions_hold_up_neither_generation_nor_each_other(
 
     def waits(completion):
         if completion[-1]["content"] in ("q0", "q1"):
-            together.wait(20)
-        return float(generated_all.wait(20))
+            together.wait(60)
+        return float(generated_all.wait(60))
 
     client = ScriptedClient(script, delay_s=0.01)
     results = generated(SingleTurnEnv(rubric=rubric_of(waits)), rows(4), client, max_concurrent_generation=1)
@@ -317,7 +317,7 @@ def test_it_works_off_the_main_thread():
     env = Talk(max_turns=2, rubric=rubric_of(lambda completion: 1.0))
     thread = threading.Thread(target=lambda: results.append(generated(env, rows(3), ScriptedClient(lambda call: "a"))))
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert results[0].reward == [1.0] * 3
 
 
@@ -335,13 +335,17 @@ def test_the_bound_of_scorings_holds_for_the_rollouts_of_a_group_too(interleave_
 
 def test_the_wait_for_a_thread_is_not_counted_as_scoring():
     def slow(completion):
-        time.sleep(0.02)
+        time.sleep(0.03)
         return 1.0
 
-    number = 60
-    results = generated(SingleTurnEnv(rubric=rubric_of(slow)), rows(number), ScriptedClient(echo))
-    assert statistics.median(state["timing"]["scoring_ms"] for state in results.state) < 60
-    assert min(state["timing"]["scoring_ms"] for state in results.state) > 19
+    async def with_two_threads():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        return await SingleTurnEnv(rubric=rubric_of(slow)).generate(rows(24), ScriptedClient(echo), "model", use_tqdm=False)
+
+    results = asyncio.run(with_two_threads())
+    spent_ms = [state["timing"]["scoring_ms"] for state in results.state]
+    # Two at a time, it is twice the time that there was; with the wait for one of the threads, twelve times.
+    assert min(spent_ms) > 29 and sum(spent_ms) < 6 * results.metadata.time_ms
 
 
 def test_rows_may_be_given_to_an_environment_of_one_turn_without_naming_them():

@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from counted_time import counted
 from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user, without_place
 from scripted_client import Answer, ScriptedClient, connection_error, overlong_error, status_error
 
@@ -130,8 +131,12 @@ class Hangs(Talk):
 
 
 def test_a_rollout_that_hangs_is_cut_off_at_its_limit_and_is_data_as_any_that_fails():
-    env = Hangs(rubric=rubric_of(lambda state: 1.0))
-    results = generated(env, rows(3), ScriptedClient(lambda call: "a"), rollout_timeout_s=1.0)
+    async def right(state):
+        return 1.0
+
+    env = Hangs(rubric=rubric_of(right))
+    results, seconds = counted(env.generate(rows(3), ScriptedClient(lambda call: "a"), "model", use_tqdm=False, rollout_timeout_s=1.0))
+    assert seconds == pytest.approx(1.0)
     assert results.reward == [1.0, 0.0, 1.0] and results.metadata.num_errors == 1
     failed = results.state[1]
     told = "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and cleanups wait for, or allow more"
@@ -145,7 +150,9 @@ def test_the_wait_for_a_turn_does_not_count_towards_a_rollouts_limit():
             await asyncio.sleep(0.25)
             return state
 
-    results = generated(Slow(max_turns=1), rows(6), ScriptedClient(lambda call: "a"), rollout_timeout_s=1.2, max_concurrent=1)
+    work = Slow(max_turns=1).generate(rows(6), ScriptedClient(lambda call: "a"), "model", use_tqdm=False, rollout_timeout_s=1.2, max_concurrent=1)
+    results, seconds = counted(work)
+    assert seconds == pytest.approx(1.5)
     assert [state["error"] for state in results.state] == [None] * 6
 
 

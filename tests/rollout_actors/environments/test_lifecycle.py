@@ -4,15 +4,13 @@ import asyncio
 import contextlib
 import gc
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 from environment_support import Talk, assistant, generated, rolled_out, rows, user, without_place
+from forked_programs import ran
 from scripted_client import ScriptedClient, status_error
 
 from rollout_actors.environments.environment import Environment
@@ -20,7 +18,6 @@ from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import Event, cleanup, handlers, stop, teardown
 from rollout_actors.environments.types import State
 
-ROOT = Path(__file__).parents[3]
 ROW = {"prompt": [user("hi")], "example_id": 0, "task": "talk"}
 
 
@@ -419,17 +416,8 @@ PROGRAM = """
 def program(body: str, *, signal_at: str | None = None) -> tuple[list[str], int, str]:
     """Lines that it wrote, how it ended, and what it complained of; with SIGTERM when it has written `signal_at`."""
     code = textwrap.dedent(PROGRAM) + textwrap.dedent(body)
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        lines = []
-        if signal_at is not None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line.strip())
-                if line.strip() == signal_at:
-                    process.send_signal(signal.SIGTERM)
-                    break
-        rest, complaints = process.communicate(timeout=60)
-        return [*lines, *rest.split()], process.returncode, complaints
+    lines, status, complaints = ran(code, signal_at=signal_at)
+    return " ".join(lines).split(), status, complaints
 
 
 def test_teardown_is_called_once_when_the_process_ends():
@@ -526,7 +514,7 @@ class OwnRollout(Environment):
 
     def __init__(self, fails=False, waits=False, **kwargs):
         super().__init__(**kwargs)
-        self.fails, self.waits, self.cleaned = fails, waits, []
+        self.fails, self.waits, self.num_waiting, self.cleaned = fails, waits, 0, []
 
     async def rollout(self, input, client, model, sampling_args=None):
         state = await self.setup_state(await self.init_state(input))
@@ -534,6 +522,7 @@ class OwnRollout(Environment):
         if self.fails:
             raise ValueError("own")
         if self.waits:
+            self.num_waiting += 1
             await asyncio.sleep(60)
         return state
 
@@ -585,7 +574,8 @@ def test_generate_cleans_up_once_after_a_rollout_of_an_environments_own_that_is_
 
     async def cancelled():
         task = asyncio.create_task(environment.generate(rows(3), ScriptedClient(lambda call: "a"), "model", use_tqdm=False))
-        await asyncio.sleep(0.3)
+        while environment.num_waiting < 3:
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -726,7 +716,7 @@ def test_a_signal_ends_the_process_whatever_its_handler_is_and_wherever_it_comes
 
 def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts_failure():
     class Stuck(Talk):
-        cleanup_timeout_s = 0.1
+        cleanup_timeout_s = 0.5
 
         @cleanup
         async def put_away(self, state):
@@ -735,7 +725,7 @@ def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts
 
     first, second = generated(Stuck(max_turns=1), rows(2), ScriptedClient(lambda call: "a")).state
     assert first["error"] is None
-    assert "TimeoutError: cleaning up is not done after 0.1 s; check what it waits for, or allow more" in second["error"]
+    assert "TimeoutError: cleaning up is not done after 0.5 s; check what it waits for, or allow more" in second["error"]
 
 
 def test_a_teardown_leaves_what_the_task_has_entered_that_closes_the_environment():
@@ -820,7 +810,7 @@ def test_a_teardown_that_hangs_in_one_environment_of_a_group_keeps_no_other_from
             done.append("closed")
 
     class Short(EnvGroup):
-        cleanup_timeout_s = 0.05
+        cleanup_timeout_s = 0.5
 
         @teardown
         async def own(self):
@@ -870,7 +860,7 @@ def test_the_other_teardowns_go_on_where_aclose_is_cancelled_meanwhile():
     class Env(Talk):
         @teardown(priority=1)
         async def first(self):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(60)
             done.append("first")
 
         @teardown

@@ -6,7 +6,6 @@ Seconds are counted here, not waited for: the loop's clock goes on to what is du
 import asyncio
 import json
 import re
-import selectors
 import signal
 import textwrap
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import datasets
 import pytest
+from counted_time import counted
 from environment_support import Talk, user
 from fake_server import serving
 from fastapi import FastAPI, Request
@@ -32,36 +32,6 @@ from rollout_actors.environments.single_turn import SingleTurnEnv
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
 FIELDS = ("id", "stop_condition", "is_completed", "is_truncated", "error", "advantage", "reward", "metrics", "completion", "trajectory")
-
-
-class _Selector(selectors.DefaultSelector):
-    now_s = 0.0
-
-    def select(self, timeout=None):
-        if timeout is None:
-            ready = super().select(20)
-            assert ready, "nothing is due, and nobody is waited for"
-            return ready
-        self.now_s += max(0.0, timeout)
-        return super().select(0)
-
-
-class CountedTime(asyncio.SelectorEventLoop):
-    """Where nothing is ready, its clock goes on to the next timer. Reward functions are asynchronous, because a thread's time is not counted."""
-
-    def __init__(self):
-        self.selector = _Selector()
-        super().__init__(self.selector)
-
-    def time(self):
-        return self.selector.now_s
-
-
-def counted(work):
-    """What it comes to, and the seconds that it would have taken."""
-    with asyncio.Runner(loop_factory=CountedTime) as runner:
-        done = runner.run(work)
-        return done, runner.get_loop().time()
 
 
 def rows(number):
@@ -410,7 +380,16 @@ BOUNDED = """
 def test_vf_eval_bounds_generations_and_scorings_by_flags_of_their_own(tmp_path, monkeypatch, handlers_left_alone):
     (tmp_path / "bounded_env.py").write_text(textwrap.dedent(BOUNDED))
     monkeypatch.chdir(tmp_path)
-    client = ScriptedClient(lambda call: Answer("a", delay_s=0.01))
+    all_at_once = asyncio.Event()
+
+    async def meets(call):
+        # The process is as slow as it likes: nobody is answered before four are asked. A fifth would be there in the time after that.
+        if client.num_under_way == 4:
+            all_at_once.set()
+        await asyncio.wait_for(all_at_once.wait(), 60)
+        return Answer("a", delay_s=0.05)
+
+    client = ScriptedClient(meets)
     with serving_scripted(client) as url:
         flags = ["-c", "1", "--max-concurrent-generation", "4", "--max-concurrent-scoring", "2", "--no-interleave-scoring"]
         vf_eval(["bounded_env.py", "-m", "demo", "-b", url, "-n", "9", "-r", "1", "-s", *flags])

@@ -208,7 +208,7 @@ def test_what_is_no_text_is_told_as_json():
 
 
 def test_plain_tools_run_in_threads_so_that_rollouts_do_not_wait_for_each_other():
-    barrier = threading.Barrier(2, timeout=5)
+    barrier = threading.Barrier(2, timeout=60)
 
     def meet() -> str:
         barrier.wait()

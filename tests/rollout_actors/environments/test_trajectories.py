@@ -3,17 +3,14 @@
 import asyncio
 import copy
 import json
-import os
 import pickle
 import signal
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import datasets
 import pytest
 from environment_support import Talk, assistant, generated, rolled_out, rows, rubric_of, said_the_answer, user
+from forked_programs import ran
 from scripted_client import Answer, Call, ScriptedClient, chat_response, connection_error, overlong_error, status_error
 
 from rollout_actors.environments.group import EnvGroup
@@ -24,7 +21,6 @@ from rollout_actors.environments.tool import ToolEnv
 from rollout_actors.environments.training_examples import process_trajectories_for_training
 from rollout_actors.environments.types import State
 
-ROOT = Path(__file__).parents[3]
 SAMPLING_ARGS = {
     "logprobs": 1,
     "extra_body": {"return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 1},
@@ -310,9 +306,5 @@ PROGRAM = """
 
 
 def test_on_ctrl_c_rollouts_under_way_clean_up_before_the_teardown():
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        os.kill(process.pid, signal.SIGINT)
-        said, complaints = process.communicate(timeout=60)
-    assert said.split() == ["released", "deleted"] and "KeyboardInterrupt" in complaints
+    lines, _, complaints = ran(textwrap.dedent(PROGRAM), signal_at="ready", sign=signal.SIGINT)
+    assert lines == ["ready", "released", "deleted"] and "KeyboardInterrupt" in complaints
