@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,19 +14,19 @@ from shared.weight_sync import SyncPhase
 
 
 class ScriptedEngineActor:
-    """`trouble` is `sleep`, `die` or nothing, and is met by requests of the position `at`."""
+    """Its process ends with a request of the position `dies_at`."""
 
-    def __init__(self, number: int, words: Sequence[Sequence[int]], trouble: str = "", at: int = 0) -> None:
+    def __init__(self, number: int, words: Sequence[Sequence[int]], dies_at: int | None = None) -> None:
         """`words`: answers, of which the seed chooses."""
-        self._number, self._words, self._trouble, self._at = number, words, trouble, at
+        self._number, self._words, self._dies_at = number, words, dies_at
         self._version = 0
 
     async def start(self) -> tuple[int, str]:
         return 1, ""
 
     async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Rollout], int]:
-        if self._trouble and any(request.position == self._at for request in requests):
-            await asyncio.sleep(3600) if self._trouble == "sleep" else os._exit(1)
+        if any(request.position == self._dies_at for request in requests):
+            os._exit(1)
         return [rollout_of(request, self._says(request), self._number) for request in requests], len(requests)
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
@@ -46,6 +44,5 @@ def says(request: RolloutRequest, words: Sequence[Sequence[int]], version: int =
     return Says(words[request.seed % len(words)], version=version)
 
 
-def with_support(actor_class: Any) -> Any:
-    """As Ray starts it, without resources; its process finds the modules of this folder."""
-    return ray.remote(actor_class).options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "HF_HUB_OFFLINE": "1"}})
+def create_scripted_actor(number: int, words: Sequence[Sequence[int]], dies_at: int | None = None) -> Any:
+    return ray.remote(ScriptedEngineActor).options(num_cpus=0).remote(number, words, dies_at)

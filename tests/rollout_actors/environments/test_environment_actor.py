@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from fake_actors import create_fake_actor
 from sandboxes_environment import noted
-from scripted_engine_actor import ScriptedEngineActor, says, with_support
+from scripted_engine_actor import create_scripted_actor, says
 from scripted_engines import ScriptedEngines, decode_settings, demo_tokenizer
 
 from rollout_actors.environments.environment_actor import EnvironmentActor
@@ -31,8 +32,6 @@ SIZE, RUN_SEED, STEP = 2, 7, 3
 WORDS = ("o", "xo", "xxo")
 ENGINES, ENVIRONMENTS = ["rollout-actor-0", "rollout-actor-1"], ["environment-0", "environment-1"]
 
-MakePool = Callable[..., EnvironmentPool]
-
 
 @pytest.fixture(scope="module")
 def settings(demo_checkpoint: Path) -> RunnerSettings:
@@ -40,49 +39,29 @@ def settings(demo_checkpoint: Path) -> RunnerSettings:
     return RunnerSettings("runner_environment", str(demo_checkpoint), 512, 8, {"trouble": "fail", "at": 5})
 
 
-@dataclass
-class Started:
-    """Two environment actors before two engines."""
-
-    pool: EnvironmentPool
-    owned: list[ActorPool]
-    """Environments, and then the engines that they ask: the order in which they are closed."""
-
-
-def start(settings: RunnerSettings, engine_trouble: str = "", at: int = 0, *, environment_limit_s: float = 60.0) -> Started:
-    """The second engine has its trouble at the position `at`."""
-    words = token_ids(WORDS)
-    actors = [with_support(ScriptedEngineActor).remote(0, words), with_support(ScriptedEngineActor).remote(1, words, engine_trouble, at)]
-    engines = ActorPool(actors, ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2)
-    shells = [with_support(EnvironmentActor).remote(name, settings, actors, ENGINES, engines.call_limit) for name in ENVIRONMENTS]
-    environments = ActorPool(shells, ENVIRONMENTS, timeouts(environment_limit_s), decode_batch_size=64)
-    for pool in (engines, environments):
-        pool.start()
-    return Started(EnvironmentPool(engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE), [environments, engines])
-
-
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[EnvironmentPool]:
-    """One without trouble but row 5's."""
-    started = start(settings)
-    yield started.pool
-    for owned in started.owned:
-        owned.close()
+    """Two environment actors before two engines."""
+    actors = [create_scripted_actor(number, token_ids(WORDS)) for number in range(2)]
+    engines = ActorPool(actors, ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2)
+    shells = [create_environment_actor(name, settings, actors, ENGINES, engines.call_limit) for name in ENVIRONMENTS]
+    environments = ActorPool(shells, ENVIRONMENTS, timeouts(60.0), decode_batch_size=64)
+    for pool in (engines, environments):
+        pool.start()
+    yield EnvironmentPool(engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE)
+    for pool in (environments, engines):
+        pool.close()
 
 
-@pytest.fixture
-def make_pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[MakePool]:
-    """`env_args` are the environment's; the rest is of `start`."""
-    all_started: list[Started] = []
+def create_environment_actor(*arguments: Any) -> Any:
+    return ray.remote(EnvironmentActor).options(num_cpus=0).remote(*arguments)
 
-    def make(*trouble: Any, env_args: dict[str, Any] | None = None, **limits: float) -> EnvironmentPool:
-        all_started.append(start(settings if env_args is None else replace(settings, env_args=env_args), *trouble, **limits))
-        return all_started[-1].pool
 
-    yield make
-    for started in all_started:
-        for owned in started.owned:
-            owned.close()
+def with_environments(actors: Sequence[Any], limit_s: float) -> EnvironmentPool:
+    """Over actors with the methods of `EnvironmentActor`; no engine is asked."""
+    environments = ActorPool(actors, ENVIRONMENTS, timeouts(limit_s), decode_batch_size=64, devices=(1, 1))
+    engines = ActorPool([None, None], ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2, devices=(1, 1))
+    return EnvironmentPool(engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE)
 
 
 def timeouts(limit_s: float) -> PoolTimeouts:
@@ -160,63 +139,30 @@ def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(pool: Envi
     assert {example.weight_version for rollout in first for example in rollout.examples} == {7}
 
 
-def test_an_environment_actor_that_dies_ends_the_round_with_its_name(make_pool: MakePool) -> None:
-    pool, started = make_pool(env_args={"trouble": "die", "at": 5}), time.monotonic()
+def test_an_environment_actor_that_dies_ends_the_round_with_its_name(fake_actors: list[Any]) -> None:
+    pool = with_environments([fake_actors[0], create_fake_actor("environment-1", "generate", "die")], 600.0)
+    started = time.monotonic()
     with pytest.raises(RolloutError, match="generate on environment-1: its process has ended") as caught:
         pool.generate(refs(training(0, 1, 2, 5), [])).result()
     assert caught.value.actor == "environment-1"
     assert time.monotonic() - started < 60
 
 
-def test_a_late_environment_is_named_with_the_timeouts_key(make_pool: MakePool) -> None:
-    pool = make_pool(env_args={"trouble": "sleep", "at": 5}, environment_limit_s=3.0)
-    with pytest.raises(RolloutError, match=r"generate on environment-1: no answer from environment-1 after timeouts.generate_s = 3 s; check"):
+def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors: list[Any]) -> None:
+    ray.get(fake_actors[1].become.remote("generate", "sleep"))
+    pool = with_environments(fake_actors, 1.0)
+    with pytest.raises(RolloutError, match=r"generate on environment-1: no answer from environment-1 after timeouts.generate_s = 1 s; check"):
         pool.generate(refs(training(0, 1, 2, 5), [])).result()
 
 
-def test_an_engine_that_dies_ends_the_round_with_the_engines_name(make_pool: MakePool) -> None:
-    """No rollout is blamed for it."""
-    pool = make_pool("die", at=3)
-    with pytest.raises(RolloutError, match="generate on rollout-actor-1: its process has ended") as caught:
-        pool.generate(refs(training(0, 1, 2, 5), [])).result()
-    assert caught.value.actor == "rollout-actor-1"
-
-
-def alone(settings: RunnerSettings) -> ActorPool:
-    """One environment actor, before an engine that it does not come to ask."""
-    actor = with_support(EnvironmentActor).remote(ENVIRONMENTS[0], settings, [None], ENGINES[:1], None)
-    return ActorPool([actor], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"env_id": "runner_enviroment"}, "start on environment-0: no environment 'runner_enviroment'"),
-        ({"env_args": {"num_row": 3}}, "start on environment-0: .*num_row"),
-        ({"model_path": "/nowhere"}, "start on environment-0: "),
-    ],
-)
-def test_an_environment_that_cannot_start_is_told_with_its_actor(ray_cluster: None, settings: RunnerSettings, changes: dict[str, Any], told: str) -> None:
-    pool = alone(replace(settings, **changes))
-    with pytest.raises(RolloutError, match=told) as caught:
-        pool.start()
-    assert caught.value.phase == "start"
-    pool.close()
-
-
-@pytest.mark.parametrize("trouble", ["", "teardown"])
-def test_at_the_end_environments_are_torn_down_whatever_one_of_them_raises(ray_cluster: None, settings: RunnerSettings, tmp_path: Path, trouble: str) -> None:
-    mark = tmp_path / "torn down"
-    pool = alone(replace(settings, env_args={"trouble": trouble, "mark": str(mark)}))
-    pool.start()
-    assert not mark.exists()
-    pool.close()
-    assert mark.exists()
-
-
-def test_at_the_end_rollouts_under_way_clean_up_and_then_their_environment_is_torn_down(ray_cluster: None, settings: RunnerSettings, tmp_path: Path) -> None:
+def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_environment_is_torn_down(
+    ray_cluster: None, settings: RunnerSettings, tmp_path: Path
+) -> None:
+    """The log's path is relative: it begins where the command was given, and not where Ray's process runs."""
     log = tmp_path / "log"
-    pool = alone(replace(settings, env_id="sandboxes_environment", env_args={"log": str(log)}))
+    sandboxes = replace(settings, env_id="sandboxes_environment", env_args={"log": "log"}, working_dir=str(tmp_path))
+    actor = create_environment_actor(ENVIRONMENTS[0], sandboxes, [None], ENGINES[:1], None)
+    pool = ActorPool([actor], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
     pool.start()
     round_ = pool.generate(refs(training(0, 1)))
     until_s = time.monotonic() + 30
@@ -227,10 +173,3 @@ def test_at_the_end_rollouts_under_way_clean_up_and_then_their_environment_is_to
     assert sorted(before) == [*(f"opened {position}" for position in range(2 * SIZE)), *(f"shut {position}" for position in range(2 * SIZE))]
     assert last == "torn down"
     assert isinstance(round_.exception(), RolloutError)
-
-
-def test_relative_paths_of_an_environment_begin_where_the_command_was_given(ray_cluster: None, settings: RunnerSettings, tmp_path: Path) -> None:
-    pool = alone(replace(settings, env_args={"trouble": "", "mark": "torn down"}, working_dir=str(tmp_path)))
-    pool.start()
-    pool.close()
-    assert (tmp_path / "torn down").exists()
