@@ -11,6 +11,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from threading import Thread
 
+from rollout_actors.warm_python import end_at_once
 from shared.transports import Transport
 
 VLLMS_PROCESSES = ("EngineCore", "VllmWorker")
@@ -49,9 +50,7 @@ def _end_at_once() -> None:
     error = sys.exception()
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code(error))
+    end_at_once(exit_code(error))
 
 
 def exit_code(error: BaseException | None) -> int:

@@ -331,11 +331,19 @@ def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoRe
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         # As Python's own end, without its last part: taking apart all that was imported costs seconds.
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status & 0xFF)
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        finally:
+            end_at_once(status)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End this process as it is, with all that it has written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more, or it has been closed
+            stream.flush()
+    os._exit(status & 0xFF)
 
 
 def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> None:

@@ -4,9 +4,12 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from rollout_actors import warm_python
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}
@@ -17,14 +20,14 @@ def modules_of(package: str) -> list[str]:
     return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
 
 
-def loaded_by(modules: list[str]) -> set[str]:
+def loaded_by(modules: list[str], python: Sequence[str] = (sys.executable,)) -> set[str]:
     """Top-level names in `sys.modules` after importing these in a fresh process."""
     code = (
         "import importlib, json, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
-    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run([*python, "-c", code, *modules], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -85,7 +88,7 @@ def test_the_engine_modules_import_neither_learner_nor_launch_nor_ray_themselves
         source = (ROOT / name.replace(".", "/")).with_suffix(".py").read_text()
         assert "import ray" not in source
         assert "from ray" not in source
-    assert not loaded_by(sorted(ENGINE_MODULES)) & {"learner", "launch", "hydra", "omegaconf"}
+    assert not loaded_by(sorted(ENGINE_MODULES), warm_python.command()) & {"learner", "launch", "hydra", "omegaconf"}
 
 
 def test_nobody_imports_launch():

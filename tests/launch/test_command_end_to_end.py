@@ -5,13 +5,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from command_support import Command, adopt_orphans
 from process_family import is_engine
 from transformers import AutoModelForImageTextToText
+
+from rollout_actors import warm_python
 
 pytestmark = pytest.mark.engine
 
@@ -75,7 +76,7 @@ assert not {{"shared", "learner", "rollout_actors"}} & {{name.split(".")[0] for 
 print("loaded elsewhere")
 """
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=environment, timeout=240, check=False)
+    done = subprocess.run([*warm_python.command(), "-c", code], capture_output=True, text=True, cwd="/", env=environment, timeout=240, check=False)
     assert "loaded elsewhere" in done.stdout, done.stderr[-3000:]
 
 

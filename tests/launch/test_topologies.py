@@ -12,6 +12,7 @@ from command_support import ROOT, Command, adopt_orphans
 
 from learner.rollout_log import read_step
 from learner.step_log import step_path
+from rollout_actors import warm_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
@@ -113,7 +114,7 @@ class Server:
     def __init__(self, checkpoint, log, *more):
         self.log = log
         options = [*more, "port=0", "dtype=float32", "max_model_len=512", "max_num_seqs=6", "kv_cache_memory_bytes=67108864", "enforce_eager=true"]
-        command = [sys.executable, "-m", "launch.serve", f"model={checkpoint}", *options]
+        command = [*warm_python.command(), "-m", "launch.serve", f"model={checkpoint}", *options]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
 
     def url(self):

@@ -22,11 +22,10 @@ def family_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
 
 def descendants_of(process: psutil.Process) -> list[psutil.Process]:
     """Children and children's children; those that were forked by the warm server for one of them too, whose parent is that server."""
+    fork = fork_of(process)
     found: list[psutil.Process] = []
-    for child in process.children():
-        fork = fork_of(child)
-        for member in (child, *([] if fork is None else [fork])):
-            found += [member, *descendants_of(member)]
+    for child in (*([] if fork is None else [fork]), *process.children()):
+        found += [child, *descendants_of(child)]
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 from process_family import ended_with_its_family, family_of
 
+from rollout_actors import warm_python
 from rollout_actors.backends.http_client import ServerAddress
 from rollout_actors.backends.remote_engine import RemoteEngine
 from rollout_actors.backends.server_spec import ServerEngineSpec
@@ -46,14 +46,19 @@ class ServeProcess:
 
 @contextmanager
 def serve_process(
-    arguments: Sequence[str], folder: Path, *, program: Sequence[str] = ("-m", "launch.serve"), variables: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    program: Sequence[str] = ("-m", "launch.serve"),
+    variables: Mapping[str, str] | None = None,
+    python: Sequence[str] = tuple(warm_python.command()),
 ) -> Iterator[ServeProcess]:
-    """Started, and ended at the end if it is still there. Its engine may still be loading."""
+    """Started, and ended at the end if it is still there. Its engine may still be loading. With `python=[sys.executable]` nothing of it is forked."""
     errors = folder / "serve.err"
     with (
         errors.open("w") as err,
         subprocess.Popen(
-            [sys.executable, *program, *arguments],
+            [*python, *program, *arguments],
             cwd=ROOT,
             env=os.environ | {"HF_HUB_OFFLINE": "1"} | dict(variables or {}),
             stdout=subprocess.PIPE,

@@ -17,6 +17,7 @@ import psutil
 from engine_support import SUPPORT
 from process_family import ended_with_its_family, family_of
 
+from rollout_actors import warm_python
 from rollout_actors.backends.http_client import ServerAddress
 from rollout_actors.backends.stock_command import stock_command
 from rollout_actors.engine_settings import EngineSettings
@@ -60,4 +61,4 @@ def _runnable(command: list[str]) -> list[str]:
     _, serve, model, *arguments = command
     if any(distribution.name == "vllm" for distribution in importlib.metadata.distributions()):
         return [str(Path(sys.executable).parent / "vllm"), serve, model, *arguments]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *arguments]
+    return [*warm_python.command(), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *arguments]
