@@ -13,19 +13,33 @@ ALONE = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 2, 4
 
 
-@pytest.mark.parametrize(("kind", "parallel"), [("dora", "ddp"), ("lora", "fsdp"), ("dora", "fsdp")])
-def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(two_ranks, rank_config, tmp_path, kind, parallel):
-    adapter = {"model__adapter": {"kind": kind, "rank": 4, "alpha": 8.0}, "training__learning_rate": 1e-2}
-    alone = rank_jobs.learn(ALONE, None, rank_config(**adapter), STEPS, CHUNK, tmp_path / "alone")
-    config = rank_config(**adapter, learner__world_size=2, learner__parallel=parallel)
-    ranks = two_ranks.run(rank_jobs.learn, config, STEPS, CHUNK // 2, tmp_path / "ranks")
-    start = rank_jobs.learn(ALONE, None, rank_config(**adapter), 0, CHUNK)
-    assert ranks[0].weights.keys() == alone.weights.keys()
-    assert any((weight - start.weights[name]).abs().max() > 1e-3 for name, weight in alone.weights.items())
-    for name, weight in alone.weights.items():
-        torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-5)
-    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        one, several = (safetensors.torch.load_file(tmp_path / who / file) for who in ("alone", "ranks"))
-        assert one.keys() == several.keys()
-        for name, tensor in one.items():
-            torch.testing.assert_close(several[name], tensor, rtol=0, atol=1e-5)
+def adapter(kind):
+    return {"model__adapter": {"kind": kind, "rank": 4, "alpha": 8.0}, "training__learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module", params=["dora", "lora"])
+def alone(request, rank_config, tmp_path_factory):
+    """The adapter's kind, what one rank has learned, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("alone") / "checkpoint"
+    config = rank_config(**adapter(request.param))
+    learned = rank_jobs.learn(ALONE, None, config, STEPS, CHUNK, folder)
+    start = rank_jobs.learn(ALONE, None, config, 0, CHUNK)
+    assert any((weight - start.weights[name]).abs().max() > 1e-3 for name, weight in learned.weights.items())
+    return request.param, learned, folder
+
+
+def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(two_ranks, rank_config, tmp_path, alone):
+    """Lora is dora without magnitudes: sharded, which is where an adapter is gathered, both are looked at."""
+    kind, one_rank, saved = alone
+    for parallel in {"dora": ("ddp", "fsdp"), "lora": ("fsdp",)}[kind]:
+        folder = tmp_path / parallel
+        config = rank_config(**adapter(kind), learner__world_size=2, learner__parallel=parallel)
+        ranks = two_ranks.run(rank_jobs.learn, config, STEPS, CHUNK // 2, folder)
+        assert ranks[0].weights.keys() == one_rank.weights.keys()
+        for name, weight in one_rank.weights.items():
+            torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-5)
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            one, several = (safetensors.torch.load_file(place / file) for place in (saved, folder))
+            assert one.keys() == several.keys()
+            for name, tensor in one.items():
+                torch.testing.assert_close(several[name], tensor, rtol=0, atol=1e-5)
