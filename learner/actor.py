@@ -5,15 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
-from learner.host import LearnerHost
-from learner.learner import Learner
 from learner.place import LearnerPlace
-from learner.rendezvous import Rendezvous
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.evaluation import Outcome
@@ -23,6 +19,10 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.schedule import StepPlan
 from shared.trajectory import ExampleCounts
 from shared.weight_sync import SendReport
+
+if TYPE_CHECKING:
+    from learner.learner import Learner
+    from learner.rendezvous import Rendezvous
 
 Share = list[Rollout]
 
@@ -39,11 +39,19 @@ class LearnerActor:
 
     def open_rendezvous(self, config: RunConfig) -> str:
         """On rank 0: where the others find it, `address:port`."""
+        from learner.rendezvous import Rendezvous
+
         self._rendezvous = Rendezvous(_node_address(config))
         return self._rendezvous.endpoint
 
     def start(self, config: RunConfig, place: LearnerPlace, make_backend: MakeBackend | None, examples: ExampleCounts | None) -> int:
         """Load model and data; the number of torch's threads. Not in the constructor, whose exceptions Ray turns into a dead actor."""
+        # Here and not above: the driver imports this module, and need not pay for torch, transformers and peft.
+        import torch
+
+        from learner.host import LearnerHost
+        from learner.learner import Learner
+
         self._learner = Learner(config, replace(place, address=_node_address(config)), self._rendezvous, examples)
         if make_backend is not None:
             self._backend = make_backend(LearnerHost(config, self._learner))

@@ -98,14 +98,23 @@ def shim(arguments: Sequence[str]) -> NoReturn:
         os.close(file)
     status = _receive_number(connection)
     if status is not None and status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        with suppress(OSError):  # what SIGKILL does cannot be changed
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(1 if status is None else status)
 
 
-def connect(folder: Path, environment: Mapping[str, str]) -> socket.socket:
-    """A connection to the folder's server, which is started with this environment where there is none. The server stays as long as it has a connection."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> socket.socket:
+    """Return a connection to the folder's server, which stays as long as it has one.
+
+    Where there is no server, one is started with this environment, and imports `preloaded`.
+
+    Raises:
+        OSError: the folder is somebody else's, or no socket can be made there.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user, who could read this process's environment")
     address = str(folder / "socket")
     connection = socket.socket(socket.AF_UNIX)
     with (folder / "lock").open("w") as lock:  # held by a server that is about to end, too
@@ -118,7 +127,7 @@ def connect(folder: Path, environment: Mapping[str, str]) -> socket.socket:
             listener.bind(address)
             listener.listen(128)
             subprocess.Popen(
-                [sys.executable, str(_THIS_FILE), "--server", str(folder), str(listener.fileno())],
+                [sys.executable, str(_THIS_FILE), "--server", str(folder), str(listener.fileno()), *preloaded],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -136,7 +145,7 @@ def _folder() -> Path:
         return Path(os.environ[FOLDER])
     read = sorted(item for item in os.environ.items() if item[0].startswith(READ_AT_IMPORT))
     key = hashlib.sha256(json.dumps([sys.executable, str(_THIS_FILE), read]).encode()).hexdigest()[:16]
-    return Path("/tmp") / f"rollmatch-{os.getuid()}" / f"warm-{key}"
+    return Path(f"/tmp/rollmatch-warm-{os.getuid()}-{key}")
 
 
 def _open_files(connection: socket.socket) -> list[int]:
@@ -191,13 +200,13 @@ def _receive(connection: socket.socket, size: int) -> bytes | None:
 # The server
 
 
-def serve(folder: Path, listener: socket.socket) -> None:
+def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> None:
     """Import everything, then fork for whoever asks, until nothing is connected any more."""
     import gc
     import importlib
 
     sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]  # a module that is None cannot be imported
-    for name in PRELOADED:
+    for name in preloaded:
         importlib.import_module(name)
     for name in HIDDEN:
         del sys.modules[name]
@@ -232,7 +241,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         idle_since_s = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._listener, self._woken, *self._forks], [], [], 1.0)
+            ready: list[Any] = select.select([self._listener, self._woken, *self._forks], [], [], 1.0)[0]
             if self._listener in ready:
                 self._forks[self._listener.accept()[0]] = None
             if self._woken in ready:
@@ -400,6 +409,6 @@ def _program(arguments: Sequence[str]) -> Callable[[], object]:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--server"]:
         sys.path.remove(str(_THIS_FILE.parent))  # a fork has the folders of its own program
-        serve(Path(sys.argv[2]), socket.socket(fileno=int(sys.argv[3])))
+        serve(Path(sys.argv[2]), socket.socket(fileno=int(sys.argv[3])), sys.argv[4:])
     else:
         shim(sys.argv[1:])
