@@ -123,7 +123,7 @@ def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[st
             connection.connect(address)
             return connection
         Path(address).unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("wb") as log:
+        with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as log:
             listener.bind(address)
             listener.listen(128)
             subprocess.Popen(
@@ -356,7 +356,7 @@ def end_at_once(status: int) -> NoReturn:
 
 
 def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> None:
-    """Files under their numbers, environment, working folder, and a random state of its own."""
+    """Take the files under their numbers, the environment and the working folder, and a session and a random state of its own."""
     import multiprocessing.spawn
     import random
 
@@ -364,6 +364,7 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
         import setproctitle
 
         setproctitle.setproctitle(shlex.join([sys.executable, *request["arguments"]]))
+    os.setsid()  # Ray kills a worker's process group, which must not be the server's
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 1024) for file in files]  # out of the way of the numbers that they get
     for file in files:
         os.close(file)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from started_processes import StartedProcesses
 
 from rollout_actors import warm_python
 
@@ -27,6 +28,35 @@ os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ[warm_python.FOLDER] = tempfile.mkdtemp(prefix="rmwarm", dir="/tmp")
 # The pool reports every failed call itself.
 os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+# A worker beside others has one core.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+# What thousands of tests and the libraries consist of stays to the end: the collector need not look at it again and again.
+gc.disable()
+
+
+_STARTED = pytest.StashKey[StartedProcesses]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the unit tests' workers start none
+        config.stash[_STARTED] = StartedProcesses()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Starts are what a session with engines costs, so it says how many there were."""
+    if started := config.stash[_STARTED].stop():
+        terminalreporter.write_line("started: " + ", ".join(f"{number} {kind}" for kind, number in sorted(started.items())))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

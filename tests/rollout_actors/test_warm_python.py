@@ -121,6 +121,12 @@ def test_a_fork_ends_with_a_shim_that_was_killed(folder: Path) -> None:
     assert ends(fork)
 
 
+def test_a_fork_is_alone_in_its_process_group(folder: Path) -> None:
+    """Ray kills the group of a worker that has ended: neither the server nor another fork may be in it."""
+    done = run(folder, "-c", "import os; print(os.getpgrp() == os.getpid())")
+    assert done.stdout == "True\n"
+
+
 def test_a_pipe_ends_with_the_fork_that_writes_to_it(folder: Path) -> None:
     """The shim holds none of the files that it has handed over."""
     process = start(folder, "import os, sys; print('here', flush=True); os.close(1); sys.stdin.read()")

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# stages.sh [--not-run TEXT] NAME COMMAND [NAME COMMAND ...]
+#
+# Runs each COMMAND (a line for bash), names it when it begins with the time so far, and goes on to the next one when it fails.
+# At the end it says how long each took, what failed and what was left out; it ends with 1 if something failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+clock() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
+
+not_run=""
+if [[ ${1:-} == --not-run ]]; then
+    not_run=$2
+    shift 2
+fi
+if (($# == 0 || $# % 2)); then
+    echo "usage: stages.sh [--not-run TEXT] NAME COMMAND [NAME COMMAND ...]" >&2
+    exit 2
+fi
+
+total=$(($# / 2)) number=0 failed=() lines=()
+while (($#)); do
+    name=$1 command=$2 began=$SECONDS
+    shift 2
+    number=$((number + 1))
+    echo "== $(clock "$began")  stage $number of $total: $name"
+    bash -c "$command"
+    status=$?
+    outcome=passed
+    if ((status == 130)); then
+        echo "== $(clock "$SECONDS")  interrupted in stage $number of $total: $name" >&2
+        exit 130
+    elif ((status != 0)); then
+        outcome="FAILED (exit status $status)"
+        failed+=("$name")
+    fi
+    lines+=("$(printf '%-44s %6s  %s' "$name" "$(clock $((SECONDS - began)))" "$outcome")")
+done
+
+echo "== $(clock "$SECONDS")  all $total stages have run"
+printf '   %s\n' "${lines[@]}"
+if [[ -n $not_run ]]; then
+    echo "   left out: $not_run"
+fi
+if ((${#failed[@]})); then
+    printf '== failed: %s\n' "${failed[@]}" >&2
+    exit 1
+fi
