@@ -34,6 +34,8 @@ from threading import Lock
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = "not engine and not ray and not processes"
 MARKED = "(engine or ray or processes) and not engines_extra"
+ABOUT_MUTANTS = "tests/benchmarks/test_mutations.py"
+"""Fails wherever one has been put in, and proves nothing by it."""
 NOTHING_COLLECTED = 5
 """Of pytest's exit codes, as where all tests of a file are marked."""
 
@@ -74,7 +76,7 @@ class Stage:
     def arguments(self, mutants: Sequence[Mutant]) -> list[str]:
         """Give pytest's arguments for these mutants together."""
         if self.on_all_files:
-            return ["-m", self.marks, "-n", "auto", "--dist", "loadfile"]
+            return ["-m", self.marks, "-n", "auto", "--dist", "loadfile", f"--ignore={ABOUT_MUTANTS}"]
         paths = dict.fromkeys(path for mutant in mutants for path in mutant.tests)
         return ["-m", self.marks, *paths]
 
@@ -104,8 +106,12 @@ class Found:
 
 
 INTAKE = ("tests/rollout_actors/test_weight_intake.py", "tests/rollout_actors/test_engine_sync.py")
-CACHES = ("tests/rollout_actors/backends/test_stock_client.py", *INTAKE)
-RECEIPTS = ("tests/rollout_actors/test_load_watch.py", *INTAKE)
+CACHES = (*INTAKE, "tests/rollout_actors/backends/test_stock_client.py")
+RECEIPTS = (
+    "tests/rollout_actors/test_receipt.py",
+    "tests/rollout_actors/test_load_watch.py",
+    *INTAKE,
+)
 
 # fmt: off
 MUTANTS = (
@@ -118,7 +124,7 @@ MUTANTS = (
         ("tests/learner/test_learner_carry.py", "tests/learner/test_learner_ranks.py")),
     Mutant("log-probabilities-at-temperature-1", "learner/row_learner.py",
         "Normalizer(decode.temperature or 1.0, loaded", "Normalizer(1.0, loaded",
-        ("tests/learner/test_learner.py", "tests/learner/test_trajectory_learner.py",
+        ("tests/learner/test_trajectory_learner.py", "tests/learner/test_learner.py",
          "tests/learner/test_learner_staleness.py")),
     Mutant("log-probabilities-over-banned-tokens-too", "learner/row_learner.py",
         "decode.temperature or 1.0, loaded.banned_token_ids)", "decode.temperature or 1.0)",
@@ -205,7 +211,7 @@ MUTANTS = (
         ' + [f"not a parameter: {name}" for name in receipt.unexpected]', "", RECEIPTS),
     Mutant("receipts-of-other-workers-not-read", "rollout_actors/receipt.py",
         "for receipt in receipts:", "for receipt in receipts[:1]:",
-        ("tests/rollout_actors/test_weight_intake.py",)),
+        ("tests/rollout_actors/test_receipt.py", "tests/rollout_actors/test_weight_intake.py")),
     Mutant("bucket-of-exactly-its-size-closed", "rollout_actors/receipt_worker.py",
         "if self._size > self._bucket_bytes:", "if self._size >= self._bucket_bytes:",
         ("tests/rollout_actors/test_load_watch.py", "tests/rollout_actors/test_engine_sync.py")),
@@ -290,7 +296,8 @@ MUTANTS = (
         ("tests/learner/test_learner.py",)),
     Mutant("steps-share-seeds", "shared/seeds.py",
         "{run_seed}/{step}/{position}", "{run_seed}/{position}",
-        ("tests/rollout_actors/environments/test_engine_client_routing.py",
+        ("tests/shared/test_seeds.py",
+         "tests/rollout_actors/environments/test_engine_client_routing.py",
          "tests/rollout_actors/environments/test_runner.py")),
     Mutant("epochs-share-an-order", "shared/dataset.py",
         "np.random.PCG64((self._seed, self._epoch))", "np.random.PCG64(self._seed)",

@@ -120,6 +120,15 @@ def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_ne
     assert learner("lora", "full").publisher.offer().canary.base_logprobs is None
 
 
+def test_the_canary_without_the_adapter_is_what_the_base_model_thinks_also_where_the_adapter_has_learned_before_it_was_first_asked(learner):
+    one = learner()
+    untrained = one.publisher.canary.logprobs()  # a fresh adapter has no effect
+    list(steps(one, 2))
+    probe = one.publisher.canary.probe()
+    assert probe.base_logprobs == untrained
+    assert max(abs(a - b) for a, b in zip(probe.expected_logprobs, probe.base_logprobs, strict=True)) > 0.01
+
+
 def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_checkpoint):
     model = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
     apply_adapter(model, AdapterSection(kind="lora", rank=4), base_path="here", seed=0)

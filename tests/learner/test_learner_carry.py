@@ -8,6 +8,7 @@ from learner_support import finish_step, half_right, make_learner
 from learner.collate import collate
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
+from learner.rows import row_policy
 from learner.rules import text_weights
 from learner.segments import Segment
 from learner.step import backward_row
@@ -68,21 +69,26 @@ def test_rows_and_losses_do_not_depend_on_rounds(config):
         assert {k: v for k, v in a.items() if not k.startswith("time/")} == {k: v for k, v in b.items() if not k.startswith("time/")}
 
 
-def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(config):
-    """Against each sample alone in its own row, averaged by hand."""
-    _, (report, *_) = run_steps(config(global_max_length=4096), 1)
-    assert report.metrics["packing/num_segments"] == 8
-    settings = config(global_max_length=4096)
+@pytest.mark.parametrize(("global_max_length", "leaves_some"), [(4096, False), (400, True)])
+def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(config, global_max_length, leaves_some):
+    """Against each sample that was learned alone in its own row, averaged by hand; what is carried to the next step has no part in it."""
+    settings = config(global_max_length=global_max_length)
+    _, (report, *_) = run_steps(settings, 1)
+    assert (report.metrics["packing/num_segments"] != 8) is leaves_some
     learner, pipeline = make_learner(settings), settings.rollout_matching.pipeline
     weights, objectives = text_weights(pipeline, Channel.B), build_objectives(pipeline, Channel.B, learner.loaded.coord_ids_C)
     rollouts = half_right(learner, RunSchedule(settings).plan(0))
-    losses = []
+    segments = []
     for rollout, sample in zip(rollouts, learner.steps[0].work.samples, strict=True):
         target = rollout_target(rollout, sample, learner.loaded.codec, learner.work.rules)
-        segment = Segment(rollout.position, learner.work.encoder.encode(sample), target)
+        segments.append(Segment(rollout.position, learner.work.encoder.encode(sample), target))
+    rows = row_policy(settings)
+    losses = []
+    for segment in [segment for added in segments for row in rows.add(added) for segment in row]:
         row = collate([segment], text_weights=weights, rope_index=learner.loaded.model.model.get_rope_index)
         losses.append(backward_row(learner.loaded.model, row, objectives, Normalizer(1.0, learner.loaded.banned_token_ids)).loss)
-    assert report.metrics["loss/total"] == pytest.approx(sum(losses) / 8, rel=1e-5)
+    assert len(losses) == report.metrics["packing/num_segments"]
+    assert report.metrics["loss/total"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_carry_buffer_overflow_fails_fast_with_actionable_guidance(config):

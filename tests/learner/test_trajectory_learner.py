@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from statistics import fmean, pstdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,6 +301,22 @@ def test_log_probabilities_of_any_turn_that_are_not_the_learners_end_the_run(con
         learned_of(config(), of_examples(1, damaged))
     assert caught.value.actor == SCRIPTED
     assert ("response token 0 " in str(caught.value)) is (turn == 0)
+
+
+def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(config):
+    """An engine at temperature 0.7 gives `log_softmax(z / 0.7)`."""
+    settings = config(rollout_matching__decoding={"temperature": 0.7})
+    learner = make_learner(settings)
+
+    def cooled(**inputs):
+        return SimpleNamespace(logits=learner.loaded.model(**inputs).logits / 0.7)
+
+    learner.accumulate(begin(learner, RunSchedule(settings).plan(0), model=cooled))
+    metrics = finish_step(learner).metrics
+    assert metrics["rollout/num_compared_tokens"] == metrics["rollout/num_tokens"]
+    assert metrics["policy/logprob_difference"] < 1e-5
+    with pytest.raises(RolloutError, match=r"has log-probability .* in the engine and .* in the learner"):
+        learned_of(settings, lambda groups: groups)
 
 
 def test_every_sampled_token_of_the_weights_that_learn_is_compared_and_the_distance_of_older_ones_is_measured(config):

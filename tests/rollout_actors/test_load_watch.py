@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ class FakeModel(nn.Module):
         return loaded
 
 
-def sent() -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(ChecksummedWeights(TENSORS, TERMS, torch, lambda: [-0.25, -1.5]))
+def sent(terms: FullTerms = TERMS) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(ChecksummedWeights(TENSORS, terms, torch, lambda: [-0.25, -1.5]))
 
 
 def test_the_model_gets_the_weights_and_the_receipt_what_comes_behind_them() -> None:
@@ -47,6 +48,15 @@ def test_the_model_gets_the_weights_and_the_receipt_what_comes_behind_them() -> 
     assert len(watch.sent) == 2
     assert watch.checksums == watch.sent
     assert watch.logprobs == [-0.25, -1.5]
+
+
+def test_a_bucket_of_exactly_its_size_is_open_to_the_sender_and_to_the_receiver() -> None:
+    """As in vLLM's own packed transfer: the tensor that takes a bucket past its size closes it."""
+    terms = replace(TERMS, bucket_bytes=TENSORS[0][1].nbytes)
+    watch = LoadWatch(FakeModel(), terms.bucket_bytes)
+    watch.load_weights(sent(terms))
+    assert len(watch.sent) == 2, "the first tensor fills its bucket and does not close it"
+    assert watch.checksums == watch.sent
 
 
 @pytest.mark.parametrize("behind", [0, 2, 13])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from counted_time import counted
 from fake_server import make_offer
 
 from rollout_actors.backends.stock_client import NoAdapters
@@ -20,7 +21,7 @@ from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import WeightSyncError
 from shared.rollouts import WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import SyncPhase
+from shared.weight_sync import ENGINE_MARGIN_S, SyncPhase
 from shared.weight_terms import FullTerms
 
 PROBE = CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.25), 1e-4)
@@ -81,8 +82,8 @@ class Engine:
         return self.intake.version, self.intake.shut
 
 
-def an_offer(version: int = 1) -> WeightOffer:
-    return replace(make_offer(version), canary=PROBE)
+def an_offer(version: int = 1, **terms: Any) -> WeightOffer:
+    return replace(make_offer(version, **terms), canary=PROBE)
 
 
 def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_the_old_one() -> None:
@@ -111,6 +112,77 @@ def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_
     asyncio.run(engine.intake.take(an_offer(4)))
     assert engine.served == (4, "")
     assert [info["rank_offset"] for info in engine.llm.joined] == [3, 3], "once at the start, and once more after the failure"
+
+
+def test_a_sender_that_has_opened_its_group_anew_is_joined_anew_without_any_failure() -> None:
+    engine = Engine()
+    asyncio.run(engine.intake.take(an_offer(1)))
+    asyncio.run(engine.intake.take(an_offer(2)))
+    assert len(engine.llm.joined) == 1, "the group is kept from sync to sync"
+    terms = FullTerms.of(an_offer(3))
+    anew = replace(terms, groups=(replace(terms.group, key="opened again"),))
+    asyncio.run(engine.intake.take(replace(an_offer(3), rendezvous={"terms": anew})))
+    assert len(engine.llm.joined) == 2
+
+
+async def refuses() -> bool:
+    return False
+
+
+async def fails() -> bool:
+    raise ZeroDivisionError("told to fail")
+
+
+@pytest.mark.parametrize(
+    ("cache", "reset", "told"),
+    [
+        ("prefix", refuses, "the prefix cache is in use"),
+        ("prefix", fails, "told to fail"),
+        ("mm", fails, "told to fail"),
+        ("encoder", fails, "told to fail"),
+    ],
+)
+def test_an_engine_that_keeps_what_a_cache_holds_of_the_old_weights_serves_nothing(cache: str, reset: Callable[[], Awaitable[bool]], told: str) -> None:
+    """Of the three, vLLM tells only of the prefix cache whether it was reset."""
+    engine = Engine()
+    setattr(engine.llm, f"reset_{cache}_cache", reset)
+    with pytest.raises(WeightSyncError, match=f"reset on actor-0: {told}"):
+        asyncio.run(engine.intake.take(an_offer()))
+    assert engine.served == (0, "its sync to version 1 is under way, or was not completed")
+
+
+def test_an_engine_that_is_stuck_in_a_phase_is_waited_for_as_long_as_the_offer_says_and_no_longer() -> None:
+    """But for a margin, in which whoever is stuck with it may say more."""
+
+    class Stuck(FakeLLM):
+        async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+            await asyncio.sleep(3600)
+
+    async def run() -> None:
+        engine = Engine()
+        engine.intake = WeightIntake("actor-0", Stuck(), None, score=engine.score, adapter=NoAdapters())
+        with pytest.raises(WeightSyncError, match=r"pause on actor-0: no answer from the engine after timeouts\.sync_phase_s = 5 s"):
+            await engine.intake.take(an_offer(timeout_s=5.0))
+        assert engine.served == (0, "its sync to version 1 is under way, or was not completed")
+
+    _, spent_s = counted(run())
+    assert spent_s == pytest.approx(5.0 + ENGINE_MARGIN_S)
+
+
+def test_an_adapter_is_no_longer_served_when_weights_arrive_into_which_it_is_merged() -> None:
+    done: list[str] = []
+
+    class Adapter(NoAdapters):
+        async def drop(self) -> None:
+            done.append("drop")
+
+    class Noting(FakeLLM):
+        async def update_weights(self, request: UpdateRequest) -> None:
+            done.append("update_weights")
+
+    intake = WeightIntake("actor-0", Noting(), None, score=Engine().score, adapter=Adapter())
+    asyncio.run(intake.take(an_offer()))
+    assert done == ["drop", "update_weights"]
 
 
 def test_the_door_that_a_later_sync_has_shut_is_not_opened_by_the_one_before_it() -> None:

@@ -31,6 +31,13 @@ def test_other_expanded_tokens_are_a_difference_of_their_own() -> None:
     assert caught.value.quantity == "canary token ids"
 
 
+def test_as_many_other_tokens_are_a_difference_though_they_are_as_probable() -> None:
+    assert PROBE.expected_logprobs is not None
+    with pytest.raises(WeightSyncError, match=r"to 4 tokens, the learner to 4, first difference at token 2") as caught:
+        PROBE.check("actor-1", [1, 50, 51, 2], PROBE.expected_logprobs)
+    assert (caught.value.quantity, caught.value.size) == ("canary token ids", 1.0)
+
+
 def test_a_probe_needs_one_log_probability_per_token_but_the_first() -> None:
     with pytest.raises(ValueError, match="4 canary tokens need one log-probability less"):
         CanaryProbe((1, 50, 2), (), (1, 50, 50, 2), (-1.0,), 1e-4)

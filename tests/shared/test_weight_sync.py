@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -207,6 +208,31 @@ def test_of_a_learner_that_fails_by_itself_the_receivers_know_only_that_it_left(
     with pytest.raises(LearnerError, match="diverged") as caught:
         sync_weights(*[Side(diverged, RECEIVER_ERROR)] * 2)
     assert caught.value.__cause__ is RECEIVER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "told"),
+    [
+        (None, RECEIVED, r"wire on learner: no answer from the learner after 7\.0 x timeouts\.sync_phase_s"),
+        (SENT, None, r"wire on rollout engines: no answer from the rollout engines after 7\.0 x timeouts\.sync_phase_s"),
+    ],
+    ids=["learner", "engines"],
+)
+def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take(sent: Any, received: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.weight_sync.SYNC_MARGIN_S", 0.0)  # of which the whole sync has one for each phase
+    side, ended = Side(sent, received), Future[None]()
+
+    def in_a_thread() -> None:
+        try:
+            sync_weights(side, side)
+            ended.set_result(None)
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=in_a_thread, daemon=True).start()
+    with pytest.raises(WeightSyncError, match=told):
+        ended.result(timeout=60)  # which only ends a test that hangs
+    assert side.num_done == 0
 
 
 @pytest.mark.parametrize("timeout_s", [0.1, 60.0, 3600.0])

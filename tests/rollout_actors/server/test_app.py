@@ -361,6 +361,9 @@ class TestSync:
         assert (answer.status_code, "holds version 0 of the weights, not 3" in said(answer)) == (409, True)
         caller.sync(version=3)
         assert caller.post("/infer/", body.body()).status_code == 200
+        caller.sync(version=4)
+        answer = caller.post("/infer/", body.body())
+        assert (answer.status_code, "holds version 4 of the weights, not 3" in said(answer)) == (409, True)
 
 
 def test_what_contradicts_the_call_is_a_422_and_a_failing_engine_a_500_each_with_its_message(caller: Caller) -> None:

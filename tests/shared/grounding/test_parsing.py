@@ -441,6 +441,8 @@ def test_coord_tokens_spelled_by_other_tokens_are_not_coord_tokens(codec: HFToke
     quoted = parse_rollout([*head, *spelled('"<|coord_4|>"'), *tail], codec)
     bare = parse_rollout([*head, *spelled("<|coord_4|>"), *tail], codec)
     assert reasons(quoted) == [("object_1", "non_coord_token")] and reasons(bare) == [("object_1", "malformed")]
+    four_and_one = parse_rollout([*head, *codec.encode('"<|coord_4|>", '), *spelled('"<|coord_5|>"'), *tail], codec)
+    assert reasons(four_and_one) == [("object_1", "non_coord_token")], "the four beside it are no box"
 
 
 @pytest.mark.parametrize("key", ["object_01", "object_", "object_-1", "object_1234567890", "Object_1", "object_1 ", "object_１", "note"])
