@@ -7,10 +7,15 @@ MODEL := outputs/demo/model
 LM := outputs/demo/lm
 STAGE1 := outputs/demo/stage1_polygons
 
+# The stages of the tests (docs/testing.md). What starts processes of its own has the machine for itself.
+LINT := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet . && $(PYTHON) -m mypy
+UNIT := $(PYTHON) -m pytest -q -n auto --dist loadfile --durations=15 -m
+WITH_PROCESSES := $(PYTHON) -m pytest -q --durations=40 -m
+
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo demo-data demo-polygons-data demo-lm control aligned check test test-engines lint clean
+.PHONY: help setup demo demo-data demo-polygons-data demo-lm control aligned check test test-engines test-all lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,8 +25,9 @@ help:
 	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make lint          format, ruff and types"
 	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and long sweeps"
-	@echo "make test          lint, then all tests but the following: unit tests on all cores, sweeps too, then those with Ray, engines or processes of their own"
-	@echo "make test-engines  the tests that need engines beside the shared ones"
+	@echo "make test          lint, unit tests, then the tests that share a Ray cluster and three engines"
+	@echo "make test-engines  the tests that need servers, commands or engines of their own"
+	@echo "make test-all      both, as CI"
 	@echo "make demo-data     the demo's data and model in outputs/demo (kept where they are there)"
 	@echo "make demo-polygons-data  the same scenes, odd digits as outlines"
 	@echo "make demo-lm       the language model for environments in outputs/demo/lm (kept where it is there)"
@@ -65,21 +71,25 @@ aligned: | demo-polygons-data $(STAGE1)
 	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 model.path=$(STAGE1)/checkpoint telemetry.name=aligned
 
 lint: setup
-	@$(PYTHON) -m ruff format --check --quiet .
-	@$(PYTHON) -m ruff check --quiet .
-	@$(PYTHON) -m mypy
+	@$(LINT)
 
-check: lint
-	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not processes and not slow"
+STAGE_LINT := "lint and types" '$(LINT)'
+STAGE_UNIT := "unit tests" '$(UNIT) "not engine and not ray and not processes"'
+STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not engines_extra"'
+STAGE_ENGINES := "servers, commands and engines of their own" '$(WITH_PROCESSES) engines_extra'
 
-# What starts processes of its own has the machine for itself.
-test: lint
-	@$(PYTHON) -m pytest -q -n auto --dist loadfile -m "not engine and not ray and not processes"
-	@$(PYTHON) -m pytest -q -m "(engine or ray or processes) and not engines_extra"
+check: setup
+	@scripts/stages.sh --not-run "long sweeps, Ray, processes and engines: make test" \
+	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not slow"'
 
-# One after the other: they end processes within seconds, and Ray gives its own 30 s to start.
+test: setup
+	@scripts/stages.sh --not-run "servers, commands and engines of their own: make test-engines" $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED)
+
 test-engines: setup
-	@$(PYTHON) -m pytest -q -m engines_extra
+	@scripts/stages.sh $(STAGE_ENGINES)
+
+test-all: setup
+	@scripts/stages.sh $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED) $(STAGE_ENGINES)
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

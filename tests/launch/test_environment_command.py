@@ -32,6 +32,19 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def by_actors(tmp_path_factory, checkpoint):
+    """A run to its end, with two environment actors, which left no process."""
+    run = Command(tmp_path_factory.mktemp("by_actors"), checkpoint, None, *SMALL, "environment.num_actors=2", experiment="env_3v1")
+    try:
+        assert run.process.wait(timeout=300) == 0, run.output
+        run.assert_nothing_left()
+    finally:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+    return run
+
+
 @pytest.fixture
 def command(tmp_path, checkpoint):
     started = []
@@ -46,10 +59,8 @@ def command(tmp_path, checkpoint):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(command):
-    run = command(*SMALL, "environment.num_actors=2")
-    assert run.process.wait(timeout=300) == 0, run.output
-    run.assert_nothing_left()
+def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(by_actors):
+    run = by_actors
     assert [line["rollout/num"] for line in run.lines("metrics.jsonl")] == [32, 32]
     assert all(line["rollout/logprob_max_abs"] < 1e-4 for line in run.lines("metrics.jsonl"))
     assert [(line["step"], line["num_samples"]) for line in run.lines("evaluations.jsonl")] == [(0, 12), (1, 12), (2, 12)]
@@ -77,11 +88,9 @@ def test_a_killed_environment_actor_ends_the_run_with_its_name_and_leaves_no_pro
     assert "checkpoint_interrupted_" in run.output, "the weights of the last update are saved"
 
 
-def test_rollouts_by_servers_are_those_by_actors(command, checkpoint, tmp_path):
-    by_actors = command(*SMALL)
-    assert by_actors.process.wait(timeout=300) == 0, by_actors.output
+def test_rollouts_by_servers_are_those_by_actors(by_actors, command, checkpoint, tmp_path):
+    """One environment actor here, two there."""
     dialogues, losses = by_actors.lines("rollouts/step_000001.jsonl"), [line["loss/total"] for line in by_actors.lines("metrics.jsonl")]
-    by_actors.run_dir.rename(tmp_path / "by_actors")
     settings = ["device=cpu", "dtype=float32", "max_model_len=512", "max_num_seqs=48", "kv_cache_memory_bytes=67108864", "enforce_eager=true", "port=0"]
     with ExitStack() as servers:
         urls = []

@@ -13,8 +13,8 @@ from ray.cluster_utils import Cluster
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 
-@pytest.fixture
-def nodes(tmp_path):
+@pytest.fixture(scope="module")
+def nodes():
     """Two nodes of one CPU each beside a head without any: four processes of half a CPU need both."""
     adopt_orphans(True)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})

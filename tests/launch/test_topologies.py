@@ -182,8 +182,8 @@ def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(job, warm_checkpoi
 
 
 def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
-    overrides = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null"]
-    run = Command(tmp_path, warm_checkpoint, demo_data, *overrides, experiment="stage2_2learners")
+    overrides = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", "learner.world_size=2"]
+    run = Command(tmp_path, warm_checkpoint, demo_data, *overrides, experiment="stage2_hf")
     try:
         run.wait_for("step    2/500")
         os.kill(run.process_called("LearnerActor"), signal.SIGKILL)
