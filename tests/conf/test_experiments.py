@@ -170,7 +170,7 @@ def test_a_run_is_named_on_the_command_line() -> None:
 def test_a_refused_configuration_leaves_no_folder_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", "training.foo=1"]
     environment = os.environ | {"PYTHONPATH": str(CONF.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False)
     assert done.returncode == 2
     assert "training.foo: is not a known key" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -114,7 +114,7 @@ def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
         environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
         places = {"PYTHONPATH": str(ROOT), "PATH": str(Path(sys.executable).parent)}
         environ |= {"OPENAI_BASE_URL": f"{url}/v1", **{name: f"{place}{os.pathsep}{environ.get(name, '')}" for name, place in places.items()}}
-        done = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("all_right" if "sort_words" in command else "found") in done.stdout
     assert len(list(folder.glob("outputs/evals/*/*/results.jsonl"))) == (1 if " -s " in command else 0)

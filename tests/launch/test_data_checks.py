@@ -58,7 +58,7 @@ def test_the_largest_image_is_known(run):
 
 def test_the_check_loads_neither_torch_nor_what_needs_it():
     code = "import sys, launch.data_checks; print(sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True).stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=True).stdout == "[]\n"
 
 
 def test_a_missing_file_is_named_with_its_key(run):

@@ -40,7 +40,7 @@ def test_an_environment_that_calls_exit_is_told_with_its_place_and_the_command_f
     arguments = [str(mine), "-b", "http://127.0.0.1:9/v1"] if command == "vf_eval" else of_run
     environment = os.environ | {"COLUMNS": "400"}
     done = subprocess.run(
-        [sys.executable, "-m", f"launch.{command}", *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False
+        [sys.executable, "-m", f"launch.{command}", *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False
     )
     said = done.stdout + done.stderr
     assert done.returncode == status, said

@@ -52,7 +52,7 @@ def command(*arguments):
     """The command in a process of its own, which says at its end what it has imported."""
     code = "import sys; from launch.evaluate import main\ntry: main(sys.argv[1:])\nfinally: print('imported', *sorted({n.split('.')[0] for n in sys.modules}))"
     environment = os.environ | {"COLUMNS": "400"}
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False)
 
 
 def refused(run, *overrides, **options):

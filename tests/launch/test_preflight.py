@@ -323,7 +323,7 @@ def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(demo_checkpo
     overrides = [f"model.path={demo_checkpoint}", f"data.train={demo_data}/train.jsonl", f"data.val={demo_data}/val.jsonl", f"telemetry.run_dir={tmp_path}/run"]
     command = [sys.executable, "-m", "launch.preflight", "+experiment=stage2_3v1", *overrides]
     for further, status, said in ([], 0, "nothing stands in the way"), (["data.val=/nowhere.jsonl"], 1, "data.val: there is no file /nowhere.jsonl; "):
-        done = subprocess.run([*command, *further], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+        done = subprocess.run([*command, *further], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
         assert done.returncode == status, done.stdout + done.stderr
         assert said in done.stdout
     assert not (tmp_path / "run").exists()

@@ -169,6 +169,8 @@ def test_a_transport_for_the_other_kind_of_device_is_refused(model: Path, device
 def test_a_port_that_is_taken_is_known_before_anything_is_loaded(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run([sys.executable, "-m", "launch.serve", f"model={model}", f"port={port}"], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.serve", f"model={model}", f"port={port}"], capture_output=True, text=True, timeout=300, check=False
+        )
     assert done.returncode == 2
     assert f"port: cannot listen on 127.0.0.1:{port}" in done.stderr

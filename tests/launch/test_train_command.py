@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def train(tmp_path, *overrides):
     command = [sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", f"telemetry.run_dir={tmp_path / 'run'}", *overrides]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "400"}, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "400"}, timeout=300, check=False)
 
 
 def test_every_wrong_key_is_reported_at_once_with_its_path_and_a_suggestion(tmp_path):

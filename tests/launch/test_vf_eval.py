@@ -80,7 +80,7 @@ class Place:
     def process(self, *arguments, **changes):
         """The command, to its end."""
         started = self.start(*arguments, **changes)
-        out, err = started.communicate(timeout=120)
+        out, err = started.communicate(timeout=300)
         return subprocess.CompletedProcess(arguments, started.returncode, out, err)
 
     def run(self, *arguments):
@@ -497,7 +497,7 @@ def test_finished_rollouts_are_kept_when_it_is_interrupted_and_resume_makes_only
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(sign)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     kept = place.lines
@@ -540,7 +540,7 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
     with serving(endpoint.app()) as base:
         process = place.start("echo_env.py", "-b", f"{base}/v1", "-n", "4", "-r", "1", "-c", "1")
         assert eventually(lambda: place.evaluations and len(place.lines) == 3, within_s=60)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1, err
     assert "Traceback" not in err
     assert f"{base}/v1: it answers no more (ConnectError: " in err

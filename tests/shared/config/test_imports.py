@@ -21,7 +21,7 @@ def loaded_before_the_error(config: str, message: str) -> str:
     """The heavy modules, and ours that run anything, that a process has loaded when it refuses `config` with `message`."""
     root = Path(__file__).parents[3]
     program = PROGRAM.format(config=config, message=message)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -77,6 +77,6 @@ def test_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCo
 
 
 @pytest.mark.slow
-def test_200_000_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCodec]) -> None:
-    seen = sweep(codecs, 200_000, seed=21)
-    assert all(seen[reason] > 50 for reason in DropReason), seen
+def test_50_000_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCodec]) -> None:
+    seen = sweep(codecs, 50_000, seed=21)
+    assert all(seen[reason] > 20 for reason in DropReason), seen
