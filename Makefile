@@ -9,7 +9,7 @@ STAGE1 := outputs/demo/stage1_polygons
 
 # The stages of the tests (docs/testing.md). What starts processes of its own has the machine for itself.
 LINT := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet . && $(PYTHON) -m mypy
-UNIT := $(PYTHON) -m pytest -q -n auto --dist loadfile --durations=15 -m
+UNIT := $(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=15 -m
 WITH_PROCESSES := $(PYTHON) -m pytest -q --durations=40 -m
 
 # Nothing here needs a hub.

@@ -107,10 +107,10 @@ def guard_arguments(guard: RepeatGuardSettings | None) -> dict[str, Any]:
 
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
     """Return the Ray `runtime_env` of an engine's actor, with these environment variables besides its own."""
-    runtime_env: dict[str, Any] = {"env_vars": engine_environment(settings) | variables}
-    if settings.device is Device.CPU:
-        runtime_env["py_executable"] = shlex.join(warm_python.command())
-    return runtime_env
+    environment = engine_environment(settings) | variables
+    if settings.device is Device.CUDA:
+        return {"env_vars": environment}
+    return {"env_vars": environment | {warm_python.FOLDER: warm_python.run_folder()}, "py_executable": shlex.join(warm_python.command())}
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:

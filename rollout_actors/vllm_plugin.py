@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from functools import cache
 from multiprocessing import current_process, parent_process
 from multiprocessing.process import BaseProcess
@@ -17,7 +16,7 @@ from shared.transports import Transport
 VLLMS_PROCESSES = ("EngineCore", "VllmWorker")
 """How vLLM names the processes that it starts."""
 LAST = -1000
-"""Behind everything that multiprocessing does at a process's end, vLLM's own and its queues' included."""
+"""The priority of what multiprocessing calls last of all when a process ends."""
 
 
 @cache
@@ -43,18 +42,5 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _end_at_once() -> None:
-    """End one of vLLM's processes, whose work is done, without taking its modules apart: that holds a core for 4 s.
-
-    multiprocessing calls this while whatever ended the process is still on its way out, which decides the exit code as it would have.
-    """
-    error = sys.exception()
-    if error is not None and not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-    end_at_once(exit_code(error))
-
-
-def exit_code(error: BaseException | None) -> int:
-    """Return what multiprocessing makes of it: a SystemExit's own code, 1 for any other error."""
-    if error is None or (isinstance(error, SystemExit) and error.code is None):
-        return 0
-    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    """End one of vLLM's processes, whose work is done. `sys.exception()` is still the error that ended it, if one did."""
+    end_at_once(sys.exception())

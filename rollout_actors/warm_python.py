@@ -1,21 +1,23 @@
 """A Python that starts with vLLM's imports done: engines on CPU are forked, not started anew.
 
 An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a core on
-the same imports. So the first one on a machine starts a *warm server*, which imports torch, transformers
-and vllm once, has no threads, and from then on does nothing but fork. The parts of this file:
+the same imports. So the first one of a run on a machine starts a *warm server*, which imports torch,
+transformers and vllm once, has no threads, and from then on does nothing but fork. The parts of this file:
 
 - The *shim* is what runs in place of `python`: Ray starts it for an actor (`py_executable` of a runtime
   environment), multiprocessing for EngineCore (`set_executable`). It asks the server for a fork and hands over
   arguments, environment, working folder and open files. It stays as the process that its parent knows: it ends
   with the fork's exit status, passes signals on, and when it is killed, so is the fork.
-- The *server* ends by itself when nothing has been connected to it for `IDLE_S`.
-- The *fork* does what a new interpreter would do with these arguments.
+- The *server* ends by itself when nothing has been connected to it for `IDLE_S`; forks end with it.
+- The *fork* does what a new interpreter would do with these arguments. It has the server's limits, nice value
+  and processors, and no effect of a new `LD_PRELOAD`.
 
-Where no server can be had, the shim says so and becomes an ordinary `python`. Engines on a GPU are always
-started anew, because a fork cannot use CUDA.
+The environment variable `ROLLMATCH_WARM_FOLDER` names the server's folder, one for each run: no two runs share
+a server, and none outlives an upgrade. Where no server can be had, the shim says so and becomes an ordinary
+`python`. Engines on a GPU are always started anew, because a fork cannot use CUDA.
 
 Example:
-    python -IS rollout_actors/warm_python.py -m launch.serve model=outputs/demo/model
+    ROLLMATCH_WARM_FOLDER=/tmp/warm OMP_NUM_THREADS=1 python -IS rollout_actors/warm_python.py -c "import vllm"
 
 The shim runs for every process, so the top of this file imports the standard library alone.
 """
@@ -24,16 +26,17 @@ from __future__ import annotations
 
 import array
 import fcntl
-import hashlib
 import json
 import os
 import shlex
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -54,13 +57,14 @@ HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
 imports it anew; the others are for functions that no engine calls, take 2 s, and pyarrow starts a thread."""
 IDLE_S = 3.0
 """How long a server without connections stays."""
+START_S = 240.0
+"""For a server to import everything, on a machine where others do the same."""
+REQUEST_S = 10.0
+"""For a shim that has begun to ask."""
 FOLDER = "ROLLMATCH_WARM_FOLDER"
 """Environment variable: the folder of the server to ask. A fork's own children use the fork's server."""
-READ_AT_IMPORT = ("VLLM_", "TORCH", "OMP_", "MALLOC_", "HF_", "TOKENIZERS_", "LD_", "CUDA_", "PYTHONHASHSEED")
-"""Variables that the preloaded modules read while they are imported: a server's forks all have its values."""
-
 NAME = "warm"
-"""A shim is called so (`ps -o comm`), followed by the process of its fork, whose parent is the server."""
+"""`ps -o comm` shows a shim as this word and the process id of its fork. (The fork's parent is the server.)"""
 
 _THIS_FILE = Path(__file__).resolve()
 _MAX_FILES = 253
@@ -71,23 +75,30 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def command() -> list[str]:
-    """The command line that stands for `python`."""
+    """Return the command line that stands for `python`."""
     return [sys.executable, "-IS", str(_THIS_FILE)]
+
+
+def run_folder() -> str:
+    """Return the folder of this run's servers, one on each machine. It is made by the first shim there and removed by the server at its end."""
+    return os.environ.setdefault(FOLDER, f"/tmp/rollmatch-warm-{uuid.uuid4().hex[:16]}")
 
 
 # The shim
 
 
-def shim(arguments: Sequence[str]) -> NoReturn:
+def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoReturn:
     """Be the process that `python *arguments` would be."""
-    folder = _folder()
+    folder = Path(os.environ[FOLDER])
     try:
-        connection = connect(folder, os.environ)
+        connection = connect(folder, os.environ, preloaded)
+        connection.settimeout(START_S)
         files = _open_files(connection)
         _ask_for_fork(connection, arguments, files)
         pid = _receive_number(connection)
-    except OSError as error:
-        _become_plain(arguments, f"no warm server in {folder}: {error}")
+        connection.settimeout(None)
+    except OSError as error:  # a timeout too
+        _become_plain(arguments, f"no warm server in {folder}: {error or type(error).__name__}")
     if pid is None:
         _become_plain(arguments, f"the warm server ended instead of forking; see {folder / 'log'}")
     for number in _FORWARDED:
@@ -97,11 +108,14 @@ def shim(arguments: Sequence[str]) -> NoReturn:
     for file in files:
         os.close(file)
     status = _receive_number(connection)
-    if status is not None and status < 0:
+    if status is None:  # the server has died
+        _kill(pid, signal.SIGKILL)
+        os._exit(1)
+    if status < 0:
         with suppress(OSError):  # what SIGKILL does cannot be changed
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-    os._exit(1 if status is None else status)
+    os._exit(status)
 
 
 def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> socket.socket:
@@ -113,8 +127,9 @@ def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[st
         OSError: the folder is somebody else's, or no socket can be made there.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user, who could read this process's environment")
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not this user's alone; another one could read this process's environment there")
     address = str(folder / "socket")
     connection = socket.socket(socket.AF_UNIX)
     with (folder / "lock").open("w") as lock:  # held by a server that is about to end, too
@@ -133,19 +148,11 @@ def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[st
                 stderr=log,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is for those who started something, not for what forks for them
-                env={name: value for name, value in environment.items() if name != "PYTHONPATH"},
+                env=dict(environment),
                 cwd="/",
             )
             connection.connect(address)
     return connection
-
-
-def _folder() -> Path:
-    if FOLDER in os.environ:
-        return Path(os.environ[FOLDER])
-    read = sorted(item for item in os.environ.items() if item[0].startswith(READ_AT_IMPORT))
-    key = hashlib.sha256(json.dumps([sys.executable, str(_THIS_FILE), read]).encode()).hexdigest()[:16]
-    return Path(f"/tmp/rollmatch-warm-{os.getuid()}-{key}")
 
 
 def _open_files(connection: socket.socket) -> list[int]:
@@ -204,6 +211,7 @@ def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> No
     """Import everything, then fork for whoever asks, until nothing is connected any more."""
     import gc
     import importlib
+    import shutil
 
     sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]  # a module that is None cannot be imported
     for name in preloaded:
@@ -211,14 +219,18 @@ def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> No
     for name in HIDDEN:
         del sys.modules[name]
     num_threads = len(list(Path("/proc/self/task").iterdir()))
-    assert num_threads == 1, f"a fork would have the locks of {num_threads - 1} other threads, held as they were; is OMP_NUM_THREADS 1?"
+    if num_threads != 1:
+        raise RuntimeError(f"a fork would have the locks of {num_threads - 1} other threads, held as they were; is OMP_NUM_THREADS 1?")
     python = folder / "python"
     python.write_text("#!/bin/sh\nexec " + shlex.join(command()) + ' "$@"\n')
     python.chmod(0o700)
+    if not os.access(python, os.X_OK):
+        raise RuntimeError(f"{python} cannot be run: {folder} is mounted noexec")
     # What is frozen no fork looks through for garbage, which would copy every page of it.
     gc.collect()
     gc.freeze()
     _Server(folder, listener).run()
+    shutil.rmtree(folder, ignore_errors=True)  # where it has failed, the log stays
 
 
 class _Server:
@@ -241,9 +253,10 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         idle_since_s = time.monotonic()
         while True:
-            ready: list[Any] = select.select([self._listener, self._woken, *self._forks], [], [], 1.0)[0]
+            waited_for: list[Any] = [self._listener, self._woken, *self._forks]
+            ready = select.select(waited_for, [], [], 1.0)[0]
             if self._listener in ready:
-                self._forks[self._listener.accept()[0]] = None
+                self._accept()
             if self._woken in ready:
                 os.read(self._woken, 4096)
             self._report_ended()
@@ -253,6 +266,12 @@ class _Server:
                 idle_since_s = time.monotonic()
             elif time.monotonic() - idle_since_s > IDLE_S and self._has_closed():
                 return
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # too many open files: it is asked again in the next round
+            connection = self._listener.accept()[0]
+            connection.settimeout(REQUEST_S)
+            self._forks[connection] = None
 
     def _report_ended(self) -> None:
         with suppress(ChildProcessError):
@@ -273,16 +292,25 @@ class _Server:
             self._forget(connection)
             return
         request, files = received
-        fork = os.fork()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            fork = os.fork()
+        except OSError as error:  # no more processes, or no memory: its shim becomes an ordinary python
+            print(f"cannot fork: {error}", flush=True)
+            fork = None
         if fork == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for own in (self._woken, self._wake, self._listener.detach(), *(each.detach() for each in self._forks)):
                 os.close(own)
             _run_as(self._folder, request, files)
-        self._forks[connection] = fork
         for file in files:
             os.close(file)
+        if fork is None:
+            self._forget(connection)
+            return
+        self._forks[connection] = fork
         self._tell(connection, fork)
 
     def _tell(self, connection: socket.socket, number: int) -> None:
@@ -309,14 +337,20 @@ class _Server:
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    head, ancillary, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_SPACE(_MAX_FILES * _STATUS.size))
-    if len(head) < _LENGTH.size:
-        return None
+    """None where the shim has ended, or says no more."""
     files = array.array("i")
-    for _, _, data in ancillary:
-        files.frombytes(data)
-    text = _receive(connection, _LENGTH.unpack(head)[0])
-    return None if text is None else (json.loads(text), list(files))
+    try:
+        head, ancillary, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_SPACE(_MAX_FILES * _STATUS.size))
+        for _, _, data in ancillary:
+            files.frombytes(data)
+        text = _receive(connection, _LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else None
+    except OSError:
+        text = None
+    if text is not None:
+        return json.loads(text), list(files)
+    for file in files:
+        os.close(file)
+    return None
 
 
 # The fork
@@ -324,35 +358,38 @@ def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[in
 
 def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     """Be the process that was asked for."""
-    import atexit
     import threading
 
-    status = 1
+    error: BaseException | None = None
     try:
         _take_over(folder, request, files)
         _program(request["arguments"])()
-        status = 0
-    except SystemExit as error:
-        if error.code is not None and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as raised:
+        error = raised
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
     finally:
-        # As Python's own end, without its last part: taking apart all that was imported costs seconds.
-        try:
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-        finally:
-            end_at_once(status)
+        end_at_once(error)
 
 
-def end_at_once(status: int) -> NoReturn:
-    """End this process as it is, with all that it has written."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more, or it has been closed
-            stream.flush()
-    os._exit(status & 0xFF)
+def end_at_once(error: BaseException | None) -> NoReturn:
+    """End this process as Python does after `error`, but for the last part: taking apart all that was imported holds a core for 4 s."""
+    import atexit
+
+    status = 0 if error is None else 1
+    try:
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+        elif error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more, or it has been closed
+                stream.flush()
+        os._exit(status & 0xFF)
 
 
 def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> None:
@@ -360,12 +397,13 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
     import multiprocessing.spawn
     import random
 
-    if request["arguments"][0].startswith("-"):  # Ray's workers are files, and name themselves in the same room
+    if request["arguments"][0].startswith("-"):  # Ray's worker is a file, and its own way to set a title would no longer work
         import setproctitle
 
         setproctitle.setproctitle(shlex.join([sys.executable, *request["arguments"]]))
     os.setsid()  # Ray kills a worker's process group, which must not be the server's
-    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 1024) for file in files]  # out of the way of the numbers that they get
+    free = max([*request["files"], *files], default=2) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, free) for file in files]  # out of the way of the numbers that they get
     for file in files:
         os.close(file)
     for file, number in zip(moved, request["files"], strict=True):
@@ -409,7 +447,8 @@ def _program(arguments: Sequence[str]) -> Callable[[], object]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--server"]:
-        sys.path.remove(str(_THIS_FILE.parent))  # a fork has the folders of its own program
+        with suppress(ValueError):
+            sys.path.remove(str(_THIS_FILE.parent))  # a fork has the folders of its own program
         serve(Path(sys.argv[2]), socket.socket(fileno=int(sys.argv[3])), sys.argv[4:])
     else:
         shim(sys.argv[1:])

@@ -18,6 +18,10 @@ if (($# == 0 || $# % 2)); then
     exit 2
 fi
 
+# Ctrl-C reaches the command too, which ends in its own way and with its own status.
+interrupted=""
+trap 'interrupted=1' INT
+
 total=$(($# / 2)) number=0 failed=() lines=()
 while (($#)); do
     name=$1 command=$2 began=$SECONDS
@@ -27,7 +31,7 @@ while (($#)); do
     bash -c "$command"
     status=$?
     outcome=passed
-    if ((status == 130)); then
+    if [[ -n $interrupted ]]; then
         echo "== $(clock "$SECONDS")  interrupted in stage $number of $total: $name" >&2
         exit 130
     elif ((status != 0)); then

@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 # One warm server for all engines of the session, in a folder of its own; the path is short because a socket lives in it.
-os.environ[warm_python.FOLDER] = tempfile.mkdtemp(prefix="rmwarm", dir="/tmp")
+os.environ[warm_python.FOLDER] = f"/tmp/rmwarm-{os.getpid()}"
 # The pool reports every failed call itself.
 os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
 # A worker beside others has one core.
@@ -90,7 +90,6 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
     folder = Path(os.environ[warm_python.FOLDER])
     with warm_python.connect(folder, os.environ | engine_environment(settings)):
         yield
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,10 +28,14 @@ SECONDS = 60.0
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """Of a server that has imported little, and stays while these tests run."""
-    folder = Path(tempfile.mkdtemp(prefix="rmwarm", dir="/tmp"))
+    folder = new_folder()
     with closing(warm_python.connect(folder, os.environ, preloaded=["fractions"])):
         yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+
+
+def new_folder() -> Path:
+    """A short path, because a socket lives in it."""
+    return Path(f"/tmp/rmwarm-{uuid.uuid4().hex[:16]}")
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
@@ -156,25 +160,57 @@ if __name__ == "__main__":
     assert (done.stdout, done.returncode) == (f"True {folder}\n", 7), done.stderr
 
 
-def test_a_server_that_nobody_is_connected_to_ends_and_the_next_shim_starts_another() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="rmwarm", dir="/tmp"))
+def test_a_server_that_nobody_is_connected_to_ends_with_its_folder_and_the_next_shim_starts_another() -> None:
+    folder = new_folder()
     with closing(warm_python.connect(folder, os.environ, preloaded=["fractions"])):
         assert run(folder, "-c", "print('forked')").stdout == "forked\n"
-        (server,) = [child for child in psutil.Process().children() if is_warm_server(child) and str(folder) in child.cmdline()]
+        server = server_of(folder)
     assert ends(server)
-    assert not (folder / "socket").exists()
+    assert not folder.exists()
     with closing(warm_python.connect(folder, os.environ, preloaded=["fractions"])):
         assert run(folder, "-c", "print('forked again')").stdout == "forked again\n"
+
+
+def test_forks_end_with_a_server_that_was_killed_and_their_shims_tell() -> None:
+    folder = new_folder()
+    with closing(warm_python.connect(folder, os.environ, preloaded=["fractions"])):
+        process = start(folder, "import time; print('here', flush=True); time.sleep(600)")
+        fork = fork_of(psutil.Process(process.pid))
+        assert fork is not None
+        server_of(folder).kill()
+        assert process.wait(SECONDS) == 1
+        assert ends(fork)
     shutil.rmtree(folder)
 
 
-def test_where_a_server_cannot_start_the_shim_says_so_and_is_an_ordinary_python() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="rmwarm", dir="/tmp"))
-    with closing(warm_python.connect(folder, os.environ, preloaded=["no_such_module"])):
-        done = run(folder, "-c", "import sys; print('here'); sys.exit(3)")
-    assert (done.stdout, done.returncode) == ("here\n", 3)
-    assert f"the warm server ended instead of forking; see {folder / 'log'}" in done.stderr or "no warm server" in done.stderr
-    assert "no_such_module" in (folder / "log").read_text()
+def server_of(folder: Path) -> psutil.Process:
+    (server,) = [child for child in psutil.Process().children() if is_warm_server(child) and str(folder) in child.cmdline()]
+    return server
+
+
+def run_with(preloaded: str, *, before: str = "pass", **variables: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A shim whose server, a new one, imports this module."""
+    folder = new_folder()
+    shim = f"warm_python.shim(['-c', 'import sys; print(10); sys.exit(3)'], preloaded=[{preloaded!r}])"
+    code = f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import warm_python; {before}; {shim}"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(folder, **variables), capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.stdout, done.returncode) == ("10\n", 3), done.stderr
+    return done, folder
+
+
+def test_a_fork_needs_no_more_open_files_than_it_has() -> None:
+    """The limit is the server's, and some systems begin with a low one."""
+    done, _ = run_with("fractions", before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))")
+    assert done.stderr == "", "it was forked"
+
+
+@pytest.mark.parametrize(("module", "reason"), [("no_such_module", "No module named"), ("threaded", "1 other threads")])
+def test_where_a_server_cannot_start_the_shim_says_so_and_is_an_ordinary_python(tmp_path: Path, module: str, reason: str) -> None:
+    """A fork of a process with threads would have their locks, held as they were."""
+    (tmp_path / "threaded.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
+    done, folder = run_with(module, PYTHONPATH=str(tmp_path))
+    assert f"the warm server ended instead of forking; see {folder / 'log'}; starting without it" in done.stderr
+    assert reason in (folder / "log").read_text()
     shutil.rmtree(folder)
 
 
@@ -182,7 +218,7 @@ def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can give a folder away")
     os.chown(tmp_path, 12345, 12345)
-    with pytest.raises(PermissionError, match="belongs to another user"):
+    with pytest.raises(PermissionError, match="not this user's alone"):
         warm_python.connect(tmp_path, os.environ)
 
 
