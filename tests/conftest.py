@@ -31,7 +31,7 @@ os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
 # A worker beside others has one core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
-# What thousands of tests and the libraries consist of stays to the end: the collector need not look at it again and again.
+# What collecting thousands of tests makes is not garbage.
 gc.disable()
 
 
@@ -50,12 +50,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
     gc.enable()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class CountedTime(asyncio.SelectorEventLoop):
-    """Where nothing is ready, its clock goes on to the next timer. Reward functions are asynchronous, because a thread's time is not counted."""
+    """Where nothing is ready, its clock goes on to the next timer. What would run in a thread runs in the loop itself, and takes no time."""
 
     def __init__(self) -> None:
         self.selector = _Selector()
@@ -31,6 +31,14 @@ class CountedTime(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.selector.now_s
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 def counted(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
