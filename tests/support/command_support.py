@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
-from process_family import is_warm_server
+from process_family import ancestors_of, fork_of, is_warm_server
 
 ROOT = Path(__file__).parents[2]
 SET_CHILD_SUBREAPER = 36
@@ -51,14 +51,12 @@ class Command:
 
     def processes(self):
         """The run's living processes: id -> command line. Those that descend from older children of this process are somebody else's."""
-        found = {}
-        for child in psutil.Process().children(recursive=True):
+        found, children = {}, psutil.Process().children(recursive=True)
+        shims = {fork.pid: child for child in children if (fork := fork_of(child)) is not None}
+        for child in children:
             try:
-                ancestors = {parent.pid for parent in child.parents() if not is_warm_server(parent)}
-                if is_warm_server(child):
-                    continue
-                older = {child.pid, *ancestors} & self.before
-                if not older and child.status() != psutil.STATUS_ZOMBIE:
+                older = {child.pid, *(ancestor.pid for ancestor in ancestors_of(child, shims) if not is_warm_server(ancestor))} & self.before
+                if not older and not is_warm_server(child) and child.status() != psutil.STATUS_ZOMBIE:
                     found[child.pid] = " ".join(child.cmdline())
             except psutil.NoSuchProcess:
                 continue  # it ended while we looked

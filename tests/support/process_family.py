@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -35,6 +35,16 @@ def fork_of(process: psutil.Process) -> psutil.Process | None:
         name, _, pid = process.name().partition(" ")
         return psutil.Process(int(pid)) if name == warm_python.NAME and pid else None
     return None
+
+
+def ancestors_of(process: psutil.Process, shims: Mapping[int, psutil.Process]) -> list[psutil.Process]:
+    """Parents' parents; a fork of the warm server descends from the shim that asked for it. `shims` are those of forks, by the fork's id."""
+    found: list[psutil.Process] = []
+    ancestor: psutil.Process | None = process
+    while ancestor is not None:
+        ancestor = shims.get(ancestor.pid) or ancestor.parent()
+        found += [] if ancestor is None else [ancestor]
+    return found
 
 
 def is_warm_server(process: psutil.Process) -> bool:
