@@ -10,7 +10,8 @@ STAGE1 := outputs/demo/stage1_polygons
 # The stages of the tests (docs/testing.md). What starts processes of its own has the machine for itself.
 LINT := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet . && $(PYTHON) -m mypy
 UNIT := $(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=15 -m
-WITH_PROCESSES := $(PYTHON) -m pytest -q --durations=40 -m
+# Collecting all tests takes half a minute: these stages get the files that have any of theirs.
+WITH_PROCESSES := $(PYTHON) -m pytest -q --durations=40 $$(grep -rlE "mark.(engine|ray|processes)" tests --include="test_*.py") -m
 
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1

@@ -42,6 +42,7 @@ class StartedProcesses:
     def _note(self, process: Path) -> None:
         name = (process / "comm").read_text().split()
         kind = KINDS.get(name[0]) if name else None
-        if kind is not None and self._mark in (process / "environ").read_bytes():
+        # An engine's title takes the room of its environment, so those of other sessions on this machine are counted too.
+        if kind is not None and (kind == "engines" or self._mark in (process / "environ").read_bytes()):
             begun = (process / "stat").read_text().rpartition(")")[2].split()[19]
             self._seen.add((kind, f"{process.name} {begun}"))
