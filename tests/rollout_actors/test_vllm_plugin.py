@@ -109,3 +109,32 @@ def test_whoever_places_the_actors_need_not_import_vllm_or_torch() -> None:
     code = "import sys, rollout_actors.pool, rollout_actors.engine_actor, rollout_actors.engine_settings; print({'vllm', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+ENDING = """
+import atexit, multiprocessing, sys
+from multiprocessing.util import Finalize
+from rollout_actors import vllm_plugin
+
+def engine(ending):
+    atexit.register(print, "tidied up")
+    Finalize(None, vllm_plugin._end_at_once, exitpriority=vllm_plugin.LAST)
+    exec(ending)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=engine, args=(sys.argv[1],), name="EngineCore")
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "said"), [("pass", 0, ""), ("sys.exit(4)", 4, ""), ("sys.exit('no memory')", 1, "no memory"), ("1 / 0", 1, "ZeroDivisionError")]
+)
+def test_an_engines_process_that_ends_at_once_keeps_its_exit_code_and_says_why(tmp_path: Path, ending: str, status: int, said: str) -> None:
+    (tmp_path / "program.py").write_text(ENDING)
+    done = subprocess.run([sys.executable, "program.py", ending], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (status, "tidied up\n")
+    assert said in done.stderr
+    assert bool(done.stderr) == bool(said)
