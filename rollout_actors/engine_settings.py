@@ -108,7 +108,8 @@ def guard_arguments(guard: RepeatGuardSettings | None) -> dict[str, Any]:
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
     """Return the Ray `runtime_env` of an engine's actor, with these environment variables besides its own."""
     environment = engine_environment(settings) | variables
-    if settings.device is Device.CUDA:
+    # With several devices the end of a fork would leave named memory behind: it does not take its modules apart.
+    if settings.device is Device.CUDA or settings.tensor_parallel_size > 1:
         return {"env_vars": environment}
     return {"env_vars": environment | {warm_python.FOLDER: warm_python.run_folder()}, "py_executable": shlex.join(warm_python.command())}
 

@@ -13,8 +13,10 @@ from threading import Thread
 from rollout_actors.warm_python import end_at_once
 from shared.transports import Transport
 
-VLLMS_PROCESSES = ("EngineCore", "VllmWorker")
-"""How vLLM names the processes that it starts."""
+ENGINE_CORE = "EngineCore"
+"""How vLLM names the process of an engine."""
+SEVERAL_DEVICES = "vllm.v1.executor.multiproc_executor"
+"""What such a process has imported if its devices have processes of their own."""
 LAST = -1000
 """The priority of what multiprocessing calls last of all when a process ends."""
 
@@ -31,7 +33,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(transport, "rollout_actors.weight_receiver", receiver)
     if (parent := parent_process()) is not None:
         Thread(target=_end_with, args=(parent,), name="ends-with-its-parent", daemon=True).start()
-        if current_process().name.startswith(VLLMS_PROCESSES):
+        if current_process().name.startswith(ENGINE_CORE):
             Finalize(None, _end_at_once, exitpriority=LAST)
 
 
@@ -42,5 +44,9 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _end_at_once() -> None:
-    """End one of vLLM's processes, whose work is done. `sys.exception()` is still the error that ended it, if one did."""
-    end_at_once(sys.exception())
+    """End one of vLLM's processes, whose work is done. `sys.exception()` is still the error that ended it, if one did.
+
+    With several devices it ends as Python does, because it gives back named memory only while its modules are taken apart.
+    """
+    if SEVERAL_DEVICES not in sys.modules:
+        end_at_once(sys.exception())
