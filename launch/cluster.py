@@ -18,7 +18,7 @@ from launch.data_checks import ImageNeeds
 from launch.placement import Placement, Resources, plan_placement
 from launch.rank_rollouts import RankRollouts
 from launch.ray_connection import connect, nodes_there
-from launch.run_engines import settings_of_run
+from launch.run_engines import neighbour_env, settings_of_run
 from launch.server_checks import instead_of_servers
 from learner.actor import STOPPING, LearnerActor
 from learner.place import LearnerPlace, ReceiverGroup
@@ -109,7 +109,7 @@ class Cluster:
         workers = len(placement.engines) * placement.devices_per_engine
         learner.start(self._config, _places(placement, (ReceiverGroup(workers),)), examples=self._examples)
         pool.start()
-        return self._with_environments(pool)
+        return self._with_environments(pool, placement)
 
     def _start_with_servers(self, placement: Placement, learner: RemoteLearner) -> ActorPool | EnvironmentPool:
         """The servers are waited for first: only they know how many devices are going to receive what the learner sends."""
@@ -119,7 +119,7 @@ class Cluster:
         pool.start()
         receivers = tuple(ReceiverGroup(devices, server.group_port) for devices, server in zip(pool.devices, section.servers, strict=True))
         learner.start(self._config, _places(placement, receivers), examples=self._examples)
-        return self._with_environments(pool)
+        return self._with_environments(pool, placement)
 
     def start_actors(self) -> ActorPool:
         """Place and start the rollout actors alone: they serve `model.path` as it is. Raises ConfigError and RolloutError as `start` does."""
@@ -138,7 +138,7 @@ class Cluster:
                 # Engines come first in the group.
                 where=_bundle(group, len(placement.engines) + rank),
                 # Beside engines on the same cores, threads that spin while they wait for each other make a step tens of times slower.
-                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}},
+                runtime_env=neighbour_env(self._config, placement, self._images, OMP_WAIT_POLICY="PASSIVE"),
             )
             for rank, resources in enumerate(placement.ranks)
         ]
@@ -163,7 +163,7 @@ class Cluster:
         ]
         return self._pool(actors, names, PoolTimeouts.of_actors(config.timeouts), asks_next_on_failure=False)
 
-    def _with_environments(self, engines: ActorPool) -> ActorPool | EnvironmentPool:
+    def _with_environments(self, engines: ActorPool, placement: Placement) -> ActorPool | EnvironmentPool:
         """The engines themselves where rollouts are of samples; else behind actors that environments run in."""
         config, section = self._config, self._config.environment
         if section is None:
@@ -178,7 +178,7 @@ class Cluster:
                 name=name,
                 resources=Resources(cpus=section.cpus_per_actor, gpus=0.0),
                 where=where,
-                runtime_env={"env_vars": {"HF_HUB_OFFLINE": "1"}},
+                runtime_env=neighbour_env(config, placement, self._images, OMP_NUM_THREADS=str(max(1, int(section.cpus_per_actor)))),
             )
             for index, name in enumerate(names)
         ]

@@ -1,14 +1,18 @@
-"""What every engine of a run is started with."""
+"""What the engines of a run are started with, and the processes beside them."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 from launch.data_checks import ImageNeeds
 from launch.memory_estimate import ModelShape, batch_cache_bytes
 from launch.placement import Placement
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors import warm_python
+from rollout_actors.engine_settings import EngineSettings, neighbour_runtime_env
 from shared.config import RunConfig
+from shared.config.derive import EnginePlace, engines_in
 from shared.transports import Device
 
 
@@ -36,3 +40,16 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
         enable_lora=vllm.enable_lora,
         max_lora_rank=1 if config.model.adapter is None else config.model.adapter.rank,
     )
+
+
+def neighbour_env(config: RunConfig, placement: Placement, images: ImageNeeds, **variables: str) -> dict[str, Any]:
+    """Return the Ray `runtime_env` of a learner rank or of an actor for environments, with these variables.
+
+    On CPU it is forked like the engines. Where this run has no actors with engines, a server that does nothing but this would cost more than it brings:
+    then it is only forked where one is there already.
+    """
+    variables |= {"HF_HUB_OFFLINE": "1"}
+    has_server = engines_in(config) is EnginePlace.ACTORS or warm_python.FOLDER in os.environ
+    if placement.learner_device is Device.CPU and has_server:
+        return neighbour_runtime_env(settings_of_run(config, placement, images), **variables)
+    return {"env_vars": variables}

@@ -148,7 +148,7 @@ def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[st
                 stderr=log,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is for those who started something, not for what forks for them
-                env=dict(environment),
+                env=dict(environment) | {"OMP_NUM_THREADS": "1"},  # the server has one thread; each fork says how many it wants
                 cwd="/",
             )
             connection.connect(address)
@@ -420,6 +420,8 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which torch read when the server imported it
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _program(arguments: Sequence[str]) -> Callable[[], object]:

@@ -150,8 +150,9 @@ def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: py
     from shared.schedule import RunSchedule
 
     folder = tmp_path_factory.mktemp("warm")
-    changes = {"training__max_steps": 60, "stage2_ab__schedule__warmup_steps": 60, "training__effective_batch_size": 16, "global_max_length": 512}
-    config = configuration(demo_checkpoint, demo_data, folder, training__learning_rate=2e-3, **changes)
+    changes = {"max_steps": 25, "effective_batch_size": 16, "learning_rate": 2e-3, "lr_warmup_steps": 3}
+    training = {f"training__{name}": value for name, value in changes.items()}
+    config = configuration(demo_checkpoint, demo_data, folder, stage2_ab__schedule__warmup_steps=25, global_max_length=512, **training)
     learner = make_learner(config)
     for plan in RunSchedule(config).plans():
         learner.next_requests(plan)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from command_support import Command, adopted_orphans, commands
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +14,22 @@ def _handlers_of_the_tests_own_process() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def orphans_are_adopted() -> Iterator[None]:
+    with adopted_orphans():
+        yield
+
+
+@pytest.fixture(scope="module")
+def start_shared_command(orphans_are_adopted: None) -> Iterator[Callable[..., Command]]:
+    """`Command` for runs that several tests of the module look at."""
+    with commands() as start:
+        yield start
+
+
+@pytest.fixture
+def start_command(orphans_are_adopted: None) -> Iterator[Callable[..., Command]]:
+    with commands() as start:
+        yield start

@@ -5,10 +5,11 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from functools import partial
 
 import pytest
-from command_support import Command, adopt_orphans
 from process_family import is_engine
 from transformers import AutoModelForImageTextToText
 
@@ -17,25 +18,9 @@ from rollout_actors import warm_python
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module", autouse=True)
-def orphans_come_to_this_process():
-    adopt_orphans(True)
-    yield
-    adopt_orphans(False)
-
-
 @pytest.fixture
-def command(tmp_path, warm_checkpoint, demo_data):
-    started = []
-
-    def start(*overrides, **options):
-        started.append(Command(tmp_path, warm_checkpoint, demo_data, "rollout_matching.decode_batch_size=2", *overrides, **options))
-        return started[-1]
-
-    yield start
-    for run in started:
-        for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
+def command(start_command, tmp_path, warm_checkpoint, demo_data):
+    return partial(start_command, tmp_path, warm_checkpoint, demo_data, "rollout_matching.decode_batch_size=2")
 
 
 def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(command):
@@ -82,7 +67,7 @@ print("loaded elsewhere")
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.engines_extra)])
 def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_process(command, number):
-    run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
+    run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", python=[sys.executable])
     run.wait_for("step    2/500")
     if number == signal.SIGINT:
         os.killpg(run.process.pid, number)  # Ctrl-C: a terminal sends it to all of the group

@@ -5,9 +5,9 @@ import os
 import re
 import signal
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
-from command_support import Command, adopt_orphans
 from serve_process import serve_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,13 +18,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 SMALL = ["training.max_steps=2", "training.eval_steps=1", "training.effective_batch_size=32", "environment.num_eval_examples=12"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def orphans_come_to_this_process():
-    adopt_orphans(True)
-    yield
-    adopt_orphans(False)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lm") / "model"
@@ -33,30 +26,17 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def by_actors(tmp_path_factory, checkpoint):
+def by_actors(start_shared_command, tmp_path_factory, checkpoint):
     """A run to its end, with two environment actors, which left no process."""
-    run = Command(tmp_path_factory.mktemp("by_actors"), checkpoint, None, *SMALL, "environment.num_actors=2", experiment="env_3v1")
-    try:
-        assert run.process.wait(timeout=300) == 0, run.output
-        run.assert_nothing_left()
-    finally:
-        for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
+    run = start_shared_command(tmp_path_factory.mktemp("by_actors"), checkpoint, None, *SMALL, "environment.num_actors=2", experiment="env_3v1")
+    assert run.process.wait(timeout=300) == 0, run.output
+    run.assert_nothing_left()
     return run
 
 
 @pytest.fixture
-def command(tmp_path, checkpoint):
-    started = []
-
-    def start(*overrides):
-        started.append(Command(tmp_path, checkpoint, None, *overrides, experiment="env_3v1"))
-        return started[-1]
-
-    yield start
-    for run in started:
-        for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
+def command(start_command, tmp_path, checkpoint):
+    return partial(start_command, tmp_path, checkpoint, None, experiment="env_3v1")
 
 
 def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(by_actors):

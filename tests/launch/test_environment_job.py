@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import ray
 from config_support import configuration
-from engine_support import SUPPORT, TIMEOUTS
+from engine_support import NEIGHBOUR, TIMEOUTS
 from local_learner import Job, run_job
 
 from launch.cluster import runner_settings
@@ -53,9 +53,7 @@ def job(engine_pool, demo_checkpoint, demo_data, tmp_path_factory):
         engines = engine_pool.over(*list(engine_pool.actors)[:num_engines], decode_batch_size=size)
         names = [f"environment-{index}" for index in range(num_environments)]
         arguments = (runner_settings(config, section, engines.devices, examples, 0), engines.actors, engines.names, engines.call_limit)
-        actors = [
-            ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": str(SUPPORT)}}).remote(name, *arguments) for name in names
-        ]
+        actors = [ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env=NEIGHBOUR).remote(name, *arguments) for name in names]
         environments = ActorPool(actors, names, TIMEOUTS, decode_batch_size=16)
         environments.start()
         try:

@@ -9,7 +9,8 @@ from config_support import configuration, trajectory_config
 from launch.cluster import here, runner_settings, server_timeouts
 from launch.data_checks import ImageNeeds
 from launch.placement import Resources, plan_placement
-from launch.run_engines import settings_of_run
+from launch.run_engines import neighbour_env, settings_of_run
+from rollout_actors import warm_python
 from rollout_actors.backends.vllm_colocate import colocate_tensor_parallel
 from shared.config.server import ServerSection
 from shared.config.timeouts import TimeoutsSection
@@ -165,6 +166,26 @@ def test_an_engine_beside_the_learner_leaves_it_more_than_half_of_the_memory(con
     colocated = config(**COLOCATE, **SIZED)
     assert settings_of_run(colocated, plan_placement(colocated, CPUS), ImageNeeds()).gpu_memory_utilization == 0.45
     assert settings_of_run(config(**SIZED), plan_placement(config(), CPUS), ImageNeeds()).gpu_memory_utilization == 0.85
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "folder", "forked"),
+    [
+        ({}, CPUS, None, True),
+        (HF, CPUS, None, False),
+        (HF, CPUS, "/tmp/warm", True),
+        (SERVER, CPUS, None, False),
+        ({}, GPUS, "/tmp/warm", False),
+    ],
+)
+def test_a_learner_on_cpu_is_forked_where_engines_of_its_run_are_or_a_warm_server_is_there(config, monkeypatch, changes, nodes, folder, forked):
+    monkeypatch.delenv(warm_python.FOLDER)
+    if folder is not None:
+        monkeypatch.setenv(warm_python.FOLDER, folder)
+    run = config(**SIZED, **changes)
+    environment = neighbour_env(run, plan_placement(run, nodes), ImageNeeds(), PLACE="here")
+    assert ("py_executable" in environment) is forked
+    assert environment["env_vars"].items() >= {"PLACE": "here", "HF_HUB_OFFLINE": "1"}.items()
 
 
 @pytest.mark.ray

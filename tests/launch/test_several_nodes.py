@@ -1,58 +1,52 @@
 """A run on a cluster that is there already, whose nodes are too small for all of it (placement groups, several nodes), and what is seen of it there."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 
 import pytest
-from command_support import ROOT, Command, adopt_orphans
+from command_support import ROOT
 from ray.cluster_utils import Cluster
+
+from rollout_actors import warm_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 
 @pytest.fixture(scope="module")
-def nodes():
+def nodes(orphans_are_adopted):
     """Two nodes of one CPU each beside a head without any: four processes of half a CPU need both."""
-    adopt_orphans(True)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()
-    adopt_orphans(False)
 
 
-def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running(nodes, warm_checkpoint, demo_data, tmp_path):
+def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running(nodes, start_command, warm_checkpoint, demo_data, tmp_path):
     steps = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", "rollout_matching.decode_batch_size=4"]
     ranks = ["learner.world_size=2", "learner.cpus=0.5", "rollout_matching.vllm.actors.num_actors=2", "telemetry.name=spread"]
-    command = Command(tmp_path, warm_checkpoint, demo_data, *steps, *ranks, f"cluster.address={nodes.address}")
-    try:
-        command.wait_for("step    2/500")
-        used, names, metrics = json.loads(printed_by(f"asked = set({ASKED})\n{SEEN}", nodes))
-        assert used == [1.0, 1.0], "two processes of half a CPU on each of the two nodes"
-        assert set(names) == {"rollout-actor-0", "rollout-actor-1", "learner-0", "learner-1"}
-        assert metrics == ASKED
-        command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(timeout=120) == 130, command.output
-    finally:
-        if command.process.poll() is None:
-            os.kill(command.process.pid, signal.SIGKILL)
+    command = start_command(tmp_path, warm_checkpoint, demo_data, *steps, *ranks, f"cluster.address={nodes.address}")
+    command.wait_for("step    2/500")
+    used, names, metrics = json.loads(printed_by(f"asked = set({ASKED})\n{SEEN}", nodes))
+    assert used == [1.0, 1.0], "two processes of half a CPU on each of the two nodes"
+    assert set(names) == {"rollout-actor-0", "rollout-actor-1", "learner-0", "learner-1"}
+    assert metrics == ASKED
+    command.process.send_signal(signal.SIGTERM)
+    assert command.process.wait(timeout=120) == 130, command.output
     # The run gave everything back.
     assert printed_by("print([node['Alive'] for node in ray.nodes()], ray.available_resources()['CPU'])", nodes) == "[True, True, True] 2.0"
 
 
-def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(nodes, warm_checkpoint, demo_data, tmp_path):
-    command = Command(tmp_path, warm_checkpoint, demo_data, "training.max_steps=2", "learner.cpus=2", f"cluster.address={nodes.address}")
+def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(nodes, start_command, warm_checkpoint, demo_data, tmp_path):
+    command = start_command(tmp_path, warm_checkpoint, demo_data, "training.max_steps=2", "learner.cpus=2", f"cluster.address={nodes.address}")
     assert command.process.wait(timeout=120) == 2, command.output
     assert "learner.cpus: a learner rank of 2 CPU has to fit one node, and the largest node of the cluster has 1; lower it" in command.output
 
 
-def test_what_does_not_fit_all_nodes_together_is_refused_with_what_there_is(nodes, warm_checkpoint, demo_data, tmp_path):
-    command = Command(tmp_path, warm_checkpoint, demo_data, "training.max_steps=2", "learner.cpus=1", f"cluster.address={nodes.address}")
+def test_what_does_not_fit_all_nodes_together_is_refused_with_what_there_is(nodes, start_command, warm_checkpoint, demo_data, tmp_path):
+    command = start_command(tmp_path, warm_checkpoint, demo_data, "training.max_steps=2", "learner.cpus=1", f"cluster.address={nodes.address}")
     assert command.process.wait(timeout=120) == 2, command.output
     assert "3 actors of 0.5 CPU and a learner of 1 ask for 2.5 CPU, the cluster has 2" in command.output
 
@@ -89,6 +83,6 @@ print(json.dumps([used, names, sorted(metrics & asked)]))
 def printed_by(code, nodes):
     """In a process of its own on that cluster: the tests' may be connected to the session's, and can be to one alone."""
     connect = f"import ray\nray.init(address={nodes.address!r}, log_to_driver=False, logging_level='error')\n"
-    done = subprocess.run([sys.executable, "-c", connect + code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run([*warm_python.command(), "-c", connect + code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

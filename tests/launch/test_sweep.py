@@ -3,36 +3,25 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
-from command_support import Command, adopt_orphans
 from hydra import compose, initialize_config_dir
 
 from launch.composition import CONF
 from launch.sweep import MARGIN_S, end_s
 
 
-@pytest.fixture(autouse=True)
-def orphans_come_to_this_process():
-    adopt_orphans(True)
-    yield
-    adopt_orphans(False)
-
-
 @pytest.mark.engine
 @pytest.mark.engines_extra
-def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
+def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_no_process(start_command, warm_checkpoint, demo_data, tmp_path):
     small = ["training.max_steps=1", "stage2_ab.schedule.warmup_steps=1", "data.max_val_samples=4"]
     # The middle trial's value is refused.
-    sweep = Command(
+    sweep = start_command(
         tmp_path, warm_checkpoint, demo_data, *small, "training.seed=1,2", "training.learning_rate=1e-3,-1.0", experiment="stage2_hf", options=["-m"]
     )
-    try:
-        assert sweep.process.wait(timeout=400) == 1, sweep.output
-        sweep.assert_nothing_left()
-    finally:
-        for pid in sweep.processes():
-            os.kill(pid, signal.SIGKILL)
+    assert sweep.process.wait(timeout=400) == 1, sweep.output
+    sweep.assert_nothing_left()
     trials = sweep.lines("trials.jsonl")
     assert [trial["exit_code"] for trial in trials] == [0, 2, 0, 2]
     assert [[override for override in trial["overrides"] if "seed" in override] for trial in trials] == [["++training.seed=1"]] * 2 + [
@@ -51,17 +40,13 @@ def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_
 
 @pytest.mark.engine
 @pytest.mark.engines_extra
-def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
+def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_and_leaves_no_process(start_command, warm_checkpoint, demo_data, tmp_path):
     endless = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=500", "data.val=null"]
-    sweep = Command(tmp_path, warm_checkpoint, demo_data, *endless, "training.seed=1,2", experiment="stage2_hf", options=["-m"])
-    try:
-        sweep.wait_for("step    1/500")
-        os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
-        assert sweep.process.wait(timeout=90) == 130, sweep.output
-        sweep.assert_nothing_left()
-    finally:
-        for pid in sweep.processes():
-            os.kill(pid, signal.SIGKILL)
+    sweep = start_command(tmp_path, warm_checkpoint, demo_data, *endless, "training.seed=1,2", experiment="stage2_hf", options=["-m"], python=[sys.executable])
+    sweep.wait_for("step    1/500")
+    os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
+    assert sweep.process.wait(timeout=90) == 130, sweep.output
+    sweep.assert_nothing_left()
     (checkpoint,) = sweep.run_dir.glob("trial_*/checkpoint_interrupted_*")
     assert f"saved     {checkpoint}" in sweep.output
     assert not (sweep.run_dir / "trial_1").exists()

@@ -5,10 +5,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
-from command_support import ROOT, Command, adopt_orphans
+from command_support import ROOT
 
 from learner.rollout_log import read_step
 from learner.step_log import step_path
@@ -23,25 +22,14 @@ QUEUED = ("rollout_matching.decode_batch_size=2", "stage2_ab.channel_b.enable_pi
 READY = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def orphans_come_to_this_process():
-    adopt_orphans(True)
-    yield
-    adopt_orphans(False)
-
-
 @pytest.fixture(scope="module")
-def job(warm_checkpoint, demo_data, tmp_path_factory):
+def job(start_shared_command, warm_checkpoint, demo_data, tmp_path_factory):
     """Runs an experiment to its end."""
 
     def run(experiment, *overrides):
-        command = Command(tmp_path_factory.mktemp(experiment), warm_checkpoint, demo_data, *STEPS, *overrides, experiment=experiment)
-        try:
-            assert command.process.wait(timeout=400) == 0, command.output
-            command.assert_nothing_left()
-        finally:
-            for pid in command.processes():
-                os.kill(pid, signal.SIGKILL)
+        command = start_shared_command(tmp_path_factory.mktemp(experiment), warm_checkpoint, demo_data, *STEPS, *overrides, experiment=experiment)
+        assert command.process.wait(timeout=400) == 0, command.output
+        command.assert_nothing_left()
         return command
 
     return run
@@ -81,7 +69,7 @@ def test_transformers_gives_the_same_greedy_rollouts_of_the_first_step(hf_job, a
 
 
 def test_the_checkpoint_of_a_run_without_actors_is_evaluated_by_actors(hf_job):
-    command = [sys.executable, "-m", "launch.evaluate", f"run={hf_job.run_dir}", "name=mine"]
+    command = [*warm_python.command(), "-m", "launch.evaluate", f"run={hf_job.run_dir}", "name=mine"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     mine = json.loads((hf_job.run_dir / "evaluations" / "mine" / "report.json").read_text())
@@ -181,15 +169,11 @@ def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(job, warm_checkpoi
     assert [{version for *_, version in rollouts(served, step)} for step in range(3)] == [{1}, {2}, {3}]
 
 
-def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_process(warm_checkpoint, demo_data, tmp_path):
+def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_process(start_command, warm_checkpoint, demo_data, tmp_path):
     overrides = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", "learner.world_size=2"]
-    run = Command(tmp_path, warm_checkpoint, demo_data, *overrides, experiment="stage2_hf")
-    try:
-        run.wait_for("step    2/500")
-        os.kill(run.process_called("LearnerActor"), signal.SIGKILL)
-        assert run.process.wait(timeout=120) == 1, run.output
-        run.assert_nothing_left()
-    finally:
-        for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
+    run = start_command(tmp_path, warm_checkpoint, demo_data, *overrides, experiment="stage2_hf")
+    run.wait_for("step    2/500")
+    os.kill(run.process_called("LearnerActor"), signal.SIGKILL)
+    assert run.process.wait(timeout=120) == 1, run.output
+    run.assert_nothing_left()
     assert re.search(r"on the learner: rank \d's process has ended \(", run.output)

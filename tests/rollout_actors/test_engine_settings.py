@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_support import small_settings
 
-from rollout_actors.engine_settings import engine_arguments, lora_arguments, model_type
+from rollout_actors import warm_python
+from rollout_actors.engine_settings import (
+    engine_arguments,
+    engine_environment,
+    engine_runtime_env,
+    lora_arguments,
+    model_type,
+    neighbour_runtime_env,
+)
 from shared.config.engine_checks import MAX_VLLM_BEAMS
 from shared.lora import LORA_RANKS
+from shared.transports import Device
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])
@@ -20,6 +31,21 @@ def test_an_adapter_takes_the_room_of_the_next_rank_that_vllm_knows(rank: int, r
 
 def test_an_engine_without_lora_is_started_as_ever() -> None:
     assert lora_arguments(small_settings(Path("model"))) == {}
+
+
+def test_engines_on_cpu_and_their_neighbours_are_forked_and_start_the_same_server() -> None:
+    settings = small_settings(Path("model"))
+    engine, neighbour = engine_runtime_env(settings), neighbour_runtime_env(settings, OMP_NUM_THREADS="3")
+    assert engine["py_executable"] == neighbour["py_executable"] == shlex.join(warm_python.command())
+    assert neighbour["env_vars"] == engine["env_vars"] | {"OMP_NUM_THREADS": "3"}
+    assert engine["env_vars"][warm_python.FOLDER] == warm_python.run_folder()
+
+
+@pytest.mark.parametrize("changes", [{"device": Device.CUDA}, {"tensor_parallel_size": 2}])
+def test_beside_engines_that_cannot_be_forked_an_actor_gets_its_own_variables_alone(changes: dict[str, Any]) -> None:
+    settings = small_settings(Path("model"), **changes)
+    assert neighbour_runtime_env(settings, OMP_NUM_THREADS="3") == {"env_vars": {"OMP_NUM_THREADS": "3"}}
+    assert engine_runtime_env(settings, PLACE="here") == {"env_vars": engine_environment(settings) | {"PLACE": "here"}}
 
 
 @pytest.mark.engine

@@ -149,7 +149,7 @@ def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_not_at_the
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
     pool = ActorPool([actor], ["doomed"], PoolTimeouts.of_actors(limits), decode_batch_size=8)
     pool.start()
-    learner = SmallLearner(demo_checkpoint, num_receivers=1, timeout_s=limits.sync_phase_s)
+    learner = SmallLearner(demo_checkpoint, num_receivers=1, timeout_s=5.0)  # which waits so long for the dead engine when it is closed
     core = psutil.Process(ray.get(actor.process_ids.remote())[1])
     core.suspend()  # so that vLLM has been asked, and cannot answer, when it dies
     begun_s = time.monotonic()

@@ -111,6 +111,14 @@ def test_forks_have_random_states_of_their_own(folder: Path) -> None:
     assert len({run(folder, "-c", "import random; print(random.random())").stdout for _ in range(2)}) == 2
 
 
+def test_a_fork_has_the_threads_that_it_asks_for_though_its_server_has_one() -> None:
+    folder = new_folder()
+    variables = environment(folder, OMP_NUM_THREADS="3")
+    with closing(warm_python.connect(folder, variables, preloaded=["torch"])):
+        done = run(folder, "-c", "import torch; print(torch.get_num_threads(), torch.ones(300, 300).matmul(torch.ones(300, 300)).sum().item())", env=variables)
+    assert done.stdout == "3 27000000.0\n", done.stderr
+
+
 def test_a_signal_to_the_shim_reaches_the_fork(folder: Path) -> None:
     process = start(folder, "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); print('here', flush=True); sys.stdin.read()")
     process.terminate()

@@ -3,29 +3,51 @@
 import ctypes
 import json
 import os
+import signal
 import subprocess
-import sys
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 from process_family import ancestors_of, fork_of, is_warm_server
 
+from rollout_actors import warm_python
+
 ROOT = Path(__file__).parents[2]
 SET_CHILD_SUBREAPER = 36
 
 
-def adopt_orphans(adopt):
+@contextmanager
+def adopted_orphans():
     """What a run leaves behind becomes a child of this process, instead of disappearing among everybody's."""
-    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, int(adopt))
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
+    yield
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 0)
+
+
+@contextmanager
+def commands():
+    """`Command`, whose processes are killed at the end where they are still there."""
+    started = []
+
+    def start(*arguments, **options):
+        started.append(Command(*arguments, **options))
+        return started[-1]
+
+    yield start
+    for pid in [pid for run in started for pid in run.processes()]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Command:
-    def __init__(self, folder, checkpoint, data, *overrides, experiment="stage2_3v1", options=()):
-        """`data`: a folder of samples; None: the experiment is of an environment."""
+    def __init__(self, folder, checkpoint, data, *overrides, experiment="stage2_3v1", options=(), python=None):
+        """`data`: a folder of samples; None: the experiment is of an environment. With `python=[sys.executable]` the driver is not forked."""
         self.before = {child.pid for child in psutil.Process().children(recursive=True)}
         self.run_dir = folder / "run"
-        command = [sys.executable, "-m", "launch.train", *options, f"+experiment={experiment}", f"telemetry.run_dir={self.run_dir}", f"model.path={checkpoint}"]
+        command = [*(python or warm_python.command()), "-m", "launch.train", *options, f"+experiment={experiment}"]
+        command += [f"telemetry.run_dir={self.run_dir}", f"model.path={checkpoint}"]
         if data is not None:
             command += [f"data.train={data / 'train.jsonl'}", f"data.val={data / 'val.jsonl'}", "training.effective_batch_size=8"]
             command += ["stage2_ab.channel_b.rollouts_per_step=12", "stage2_ab.schedule.b_ratio=1.0", "training.packing_window=4"]

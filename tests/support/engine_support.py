@@ -27,7 +27,7 @@ from learner.publisher import Sender
 from learner.weight_sender import WeightSender
 from learner.weight_source import CheckpointWeights
 from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
-from rollout_actors.engine_settings import EngineSettings, engine_runtime_env
+from rollout_actors.engine_settings import EngineSettings, engine_runtime_env, neighbour_runtime_env
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
 from shared.config.timeouts import TimeoutsSection
@@ -55,6 +55,10 @@ def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
         worker_extension="spoiling_worker.SpoilingWorker",
     )
     return replace(settings, **changes)
+
+
+NEIGHBOUR = neighbour_runtime_env(small_settings(Path("of any checkpoint")), PYTHONPATH=str(SUPPORT))
+"""`runtime_env` of an actor beside engines, which finds the modules of this folder."""
 
 
 class OpenActor(EngineActor):

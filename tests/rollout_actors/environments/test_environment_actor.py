@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from engine_support import NEIGHBOUR
 from fake_actors import create_fake_actor
 from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor, says
@@ -54,7 +55,7 @@ def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[EnvironmentPoo
 
 
 def create_environment_actor(*arguments: Any) -> Any:
-    return ray.remote(EnvironmentActor).options(num_cpus=0).remote(*arguments)
+    return ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env=NEIGHBOUR).remote(*arguments)
 
 
 def with_environments(actors: Sequence[Any], limit_s: float) -> EnvironmentPool:
