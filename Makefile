@@ -7,14 +7,17 @@ MODEL := outputs/demo/model
 LM := outputs/demo/lm
 STAGE1 := outputs/demo/stage1_polygons
 
-# The stages of the tests (docs/testing.md). What starts processes of its own has the machine for itself.
+# The stages of the tests (docs/testing.md).
 LINT := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet . && $(PYTHON) -m mypy
 UNIT := $(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=15 -m
-# Collecting all tests takes half a minute: these stages get the files that have any of theirs.
-WITH_PROCESSES := $(PYTHON) -m pytest -q --durations=40 $$(grep -rlE "mark.(engine|ray|processes)" tests --include="test_*.py") -m
+# Two files at a time, each with a Ray cluster and engines of its own. These stages get the files that have any of their tests: collecting all takes long.
+WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
+    $$(grep -rlE "mark.(engine|ray|processes)" tests --include="test_*.py" | sort) -m
 
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1
+# Hundreds of processes import the same modules, which Python then need not compile each time, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo demo-data demo-polygons-data demo-lm control aligned check test test-engines test-all lint clean
 .DEFAULT_GOAL := help
@@ -90,7 +93,7 @@ test-engines: setup
 	@scripts/stages.sh $(STAGE_ENGINES)
 
 test-all: setup
-	@scripts/stages.sh $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED) $(STAGE_ENGINES)
+	@scripts/stages.sh $(STAGE_LINT) $(STAGE_UNIT) "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from started_processes import StartedProcesses
+from started_processes import SESSION, StartedProcesses
 
 from rollout_actors import warm_python
 
@@ -24,8 +25,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Threads that spin while they wait for each other cost more than they bring beside engines on the same two cores.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-# One warm server for all engines of the session, in a folder of its own; the path is short because a socket lives in it.
+# One warm server for all engines of this process's tests, in a folder of its own; the path is short because a socket lives in it.
 os.environ[warm_python.FOLDER] = f"/tmp/rmwarm-{os.getpid()}"
+# The session's mark in the environment of all that it starts, with that of its workers.
+os.environ.setdefault(SESSION, str(os.getpid()))
 # The pool reports every failed call itself.
 os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
 # A worker beside others has one core.
@@ -39,7 +42,7 @@ _STARTED = pytest.StashKey[StartedProcesses]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the unit tests' workers start none
+    if not hasattr(config, "workerinput"):  # a worker's are counted by who started it
         config.stash[_STARTED] = StartedProcesses()
 
 
@@ -143,22 +146,28 @@ def polygon_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model after some steps of channel A on those few scenes: it writes objects, not yet in the right places."""
+    """The demo's model after some steps of channel A on those few scenes: it writes objects, not yet in the right places. One worker makes it for all."""
     from config_support import configuration
     from learner_support import make_learner
 
     from shared.schedule import RunSchedule
 
-    folder = tmp_path_factory.mktemp("warm")
-    changes = {"max_steps": 25, "effective_batch_size": 16, "learning_rate": 2e-3, "lr_warmup_steps": 3}
-    training = {f"training__{name}": value for name, value in changes.items()}
-    config = configuration(demo_checkpoint, demo_data, folder, stage2_ab__schedule__warmup_steps=25, global_max_length=512, **training)
-    learner = make_learner(config)
-    for plan in RunSchedule(config).plans():
-        learner.next_requests(plan)
-        learner.finish_step()
-    learner.publisher.save(folder / "checkpoint")
-    return folder / "checkpoint"
+    of_this_process = tmp_path_factory.getbasetemp()
+    folder = (of_this_process.parent if "PYTEST_XDIST_WORKER" in os.environ else of_this_process) / "warm"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            changes = {"max_steps": 25, "effective_batch_size": 16, "learning_rate": 2e-3, "lr_warmup_steps": 3}
+            training = {f"training__{name}": value for name, value in changes.items()}
+            run_dir = tmp_path_factory.mktemp("warming")
+            config = configuration(demo_checkpoint, demo_data, run_dir, stage2_ab__schedule__warmup_steps=25, global_max_length=512, **training)
+            learner = make_learner(config)
+            for plan in RunSchedule(config).plans():
+                learner.next_requests(plan)
+                learner.finish_step()
+            learner.publisher.save(run_dir / "checkpoint")
+            (run_dir / "checkpoint").rename(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -92,8 +92,8 @@ def test_1_2_and_3_actors_give_the_same_rollouts_and_the_same_losses_to_the_bit(
     assert_same(list(greedy_jobs.values()))
 
 
-def test_1_2_and_3_actors_give_the_same_rollouts_at_temperature_1(job):
-    jobs = [job(num_actors, rollout_matching__decoding={"temperature": 1.0}) for num_actors in (1, 2, 3)]
+def test_1_and_3_actors_give_the_same_rollouts_at_temperature_1(job):
+    jobs = [job(num_actors, rollout_matching__decoding={"temperature": 1.0}) for num_actors in (1, 3)]
     assert_same(jobs)
     assert len({rollout.response_token_ids for rollout in jobs[0].rollouts}) > 12
 

@@ -15,8 +15,8 @@ from rollout_actors import warm_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
-# Three channel-B steps of 12 rollouts from a model that already writes objects, without the queue, which not every topology has.
-STEPS = ("training.max_steps=3", "stage2_ab.schedule.warmup_steps=0", "data.max_val_samples=4", "stage2_ab.channel_b.enable_pipeline=false")
+# Two channel-B steps of 12 rollouts from a model that already writes objects, without the queue, which not every topology has.
+STEPS = ("training.max_steps=2", "stage2_ab.schedule.warmup_steps=0", "data.max_val_samples=4", "stage2_ab.channel_b.enable_pipeline=false")
 # Two requests of a device at a time, and the next round while one is learned.
 QUEUED = ("rollout_matching.decode_batch_size=2", "stage2_ab.channel_b.enable_pipeline=true")
 READY = re.compile(r"http://127\.0\.0\.1:\d+")
@@ -53,7 +53,7 @@ def losses(command):
 def test_backend_implementation_swap_preserves_rollout_contract(job, actors_job):
     """An engine beside the learner: the same rollouts, and losses to the bit."""
     colocated = job("stage2_colocate")
-    assert [rollouts(colocated, step) for step in range(3)] == [rollouts(actors_job, step) for step in range(3)]
+    assert [rollouts(colocated, step) for step in range(2)] == [rollouts(actors_job, step) for step in range(2)]
     assert losses(colocated) == losses(actors_job)
     assert {line["rollout"]["actor"] for line in colocated.lines("rollouts/step_000000.jsonl")} == {"learner"}
 
@@ -91,7 +91,7 @@ def test_two_learner_ranks_learn_what_one_does_with_the_in_step_queue_on(job, ac
     assert plan["rounds"] == [[[0, 2], [6, 8]], [[2, 4], [8, 10]], [[4, 6], [10, 12]]]
     # Rows differ, since each rank packs its own, and with them the order of float sums.
     assert losses(two) == pytest.approx(losses(actors_job), rel=1e-4)
-    assert [line["rollout/num"] for line in two.lines("metrics.jsonl")] == [12.0] * 3
+    assert [line["rollout/num"] for line in two.lines("metrics.jsonl")] == [12.0] * 2
     tracks = {event["args"]["name"] for event in json.loads((two.run_dir / "timeline.json").read_text()) if event["name"] == "thread_name"}
     assert {"learner-0", "learner-1", "driver"} <= tracks
 
@@ -134,7 +134,7 @@ def in_server_mode(servers):
 def test_3_rollout_gpus_1_learner_gpu_is_operational_through_servers(job, actors_job, servers):
     """Scenario: 3 rollout GPUs + 1 learner GPU is operational, on CPU: three servers, one learner, weights in memory."""
     served = job("stage2_server", in_server_mode(servers), "rollout_matching.decode_batch_size=6")
-    assert [rollouts(served, step) for step in range(3)] == [rollouts(actors_job, step) for step in range(3)]
+    assert [rollouts(served, step) for step in range(2)] == [rollouts(actors_job, step) for step in range(2)]
     assert losses(served) == losses(actors_job)
     (plan, *_) = served.lines("plan.jsonl")
     assert [entry["base_url"] for entry in plan["servers"]] == servers
@@ -164,9 +164,9 @@ def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(job, warm_checkpoi
         server.process.terminate()
         server.process.wait(timeout=30)
     metrics = served.lines("metrics.jsonl")
-    assert [line["sync/mode"] for line in metrics] == ["adapter"] * 3
+    assert [line["sync/mode"] for line in metrics] == ["adapter"] * 2
     assert metrics[-1]["sync/adapter_effect"] == pytest.approx(1.0, abs=0.1)
-    assert [{version for *_, version in rollouts(served, step)} for step in range(3)] == [{1}, {2}, {3}]
+    assert [{version for *_, version in rollouts(served, step)} for step in range(2)] == [{1}, {2}]
 
 
 def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_process(start_command, warm_checkpoint, demo_data, tmp_path):

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 from engine_support import SmallLearner, small_settings
-from fake_server import eventually
+from fake_server import HERE, eventually
 from process_family import is_engine
 from serve_process import OneServer, ServeProcess, serve_process
 
@@ -54,7 +54,7 @@ def test_server_mode_produces_token_ids_suitable_for_strict_alignment(pool: OneS
 
 def test_health_counts_tokens_while_they_are_sampled(server: ServeProcess, pool: OneServer, learner: SmallLearner) -> None:
     def told() -> messages.Health:
-        return messages.read(messages.Health, httpx.get(f"{server.url}/health/", trust_env=False).content)
+        return messages.read(messages.Health, httpx.get(f"{server.url}/health/", **HERE).content)
 
     before, seen = told().num_tokens, set()
     with ThreadPoolExecutor(1) as thread:

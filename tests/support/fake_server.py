@@ -173,16 +173,38 @@ def make_address(
     return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, kind, token)
 
 
+class QuickServer(uvicorn.Server):
+    async def main_loop(self) -> None:
+        """As uvicorn's, which looks ten times a second whether it shall end."""
+        await self.on_tick(0)
+        while not self.should_exit:
+            await asyncio.sleep(0.002)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's with no grace: what is still asked is cancelled, and nothing is waited for by the clock."""
+        for one in (*self.servers, *(sockets or ())):
+            one.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
+
+
 @contextmanager
 def serving(app: FastAPI) -> Iterator[str]:
     """The application on a free port of this machine, by a thread of this process; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+        server = QuickServer(uvicorn.Config(app, log_level="critical", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         server.should_exit = True
         thread.join(10)
+
+
+HERE: dict[str, Any] = {"trust_env": False, "verify": False}
+"""For httpx, of an address of this machine: no proxy, and no certificates, which it reads for every client."""
 
 
 @contextmanager
@@ -198,7 +220,7 @@ def asked_and_gone(url: str, body: bytes, is_there: Callable[[], bool]) -> None:
     """A caller that hangs up as soon as its call is there."""
 
     async def ask() -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        async with httpx.AsyncClient(**HERE, timeout=60) as client:
             asking = asyncio.create_task(client.post(url, content=body, headers={"Content-Type": "application/json"}))
             async with asyncio.timeout(60):
                 while not is_there():

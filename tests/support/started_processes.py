@@ -8,8 +8,8 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from rollout_actors import warm_python
-
+SESSION = "ROLLMATCH_TEST_SESSION"
+"""Environment variable that names the session."""
 KINDS = {"VLLM::EngineCor": "engines", "raylet": "Ray nodes", "warm": "forked processes"}
 """The first 15 characters of a process's name, up to a space. An engine in the tests' own process has none."""
 EVERY_S = 0.5
@@ -19,7 +19,7 @@ class StartedProcesses:
     """A thread that looks again and again, until it is told to stop. Processes that live for less than `EVERY_S` may be missed."""
 
     def __init__(self) -> None:
-        self._mark = f"{warm_python.FOLDER}={os.environ[warm_python.FOLDER]}".encode()
+        self._mark = f"{SESSION}={os.environ[SESSION]}".encode()
         """In the environment of everything that this session starts."""
         self._seen: set[tuple[str, str]] = set()
         self._stopped = threading.Event()

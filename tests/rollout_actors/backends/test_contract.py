@@ -144,10 +144,10 @@ BACKENDS: dict[str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=marks) for name, (_, marks) in BACKENDS.items()])
 def under(request: pytest.FixtureRequest, demo_checkpoint: Path) -> Iterator[UnderTest]:
-    if request.param == "actors":
-        request.getfixturevalue("ray_cluster")
+    make, marks = BACKENDS[request.param]
+    if marks:
+        request.getfixturevalue("engine_pool")  # a test compares with it, and its processes are none of the backend's
     before = child_processes()
-    make, _ = BACKENDS[request.param]
     with closing(SmallLearner(demo_checkpoint, num_receivers=1)) as learner, make(learner, demo_checkpoint) as under:
         under.children_before = before
         under.sync()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine_support import SUPPORT, TIMEOUTS, SmallLearner
 
 from learner.weight_sender import WeightSender
 from learner.weight_source import CheckpointWeights
+from rollout_actors import warm_python
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec, colocate_tensor_parallel
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -214,7 +214,7 @@ print("fine")
 @pytest.mark.engines_extra
 def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them(demo_checkpoint: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RANK, str(demo_checkpoint), str(tmp_path / "store")]
+    command = [*warm_python.command(), "-c", RANK, str(demo_checkpoint), str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
     try:
         for rank in ranks:

@@ -23,7 +23,7 @@ import pytest
 import torch
 from endpoint_support import GREEDY, QUESTION, SAMPLED, TEMPERATURE, WITH_TOKENS, Endpoint, asked_throughout, greedy
 from engine_support import SmallLearner, small_settings
-from fake_server import eventually
+from fake_server import HERE, eventually
 from serve_process import OneServer, ServeProcess, serve_process
 from stock_process import TOKEN, stock_process
 
@@ -83,7 +83,7 @@ def stock(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        return httpx.get(f"{url}/health", **HERE).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -344,7 +344,7 @@ def test_tools_are_called_by_the_parser_that_was_chosen(ours: Endpoint) -> None:
 
 def test_health_counts_what_the_openai_routes_sample(server: ServeProcess, ours: Endpoint) -> None:
     def num_tokens() -> int:
-        return int(httpx.get(f"{server.url}/health/", trust_env=False).json()["num_tokens"])
+        return int(httpx.get(f"{server.url}/health/", **HERE).json()["num_tokens"])
 
     before = num_tokens()
     one = ours.chat(n=2, **SAMPLED).usage.completion_tokens
@@ -401,7 +401,7 @@ def test_what_a_sync_finds_queued_is_never_answered_under_weights_that_are_not_v
 
     with ThreadPoolExecutor(14) as threads:
         asking = [threads.submit(asked, seed) for seed in range(14)]
-        assert eventually(lambda: httpx.get(f"{ours.url}/health/", trust_env=False).json()["num_running"] == 14)
+        assert eventually(lambda: httpx.get(f"{ours.url}/health/", **HERE).json()["num_running"] == 14)
         time.sleep(0.1)
         learner.learn(41)
         sync_weights(learner, pool)
@@ -478,12 +478,12 @@ def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(ours:
     evaluations = Evaluations(tmp_path, ours)
     process = evaluations.start("guess_number", "-n", "6", "-r", "2", "-c", "2", "-t", "24", "-a", '{"max_turns": 4}', "--no-interleave-scoring")
     running = f"{ours.url}/health/"
-    assert eventually(lambda: httpx.get(running, trust_env=False).json()["num_running"] > 0, within_s=60)
+    assert eventually(lambda: httpx.get(running, **HERE).json()["num_running"] > 0, within_s=60)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert eventually(lambda: httpx.get(running, trust_env=False).json()["num_running"] == 0)
+    assert eventually(lambda: httpx.get(running, **HERE).json()["num_running"] == 0)
     (folder,) = tmp_path.glob("outputs/evals/*/*")
     evaluations.run("--resume", str(folder))
     assert sorted((line["example"], line["rollout"]) for line in evaluations.lines()) == [(e, r) for e in range(6) for r in range(2)]

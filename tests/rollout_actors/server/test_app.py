@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_server import ObedientEngine, asked_and_gone, eventually, make_offer, make_png, make_request, make_service, make_settings, serving
+from fake_server import HERE, ObedientEngine, asked_and_gone, eventually, make_offer, make_png, make_request, make_service, make_settings, serving
 
 from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
@@ -31,10 +31,10 @@ class Caller:
         self.url, self.engine = url, engine
 
     def get(self, route: str) -> httpx.Response:
-        return httpx.get(self.url + route, trust_env=False)
+        return httpx.get(self.url + route, **HERE)
 
     def post(self, route: str, body: bytes | None, **headers: str) -> httpx.Response:
-        return httpx.post(self.url + route, content=body, headers={"Content-Type": "application/json"} | headers, trust_env=False, timeout=30)
+        return httpx.post(self.url + route, content=body, headers={"Content-Type": "application/json"} | headers, **HERE, timeout=30)
 
     def infer(self, *requests: RolloutRequest, run: str | None = None) -> httpx.Response:
         return self.post("/infer/", messages.InferCall(requests=requests, seed=1, run=run).body())
@@ -155,11 +155,11 @@ class TestToken:
 
     @pytest.mark.parametrize("sent", ["Bearer pas", "Bearer pass2", "Bearer", "pass", "Basic pass", "Bearer pässe".encode().decode("latin1")])
     def test_another_token_is_refused(self, locked: Caller, sent: str) -> None:
-        answer = httpx.get(locked.url + "/info/", headers=[(b"Authorization", sent.encode("latin1"))], trust_env=False)
+        answer = httpx.get(locked.url + "/info/", headers=[(b"Authorization", sent.encode("latin1"))], **HERE)
         assert answer.status_code == 401
 
     def test_the_right_one_is_let_in(self, locked: Caller) -> None:
-        assert httpx.get(locked.url + "/info/", headers={"Authorization": "Bearer pass"}, trust_env=False).status_code == 200
+        assert httpx.get(locked.url + "/info/", headers={"Authorization": "Bearer pass"}, **HERE).status_code == 200
 
 
 class TestLimits:
@@ -169,7 +169,7 @@ class TestLimits:
 
     def test_a_body_that_does_not_say_it_is_too_large_is_left_when_it_is(self, caller: Caller) -> None:
         answer = httpx.post(
-            caller.url + "/infer/", content=(b" " * 1000 for _ in range(1000)), headers={"Content-Type": "application/json"}, trust_env=False, timeout=30
+            caller.url + "/infer/", content=(b" " * 1000 for _ in range(1000)), headers={"Content-Type": "application/json"}, **HERE, timeout=30
         )
         assert answer.status_code == 413
 
@@ -186,8 +186,8 @@ class TestLimits:
 
     def test_a_server_that_may_be_called_by_one_name_answers_to_no_other(self, engine: ObedientEngine, tmp_path: Path) -> None:
         with serving(make_app(make_service(engine, make_settings(tmp_path / "model")), only_from=("localhost", "127.0.0.1"))) as url:
-            assert httpx.get(url + "/health/", headers={"Host": "evil.example"}, trust_env=False).status_code == 400
-            assert httpx.get(url + "/health/", trust_env=False).status_code == 503
+            assert httpx.get(url + "/health/", headers={"Host": "evil.example"}, **HERE).status_code == 400
+            assert httpx.get(url + "/health/", **HERE).status_code == 503
 
 
 class TestBadRequests:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_server import ObedientEngine, asked_and_gone, eventually, make_offer, make_service, make_settings, serving
+from fake_server import HERE, ObedientEngine, asked_and_gone, eventually, make_offer, make_service, make_settings, serving
 
 from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
@@ -81,10 +81,10 @@ class Caller:
 
     def post(self, route: str, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + route, content=content, headers={"Content-Type": "application/json"} | headers, trust_env=False, timeout=30)
+        return httpx.post(self.url + route, content=content, headers={"Content-Type": "application/json"} | headers, **HERE, timeout=30)
 
     def get(self, route: str, **headers: str) -> httpx.Response:
-        return httpx.get(self.url + route, headers=headers, trust_env=False)
+        return httpx.get(self.url + route, headers=headers, **HERE)
 
     def phase(self, phase: SyncPhase, version: int = 1) -> None:
         assert self.post(SYNC_ROUTES[phase], messages.SyncCall.of(phase, make_offer(version), "a run").body()).status_code == 200, phase
@@ -97,7 +97,7 @@ class Caller:
         return int(self.get("/health/").json()["num_running"])
 
     def client(self, token: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, http_client=httpx.Client(trust_env=False), **{"max_retries": 0} | options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, http_client=httpx.Client(**HERE), **{"max_retries": 0} | options)
 
 
 def said(answer: httpx.Response) -> str:
@@ -137,7 +137,7 @@ def test_a_server_without_a_serving_has_no_such_routes(tmp_path: Path) -> None:
     one = make_service(ObedientEngine(), make_settings(tmp_path / "model"))
     asyncio.run(one.start())
     with serving(make_app(one)) as url:
-        assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 404
+        assert httpx.get(f"{url}/v1/models", **HERE).status_code == 404
 
 
 def test_the_call_reaches_the_serving_as_it_was_sent(caller: Caller) -> None:
