@@ -28,7 +28,7 @@ help:
 	@echo "make control       the same wall time on channel A alone, from the same random model"
 	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make lint          format, ruff and types"
-	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and long sweeps"
+	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and what takes long by itself"
 	@echo "make test          lint, unit tests, then the tests that share a Ray cluster and three engines"
 	@echo "make test-engines  the tests that need servers, commands or engines of their own"
 	@echo "make test-all      both, as CI"
@@ -83,7 +83,7 @@ STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine 
 STAGE_ENGINES := "servers, commands and engines of their own" '$(WITH_PROCESSES) engines_extra'
 
 check: setup
-	@scripts/stages.sh --not-run "long sweeps, Ray, processes and engines: make test" \
+	@scripts/stages.sh --not-run "slow tests, Ray, processes and engines: make test" \
 	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not slow"'
 
 test: setup

@@ -11,6 +11,8 @@ import pytest
 
 from rollout_actors import warm_python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}
 

@@ -25,6 +25,7 @@ def test_each_specification_is_quoted(section, quoted):
     assert len(re.findall(r'^\| "', table, flags=re.MULTILINE)) >= quoted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
 def test_the_modules_exist(row):
     modules = re.findall(r"`([^`]+)`", row[1])
@@ -38,6 +39,7 @@ def functions_of(file):
     return {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("requirement", "test"), TESTS, ids=lambda value: value.split("::")[-1][:60])
 def test_the_tests_exist_and_carry_their_scenarios_title(requirement, test):
     file, name = test.split("::")
@@ -48,6 +50,7 @@ def test_the_tests_exist_and_carry_their_scenarios_title(requirement, test):
         assert title in name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
 def test_every_line_but_headings_has_a_test(row):
     assert row[0].startswith("**") == (not row[2])

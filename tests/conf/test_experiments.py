@@ -48,12 +48,14 @@ def loaded(*overrides: str) -> RunConfig:
     return load_config(composed(*overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_shipped_experiment_loads(experiment: str) -> None:
     run = loaded(f"+experiment={experiment}")
     assert batch_algebra(run, engine_devices(run) or ASKED).describe()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2_5_vl_3b", "qwen3_vl_4b"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rates(experiment: str, model: str) -> None:
@@ -66,6 +68,7 @@ def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rat
     assert (run.checkpoint.keep_last, run.checkpoint.keep_best) == (2, 1)
 
 
+@pytest.mark.slow
 def test_the_real_run_is_the_main_job_with_other_sizes() -> None:
     main, real = loaded("+experiment=stage2_3v1"), loaded("+experiment=stage2_3v1_4b")
     assert real.model == loaded("+experiment=stage2_3v1", "model=qwen3_vl_4b").model
@@ -122,6 +125,7 @@ def test_an_environment_of_ones_own_is_named_on_the_command_line() -> None:
     assert (section.id, section.args, section.num_actors) == ("./sort_words.py", {"num_words": 6}, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(backend: str) -> None:
     choice = ["+experiment=env_3v1", f"backend={backend}", "stage2_ab.channel_b.enable_pipeline=false"]
@@ -132,12 +136,14 @@ def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(
         loaded(*choice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_readme_loads(command: str) -> None:
     first_trial = [override.split(",")[0] for override in command.split()]
     assert loaded(*as_schema_overrides(first_trial)).training.max_steps
 
 
+@pytest.mark.slow
 def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run() -> None:
     (command,) = (command for command in COMMANDS if "model.path=/models" in command)
     run = loaded(*as_schema_overrides(command.split()))
@@ -152,6 +158,7 @@ def test_every_shipped_backend_takes_the_place_of_the_actors(backend: str) -> No
     assert run.rollout_matching.rollout_backend == ("hf" if backend == "hf" else "vllm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["stage2_colocate", "stage2_hf", "stage2_server", "stage2_2learners"])
 def test_a_topology_is_the_main_job_on_other_devices(topology: str) -> None:
     """What is learned, and in which steps, is the same."""
@@ -167,6 +174,7 @@ def test_a_run_is_named_on_the_command_line() -> None:
     assert loaded("+experiment=stage2_3v1", "++telemetry.name=demo").telemetry.name == "demo"
 
 
+@pytest.mark.slow
 def test_a_refused_configuration_leaves_no_folder_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", "training.foo=1"]
     environment = os.environ | {"PYTHONPATH": str(CONF.parent), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -197,6 +205,7 @@ def test_without_an_experiment_the_missing_keys_are_named() -> None:
         loaded()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_shipped_value_that_repeats_the_schema_s_default_is_left_out(experiment: str) -> None:
     written = composed(f"+experiment={experiment}")

@@ -82,6 +82,7 @@ def test_the_rollouts_can_be_looked_at_as_the_page_does(folder, capsys):
     assert "mean reward 1.27" in printed  # of three messages one has no answer: 1 + 0.2 + 0.1 * 2 / 3
 
 
+@pytest.mark.slow
 def test_the_tools_of_the_page_can_be_called(folder):
     environment = load_environment("convert_units")
     calls = [("to_centimetres", {"length": 3, "unit": "mile"}), ("to_centimetres", {"length": 3, "unit": "foot"})]
@@ -108,6 +109,7 @@ def replies(text: str) -> str:
     return answered(" ".join(sorted(text.split()))) if re.fullmatch(r"[a-z ]+", text) else "<guess>50</guess>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "launch.vf_eval" in command])
 def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
     with serving(FakeOpenAI(reply=replies).app()) as url:

@@ -38,6 +38,7 @@ def test_the_server_of_the_page_takes_its_arguments() -> None:
     assert read_arguments(ServeOptions, COMMANDS[1][3:]).tool_call_parser == "hermes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_command_of_the_page_evaluates(url: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     command = [url if word == "http://127.0.0.1:8000/v1" else word for word in COMMANDS[number][1:]]

@@ -19,6 +19,8 @@ from shared.errors import ConfigError, StorageError
 from shared.schedule import RunSchedule
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 
+pytestmark = pytest.mark.slow
+
 SCENE = 96 * 96
 CASES = [(family, tied) for family in FAMILIES for tied in (True, False)]
 

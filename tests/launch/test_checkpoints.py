@@ -207,6 +207,7 @@ class Saves:
         self._learner.publisher.save(folder)
 
 
+@pytest.mark.slow
 def test_every_checkpoint_loads_elsewhere_with_the_weights_of_its_step(learner):
     config, trained = learner
     checkpoints, weights = Checkpoints(config, Saves(trained), Told()), {}

@@ -56,6 +56,7 @@ def test_the_largest_image_is_known(run):
     assert check_data(config).images.max_pixels == 20_200
 
 
+@pytest.mark.slow
 def test_the_check_loads_neither_torch_nor_what_needs_it():
     code = "import sys, launch.data_checks; print(sorted({'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=True).stdout == "[]\n"

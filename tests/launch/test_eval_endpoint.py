@@ -42,6 +42,7 @@ def test_an_endpoint_that_refuses_several_times_in_a_row_has_gone(last: Callable
     assert next(says, None) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [200, 401, 404, 429])
 def test_an_endpoint_that_says_anything_is_there(status: int) -> None:
     with pytest.raises(TimeoutError):

@@ -61,6 +61,7 @@ def refused(run, *overrides, **options):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_everything_wrong_is_said_before_anything_heavy_is_imported(run):
     done = command(f"run={run}", "training.lerning_rate=0.1", "rollout_matching.decode_batch_size=six", "checkpoint=nowhere")
     assert done.returncode == 2
@@ -72,6 +73,7 @@ def test_everything_wrong_is_said_before_anything_heavy_is_imported(run):
     assert not imported & {"torch", "ray", "vllm", "transformers", "pycocotools"}
 
 
+@pytest.mark.slow
 def test_arguments_that_are_none_and_keys_that_are_missing_are_named():
     done = command("outputs/run", "runn=x")
     assert done.returncode == 2

@@ -44,6 +44,7 @@ def stock(request, tmp_path_factory):
     return folder / "model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

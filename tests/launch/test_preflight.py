@@ -186,6 +186,7 @@ def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(conf
     assert (server.label, server.routes) == ("default", [])
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
     stuck = StockServer(changes={"model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64}, worker_latency_s=60.0)
     with serving(stuck.app()) as url:
@@ -319,6 +320,7 @@ def test_the_data_are_read_once(config, monkeypatch):
     assert read == [run.data.train, run.data.val]
 
 
+@pytest.mark.slow
 def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(demo_checkpoint, demo_data, tmp_path):
     overrides = [f"model.path={demo_checkpoint}", f"data.train={demo_data}/train.jsonl", f"data.val={demo_data}/val.jsonl", f"telemetry.run_dir={tmp_path}/run"]
     command = [sys.executable, "-m", "launch.preflight", "+experiment=stage2_3v1", *overrides]

@@ -166,6 +166,7 @@ def test_a_transport_for_the_other_kind_of_device_is_refused(model: Path, device
     assert problem.startswith(f"transport: {transport} ")
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_known_before_anything_is_loaded(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

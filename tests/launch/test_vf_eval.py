@@ -25,6 +25,8 @@ from launch.vf_eval import main
 from rollout_actors.environments.loading import load_environment
 from shared.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """
     from pathlib import Path

@@ -21,6 +21,8 @@ from shared.schedule import StepPlan
 from shared.transports import Transport
 from shared.weight_terms import AdapterTerms, FullTerms
 
+pytestmark = pytest.mark.slow
+
 VLLM = "rollout_matching__vllm"
 CANARY = ComputedCanary(CanaryProbe((1,), (), (1,), (), tolerance=1e-4))
 SMALL = {

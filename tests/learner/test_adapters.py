@@ -74,6 +74,7 @@ def test_layers_of_the_same_name_outside_the_language_model_stay_as_they_are(dem
     assert not any("visual" in path for path in adapted_layers(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_adapter_follows_from_the_seed_and_changes_nothing(demo_checkpoint, kind):
     before = torch.random.get_rng_state()
@@ -91,6 +92,7 @@ def test_a_name_that_no_layer_has_is_refused_with_those_that_exist(demo_checkpoi
         adapted(demo_checkpoint, target_modules=("q_proj", "wq", "qkv"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_equal(demo_checkpoint, kind):
     model = adapted(demo_checkpoint, kind)
@@ -104,6 +106,7 @@ def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_eq
         assert not torch.equal(merged[f"{path}.weight"], before[f"{path}.base_layer.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_adapted_model_does(demo_checkpoint, kind):
     model, ordinary = adapted(demo_checkpoint, kind), load(demo_checkpoint)
@@ -129,6 +132,7 @@ def test_specs_are_known_before_anything_is_merged(demo_checkpoint, kind):
     assert list(source.specs()) == [(name, tensor.dtype, tensor.shape) for name, tensor in source.tensors()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_adapter_loads_in_peft(demo_checkpoint, tmp_path, kind):
     model = adapted(demo_checkpoint, kind)
@@ -153,6 +157,7 @@ def test_an_offered_adapter_is_two_files_with_a_digest(demo_checkpoint):
     assert not replace(terms, files=replace(files, config=files.config + " ")).is_intact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kind):
     """Embeddings are frozen, so what enters a checkpointed layer needs no gradient, and the layer's adapters do."""
@@ -169,6 +174,7 @@ def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kin
     assert same(plain, recomputed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(demo_checkpoint, tmp_path, kind):
     model = adapted(demo_checkpoint, kind)

@@ -64,6 +64,7 @@ def step(parts, rows):
     return loss, {name: parameter.grad / len(segments) for name, parameter in loaded.model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.slow
 def test_packed_rows_have_the_loss_and_gradient_of_their_segments_alone(parts):
     segments = parts[2]
     loss, gradients = step(parts, [[segment] for segment in segments])
@@ -76,6 +77,7 @@ def test_packed_rows_have_the_loss_and_gradient_of_their_segments_alone(parts):
             torch.testing.assert_close(packed[name], gradient, atol=5e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts):
     """The slow way: the model makes its own positions, and the whole vocabulary's logits are read."""
     _, loaded, segments = parts

@@ -56,6 +56,7 @@ def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
         LearnerHost(configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | offload), run[1])
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_offloaded_between_its_rounds_learns_the_same_to_the_bit(
     run: tuple[RunConfig, Learner], demo_checkpoint: Path, demo_data: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itsel
     assert learner.loaded.model.training
 
 
+@pytest.mark.slow
 def test_a_learner_learns_from_its_own_rollouts(run: tuple[RunConfig, Learner]) -> None:
     """Prompts, versions and log-probabilities are compared on the way, as those of any engine are."""
     config, learner = run

@@ -14,6 +14,8 @@ from shared.errors import ConfigError, LearnerError, RolloutError
 from shared.schedule import RunSchedule
 from shared.seeds import request_seed
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "global_max_length": 512,
     "training__max_steps": 3,

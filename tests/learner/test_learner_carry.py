@@ -16,6 +16,8 @@ from learner.targets import rollout_target
 from shared.config.pipeline import Channel
 from shared.schedule import RunSchedule
 
+pytestmark = pytest.mark.slow
+
 CARRYING = {
     "custom__trainer_variant": "stage2_rollout_aligned",
     "stage2_ab": {},

@@ -12,6 +12,8 @@ from learner.step_log import step_path
 from shared.errors import RolloutError
 from shared.schedule import RunSchedule
 
+pytestmark = pytest.mark.slow
+
 ROLLOUTS = 12
 
 

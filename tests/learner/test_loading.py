@@ -14,6 +14,8 @@ from shared.config.pipeline import Channel
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "global_max_length": 512,
     "training__max_steps": 8,

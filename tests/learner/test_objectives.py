@@ -177,6 +177,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: "-".join(changes))
 def test_coord_reg_is_the_weighted_sum_of_its_terms_in_use(logits, row, changes):
     config = NEUTRAL | changes

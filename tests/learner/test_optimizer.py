@@ -223,6 +223,7 @@ def test_a_rank_without_rows_takes_the_other_rank_s_update():
     assert same(weights(model), weights(alone))
 
 
+@pytest.mark.slow
 def test_in_bfloat16_updates_too_small_for_it_add_up_in_the_masters():
     model, exact = Tiny(torch.bfloat16), Tiny(torch.bfloat16).float()
     config = training(learning_rate=1e-5, max_steps=400)

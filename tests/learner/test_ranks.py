@@ -12,6 +12,8 @@ from learner.ranks import OneRank
 from learner.rendezvous import Rendezvous, join_ranks
 from shared.errors import CollectiveError, LearnerError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def collectives(two_ranks):

@@ -67,6 +67,7 @@ def text_of(token_ids, codec):
     return b"".join(map(codec.piece_bytes, token_ids)).decode()
 
 
+@pytest.mark.slow
 def test_a_line_says_what_the_engine_answered_and_what_became_of_it(tmp_path, codec):
     kept = "{" + ", ".join([entry(1, "six", (110, 90, 310, 290)), entry(4, "nine", (0, 0, 9, 9)), entry(5, "two", (1, 2, 3))])
     line, rollout, target = logged_response(tmp_path, codec, kept + ', "object_6": {"de')

@@ -22,6 +22,8 @@ from shared.config.pipeline import Channel, PipelineSection
 from shared.dataset import load_dataset
 from shared.rollouts import FinishReason, Rollout
 
+pytestmark = pytest.mark.slow
+
 NUM_SEGMENTS = 6
 ON = {"enabled": True, "weight": 1.0, "channels": ["A", "B"]}
 TEMPERATURE = 0.8

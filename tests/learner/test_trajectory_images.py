@@ -19,6 +19,8 @@ from shared.errors import RolloutError
 from shared.schedule import RunSchedule
 from shared.trajectory import TrainingExample
 
+pytestmark = pytest.mark.slow
+
 ROLLOUTS = 3 * GROUP
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 # Patches of 8 pixels, two by two merged: 24 tokens, 20, 12.

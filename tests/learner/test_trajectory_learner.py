@@ -22,6 +22,8 @@ from shared.rollouts import DecodeMode
 from shared.schedule import RunSchedule
 from shared.trajectory import ExampleCounts
 
+pytestmark = pytest.mark.slow
+
 ROLLOUTS = 3 * GROUP
 
 

@@ -148,6 +148,7 @@ def receive(joined: WeightGroup, terms: FullTerms, num_buckets: int | None = Non
     return tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [set(), {2}, {1, 3}], ids=["all on this machine", "one elsewhere", "one of each group elsewhere"])
 def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again(remote: set[int]) -> None:
     model = TiedModel()
@@ -187,6 +188,7 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
     assert mappings() == 0
 
 
+@pytest.mark.slow
 def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_leave_behind() -> None:
     before = set(FOLDER.iterdir())
     sender = make_sender(TiedModel(), timeout_s=2.0)
@@ -200,6 +202,7 @@ def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_l
     assert isinstance(sending.exception(), WeightSyncError)
 
 
+@pytest.mark.slow
 def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
     sender = WeightSender(
         CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=2.0, bucket_bytes=10
@@ -297,6 +300,7 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
             receiving.result(timeout=60)
 
 
+@pytest.mark.slow
 def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_engine() -> None:
     sender = make_sender(TiedModel(), timeout_s=2.0)
     offer = sender.offer(1, SlowCanary(PROBE, lambda: time.sleep(2.2)))
@@ -307,6 +311,7 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
             sender.send(offer)
 
 
+@pytest.mark.slow
 def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_kept() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -368,6 +373,7 @@ def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
     assert (offer.transport, FullTerms.of(offer).groups, offer.canary, sender.send(offer).phase_s) == ("inproc", (), PROBE, {})
 
 
+@pytest.mark.slow
 def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_has_a_new_port() -> None:
     sender = make_sender(TiedModel())
     offer = sender.offer(1, CANARY)

@@ -12,6 +12,8 @@ from transformers import AutoModelForImageTextToText, GenerationConfig, LogitsPr
 from rollout_actors.repeat_guard_hf import RepeatGuardProcessor
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 
+pytestmark = pytest.mark.slow
+
 PROMPT = 3
 STOP = 7
 RULE = RepeatRule(RepeatGuardSettings(4, 3, 2, 3, 1), lambda token_id: [b'{"object_', b"1", b'": ', b", "][token_id] if token_id < 4 else b"")

@@ -102,6 +102,7 @@ def check_forced(logits: torch.Tensor, before: torch.Tensor, requests: list[Requ
     return num_over
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS, WITH_KEYS])
 def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(module: Any, tokenizer: str, settings: RepeatGuardSettings) -> None:
     from vllm.v1.sample.logits_processor import BatchUpdateBuilder, MoveDirectionality
@@ -182,6 +183,7 @@ class FakeRunner:
         self.total_len[slot] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS, WITH_KEYS])
 def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: Any, tokenizer: str, settings: RepeatGuardSettings) -> None:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
@@ -320,6 +322,7 @@ def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_p
     assert ("VLLM_USE_V2_MODEL_RUNNER=0" in said) == (version == V2)
 
 
+@pytest.mark.slow
 def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module: Any, demo_checkpoint: Path) -> None:
     """The guard is an argument of the engine's start. What is sent with a request does not know of it."""
     from engine_support import small_settings

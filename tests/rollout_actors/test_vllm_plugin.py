@@ -92,6 +92,7 @@ def is_running(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_memory_that_syncs_free_is_there_for_the_next_one() -> None:
     """glibc reads its settings when a process starts. It needs a few rounds to settle, then what is freed and taken again costs no page faults."""
     code = (
@@ -106,6 +107,7 @@ def test_memory_that_syncs_free_is_there_for_the_next_one() -> None:
     assert int(done.stdout) < 1000, "of 20,000 pages"
 
 
+@pytest.mark.slow
 def test_whoever_places_the_actors_need_not_import_vllm_or_torch() -> None:
     code = "import sys, rollout_actors.pool, rollout_actors.engine_actor, rollout_actors.engine_settings; print({'vllm', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -130,6 +132,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "status", "said"), [("pass", 0, ""), ("sys.exit(4)", 4, ""), ("sys.exit('no memory')", 1, "no memory"), ("1 / 0", 1, "ZeroDivisionError")]
 )

@@ -85,6 +85,7 @@ def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_shim(fol
     assert (cwd, colour, said, name, warm) == (str(tmp_path / "below"), "blue", "said", "__main__", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "status", "said"),
     [
@@ -111,6 +112,7 @@ def test_forks_have_random_states_of_their_own(folder: Path) -> None:
     assert len({run(folder, "-c", "import random; print(random.random())").stdout for _ in range(2)}) == 2
 
 
+@pytest.mark.slow
 def test_a_fork_has_the_threads_that_it_asks_for_though_its_server_has_one() -> None:
     folder = new_folder()
     variables = environment(folder, OMP_NUM_THREADS="3")
@@ -168,6 +170,7 @@ if __name__ == "__main__":
     assert (done.stdout, done.returncode) == (f"True {folder}\n", 7), done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_nobody_is_connected_to_ends_with_its_folder_and_the_next_shim_starts_another() -> None:
     folder = new_folder()
     with closing(warm_python.connect(folder, os.environ, preloaded=["fractions"])):
@@ -212,6 +215,7 @@ def test_a_fork_needs_no_more_open_files_than_it_has() -> None:
     assert done.stderr == "", "it was forked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "reason"), [("no_such_module", "No module named"), ("threaded", "1 other threads")])
 def test_where_a_server_cannot_start_the_shim_says_so_and_is_an_ordinary_python(tmp_path: Path, module: str, reason: str) -> None:
     """A fork of a process with threads would have their locks, held as they were."""

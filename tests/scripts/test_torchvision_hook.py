@@ -57,5 +57,6 @@ def test_torchvision_keeps_its_source_for_those_who_look_at_it(run):
     assert run("import inspect, torchvision.extension as e; print('def _has_ops' in inspect.getsource(e))", has_ops=True)[-1] == "True"
 
 
+@pytest.mark.slow
 def test_torchvision_of_this_environment_is_importable():
     subprocess.run([sys.executable, "-c", "import torchvision.transforms.v2.functional"], check=True, timeout=300)

@@ -41,6 +41,7 @@ def exceeds(tokens: Sequence[int], s: RepeatGuardSettings) -> bool:
     return len(re.findall(rb'"object_[0-9]+"\s*:', b"".join(PIECES[token] for token in tokens))) > s.max_object_keys
 
 
+@pytest.mark.slow
 def test_thousands_of_random_sequences_end_where_the_obvious_reading_ends_them() -> None:
     rng = random.Random(11)
     ended = 0

@@ -52,6 +52,7 @@ def test_an_address_that_was_taken_away_opens_nothing_and_who_has_come_goes_on(m
     assert SharedMemory.open(address) is None
 
 
+@pytest.mark.slow
 def test_it_has_no_name_and_goes_with_its_last_owner() -> None:
     named, held = set(Path("/dev/shm").iterdir()), holdings()
     memory = SharedMemory.create(5000)

@@ -210,6 +210,7 @@ def test_of_a_learner_that_fails_by_itself_the_receivers_know_only_that_it_left(
     assert caught.value.__cause__ is RECEIVER_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "received", "told"),
     [

@@ -149,6 +149,7 @@ def test_the_loss_and_its_gradient_do_not_depend_on_packing(tables):
             torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["segment", "constant"])
 def test_the_gradient_agrees_with_finite_differences(tables, normalize):
     of = examples(tables, DISTANCES)
@@ -262,6 +263,7 @@ def test_mean_ratio_share_clipped_log_probability_difference_and_entropy_are_mea
     assert 0.1 < diagnostics["policy/clipped_share"] < 0.9
 
 
+@pytest.mark.slow
 def test_the_entropy_estimate_is_near_the_entropy_of_what_samples(tables):
     """Of the tokens that follow token 0 at position 0, sampled by the learner itself."""
     logits = (tables[0][0] + tables[1][0]) / TEMPERATURE

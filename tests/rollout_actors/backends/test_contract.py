@@ -159,6 +159,7 @@ def requests_of(under: UnderTest, positions: range | list[int], **decode: Any) -
     return [under.learner.request(position, **{"max_new_tokens": SHORT, **decode}) for position in positions]
 
 
+@pytest.mark.slow
 def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under: UnderTest) -> None:
     requests = [replace(request, step=7) for request in requests_of(under, [9, 2, 5, 0, 7, 1, 8, 3, 4])]
     rollouts = under.backend.generate(requests)
@@ -176,6 +177,7 @@ def test_a_vllm_backend_produces_token_ids_suitable_for_strict_alignment_as_ever
         assert rollout.prompt_token_ids == expanded
 
 
+@pytest.mark.slow
 def test_greedy_rollouts_are_the_learners_own(under: UnderTest) -> None:
     if not under.is_model:
         pytest.skip("a script is no model")
@@ -231,6 +233,7 @@ def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_
         assert rollout.logprobs == pytest.approx(tokens["completion_logprobs"][: len(rollout.response_token_ids)], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_neighbours_do_not_matter(under: UnderTest) -> None:
     requests = requests_of(under, range(6), temperature=1.0)
     together = under.backend.generate(requests)
@@ -276,6 +279,7 @@ def test_no_requests_make_no_call(under: UnderTest) -> None:
     assert under.take_rows() != [], "what is decoded is counted"
 
 
+@pytest.mark.slow
 def test_a_rollout_says_which_weights_it_is_of(under: UnderTest) -> None:
     requests = requests_of(under, range(2))
     for seed in (4, 5):  # where weights travel in a group, the second ones go over the one that the first have opened
@@ -292,6 +296,7 @@ def test_a_rollout_says_which_weights_it_is_of(under: UnderTest) -> None:
             assert [r.response_token_ids for r in new] != [r.response_token_ids for r in old]
 
 
+@pytest.mark.slow
 def test_the_guard_ends_one_sequence_and_not_its_neighbours(under: UnderTest) -> None:
     if under.guard is None:
         pytest.skip("it has none")

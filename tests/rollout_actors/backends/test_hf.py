@@ -37,6 +37,7 @@ def of_different_lengths(learner: SmallLearner, **decode: Any) -> list[RolloutRe
     return requests
 
 
+@pytest.mark.slow
 def test_greedy_rollouts_are_those_of_one_forward_per_token(learner: SmallLearner, backend: HFBackend) -> None:
     requests = [request for request in of_different_lengths(learner) if request.images]
     for request, rollout in zip(requests, backend.generate(requests), strict=True):
@@ -46,6 +47,7 @@ def test_greedy_rollouts_are_those_of_one_forward_per_token(learner: SmallLearne
         assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_microbatching_increases_decode_parallelism_without_changing_outputs_format_nor_what_a_prompt_alone_says(
     learner: SmallLearner, backend: HFBackend, temperature: float
@@ -57,6 +59,7 @@ def test_microbatching_increases_decode_parallelism_without_changing_outputs_for
         assert many.logprobs == pytest.approx(one.logprobs, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_models_log_probabilities(learner: SmallLearner, backend: HFBackend) -> None:
     greedy = [learner.request(position, max_new_tokens=12) for position in range(3)]
     beams = [replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=4)) for request in greedy]
@@ -72,6 +75,7 @@ def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_mode
     assert any(rollout.response_token_ids != other.response_token_ids for rollout, other in zip(rollouts, backend.generate(greedy), strict=True))
 
 
+@pytest.mark.slow
 def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(learner: SmallLearner, backend: HFBackend) -> None:
     request = learner.request(0, max_new_tokens=12)
     beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=3)
@@ -162,6 +166,7 @@ def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner: Sma
     assert what_was_said(backend.generate([asked])) == said
 
 
+@pytest.mark.slow
 def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(learner: SmallLearner, backend: HFBackend) -> None:
     widths: list[int] = []
     hook = learner.model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)

@@ -111,6 +111,7 @@ class TestStart:
             asyncio.run(started(url, expected))
         assert str(caught.value).count(url) == 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "value", "said"),
         [
@@ -146,6 +147,7 @@ class TestStart:
         with pytest.raises(RolloutError, match=r"VLLM_SERVER_DEV_MODE=1 .*vllm serve .*--enable-scale-out"):
             asyncio.run(started("http://127.0.0.1:9", expected, timeout_s=0.5))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("label", ["rollmatch-another-7", "rollmatch-unverified", "mine"])
     def test_the_weights_of_another_run_are_not_served(self, server: StockServer, url: str, expected: EngineSettings, label: str) -> None:
         server.label = label
@@ -223,18 +225,21 @@ class TestGenerate:
         with pytest.raises(RolloutError, match=f"{url} failed 2 times"):
             asyncio.run(one.generate([make_request(0)]))
 
+    @pytest.mark.slow
     def test_an_answer_that_takes_too_long_is_given_up(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected, infer_timeout_s=0.2))
         server.latency_s = 5.0
         with pytest.raises(RolloutError, match=r"failed 2 times.*after 0\.2 s"):
             asyncio.run(one.generate([make_request(0)]))
 
+    @pytest.mark.slow
     def test_an_engine_whose_counter_of_tokens_stands_still_is_given_up(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=2.0, watch_s=0.1))
         server.latency_s = 60.0
         with pytest.raises(RolloutError, match=r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s = 2 s"):
             asyncio.run(one.generate([make_request(0)]))
 
+    @pytest.mark.slow
     def test_a_server_that_counts_no_tokens_is_waited_for_as_long_as_it_answers(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected, infer_timeout_s=None, timeout_s=2.0, watch_s=0.1))
         server.latency_s, server.num_tokens = 3.0, None

@@ -32,6 +32,8 @@ from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode
 from shared.weight_sync import SyncPhase
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[2] / "support" / "fake_server.py"
 
 

@@ -87,6 +87,7 @@ def test_tokens_are_kept_as_they_were_sampled_though_the_text_has_others() -> No
     assert gone_on(chat, last, [*asked, assistant("assistant"), user("more")]) == NEXT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [STOP, ""])
 def test_an_answer_that_the_template_trims_is_gone_on_from_as_it_was_sampled(stop: str) -> None:
     chat, asked = chat_of(TRIMMING), [user("hello")]

@@ -54,6 +54,7 @@ async def said(conversation: Conversation, messages: list[Any]) -> tuple[Any, li
     return response, [*messages, *await parse_response_messages(response, "chat")]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(RESPONSES, min_size=2, max_size=5), st.lists(ODD_TEXT, min_size=5, max_size=5))
 def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_completion_ids(responses: list[Says], texts: list[str]) -> None:
@@ -78,6 +79,7 @@ def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_compl
         assert following[len(prompt) + len(sampled) :] == tuple(TOKENIZER.encode(added, add_special_tokens=False))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(RESPONSES, st.sampled_from(["go on", "edit the answer", "forget the beginning", "ask again"])), min_size=2, max_size=6))
 def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_counted(turns: list[tuple[Says, str]]) -> None:

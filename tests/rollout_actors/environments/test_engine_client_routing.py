@@ -146,6 +146,7 @@ def test_no_engine_has_more_requests_at_a_time_than_it_may(tokenizer: Any) -> No
     assert engines.most_under_way == [3, 3]
 
 
+@pytest.mark.slow
 def test_the_wait_for_a_turn_at_an_engine_is_not_in_the_timing(tokenizer: Any) -> None:
     client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no", delay_s=0.1)), tokenizer, max_under_way=1)
     results = generated(Talk(max_turns=1), rows(8), client)

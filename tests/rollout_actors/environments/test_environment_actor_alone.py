@@ -17,6 +17,8 @@ from rollout_actors.environments.runner import RunnerSettings
 from shared.errors import Limit, RolloutError
 from shared.trajectory import EnvironmentRequest, ExampleGroup
 
+pytestmark = pytest.mark.slow
+
 MakeActor = Callable[..., EnvironmentActor]
 
 

@@ -20,6 +20,8 @@ from shared.errors import RolloutError
 from shared.protocols import CLOSED_S
 from shared.trajectory import EnvironmentRequest, ExampleGroup
 
+pytestmark = pytest.mark.slow
+
 OPENED = [f"opened {position}" for position in range(4)]
 SHUT = [f"shut {position}" for position in range(4)]
 

@@ -245,6 +245,7 @@ def test_ids_are_recorded_in_the_state():
     assert (both["id"], both["example_id"]) == ("x", 7), "a column of ids is carried through to the state"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 def test_timing_is_recorded_and_the_wait_for_a_turn_is_not_counted(interleave_scoring):
     env = SingleTurnEnv(rubric=rubric_of(Scorer(0.06)))

@@ -192,12 +192,14 @@ def test_a_reward_function_that_fails_is_one_rollouts_failure(interleave_scoring
     assert results.metadata.num_errors == 1 and results.state[1]["trajectory"][0]["reward"] == 0.0
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_cannot_be_reached_leaves_every_rollout_as_data():
     client = ScriptedClient(lambda call: connection_error())
     results = generated(SingleTurnEnv(rubric=rubric_of(said_the_answer)), rows(3), client)
     assert results.metadata.num_errors == 3 and results.reward == [0.0] * 3 and client.num_calls == 9
 
 
+@pytest.mark.slow
 def test_retries_are_for_infrastructure_errors_only():
     seen = {}
 

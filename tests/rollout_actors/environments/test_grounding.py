@@ -163,6 +163,7 @@ def codec() -> HFTokenCodec:
     return HFTokenCodec(demo_tokenizer())
 
 
+@pytest.mark.slow
 @given(st.text() | st.lists(st.sampled_from([*DESCS, *SCRAPS, "<|coord_999|>", "<|coord_1000|>", "<|coord_01|>"])).map("".join))
 def test_the_tokens_of_a_text_have_its_bytes(text):
     codec = TextCodec()

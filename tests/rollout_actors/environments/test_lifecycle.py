@@ -377,6 +377,7 @@ def test_teardown_is_called_also_where_what_is_inside_fails():
     assert env.called == ["first", "plain"]
 
 
+@pytest.mark.slow
 def test_an_environment_that_was_closed_is_held_by_nobody():
     env = Torn()
     held = weakref.ref(env)
@@ -420,10 +421,12 @@ def program(body: str, *, signal_at: str | None = None) -> tuple[list[str], int,
     return " ".join(lines).split(), status, complaints
 
 
+@pytest.mark.slow
 def test_teardown_is_called_once_when_the_process_ends():
     assert program("env = Env(); print('end')") == (["end", "teardown", "plainly"], 0, "")
 
 
+@pytest.mark.slow
 def test_teardown_is_called_when_the_process_ends_by_an_exception():
     lines, code, complaints = program("env = Env(); raise RuntimeError('oh')")
     assert lines == ["teardown", "plainly"] and code == 1 and "oh" in complaints
@@ -465,6 +468,7 @@ def test_on_sigterm_rollouts_under_way_clean_up_before_the_teardown():
     assert lines == ["ready", "cleanup", "teardown", "plainly"] and code == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))"])
 def test_sigterm_ends_the_process_also_where_it_comes_while_an_environments_code_runs(handler):
     body = f"""
@@ -698,6 +702,7 @@ HANDLERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_a_signal_ends_the_process_whatever_its_handler_is_and_wherever_it_comes(handler):
     body = """
@@ -714,6 +719,7 @@ def test_a_signal_ends_the_process_whatever_its_handler_is_and_wherever_it_comes
     assert code == 7 and "went on" not in lines
 
 
+@pytest.mark.slow
 def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts_failure():
     class Stuck(Talk):
         cleanup_timeout_s = 0.5

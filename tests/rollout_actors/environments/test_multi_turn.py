@@ -371,6 +371,7 @@ def test_what_an_engine_of_the_runs_own_fails_with_is_not_tried_again(failure):
     assert caught.value is failure and client.num_calls == 1
 
 
+@pytest.mark.slow
 def test_an_infrastructure_that_goes_on_failing_is_raised_after_the_last_try():
     client = ScriptedClient([connection_error()] * TRIES)
     with pytest.raises(openai.APIConnectionError):
@@ -610,6 +611,7 @@ class Jury(Documented):
         return state
 
 
+@pytest.mark.slow
 def test_seeds_of_rollouts_inside_rollouts_and_scorings_do_not_depend_on_which_engine_answers_first(tokenizer):
     def seeds_of(late):
         def answer(request):
@@ -649,6 +651,7 @@ def test_a_state_that_is_made_in_a_rollout_and_never_rolled_out_takes_no_seeds_f
     assert len(set(seeds)) == len(seeds) == 2 * (2 + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_states_of_rollouts_that_are_called_by_hand_are_not_kept(tokenizer, is_inside):
     client, kept, alive = client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer), [], []

@@ -70,6 +70,7 @@ def workloads(draw):
     return rollouts, draw(st.integers(1, 3)), draw(st.booleans()), bounds
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(workloads())
 def test_outputs_match_non_interleaved_results_for_deterministic_reward_functions(workload):
@@ -377,6 +378,7 @@ BOUNDED = """
 """
 
 
+@pytest.mark.slow
 def test_vf_eval_bounds_generations_and_scorings_by_flags_of_their_own(tmp_path, monkeypatch, handlers_left_alone):
     (tmp_path / "bounded_env.py").write_text(textwrap.dedent(BOUNDED))
     monkeypatch.chdir(tmp_path)

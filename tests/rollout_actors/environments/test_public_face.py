@@ -58,6 +58,7 @@ def test_the_face_has_these_names_and_no_others():
     assert sorted(rollout_actors.environments.__all__) == sorted(CONTRACT + BESIDES)
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_that_takes_long():
     code = "import sys, rollout_actors.environments; print({'ray', 'vllm', 'torch', 'transformers', 'datasets', 'PIL'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)

@@ -119,6 +119,7 @@ def test_a_broken_line_elsewhere_is_refused_with_file_line_and_remedy(tmp_path, 
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_file_that_another_process_writes_is_refused(tmp_path):
     code = f"""
 import sys

@@ -110,6 +110,7 @@ def test_a_rollout_says_what_it_is_worth_and_what_is_learned_of_it() -> None:
     assert first.generate_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compares", [False, True])
 def test_results_do_not_depend_on_how_the_requests_are_cut_into_calls(compares: bool) -> None:
     requests = training(4, 1, 2, 0)
@@ -203,6 +204,7 @@ def test_a_rollouts_own_error_is_data() -> None:
     assert sorted(runner_environment.CLEANED[:4]) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it() -> None:
     answers = ran(training(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
     assert [rollout.reward for rollout in answers[0]] == [0.0, 0.0] and all(not rollout.examples for rollout in answers[0])

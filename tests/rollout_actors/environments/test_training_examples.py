@@ -242,6 +242,7 @@ def slowly_merged(states: list[State]) -> tuple[list[tuple[int, list[tuple[int, 
     return examples, num_splits
 
 
+@pytest.mark.slow
 @given(trajectories())
 def test_merging_equals_a_slow_obvious_version(states):
     examples, num_splits = merge_trajectories_for_training(states)
@@ -253,6 +254,7 @@ def test_merging_equals_a_slow_obvious_version(states):
     assert (columns, num_splits) == slowly_merged(states)
 
 
+@pytest.mark.slow
 @given(trajectories())
 def test_every_sampled_token_is_trained_exactly_once_with_its_own_log_probability(states):
     sampled = sorted(
@@ -272,6 +274,7 @@ def test_every_sampled_token_is_trained_exactly_once_with_its_own_log_probabilit
         assert sorted(trained) == sampled
 
 
+@pytest.mark.slow
 @given(trajectories())
 def test_every_step_with_tokens_is_in_one_merged_example_and_splits_are_the_examples_more_than_rollouts(states):
     examples, num_splits = merge_trajectories_for_training(states)
@@ -281,6 +284,7 @@ def test_every_step_with_tokens_is_in_one_merged_example_and_splits_are_the_exam
     assert num_splits == len(examples) - len({place for place, _ in with_tokens})
 
 
+@pytest.mark.slow
 @given(trajectories())
 def test_every_token_is_learned_behind_exactly_the_tokens_that_the_engine_saw(states):
     """A merged example is read from its beginning: at each step's end it must be that step's prompt and completion."""

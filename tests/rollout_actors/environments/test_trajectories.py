@@ -65,6 +65,7 @@ def environment(kind, **changes):
     return made(**{"dataset": given, "env_id": kind.replace(" ", "-"), **arguments, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_clean_trajectory_support_each_step_is_one_llm_request_response(kind):
     """Neither what was tried again nor what was refused for its length is a step, and no step is more than one call."""
@@ -305,6 +306,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_on_ctrl_c_rollouts_under_way_clean_up_before_the_teardown():
     lines, _, complaints = ran(textwrap.dedent(PROGRAM), signal_at="ready", sign=signal.SIGINT)
     assert lines == ["ready", "released", "deleted"] and "KeyboardInterrupt" in complaints

@@ -377,6 +377,7 @@ def test_what_contradicts_the_call_is_a_422_and_a_failing_engine_a_500_each_with
     assert caller.infer(make_request(0)).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_requests_of_a_caller_that_has_gone_are_aborted(caller: Caller) -> None:
     caller.engine.latency_s = 60.0
     body = messages.InferCall(requests=(make_request(0),), seed=1).body()

@@ -190,6 +190,7 @@ def test_they_ask_for_the_token(tmp_path: Path, serving_: ObedientServing) -> No
         assert caller.client("sesame").chat.completions.create(**CHAT).id == "an answer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
@@ -250,6 +251,7 @@ def test_messages_of_no_known_form_are_left_to_the_serving(caller: Caller, messa
     assert caller.post("/v1/chat/completions", {"messages": messages_}).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_done", range(1, len(SyncPhase)))
 def test_nothing_is_answered_while_a_sync_is_under_way_or_was_not_completed(caller: Caller, num_done: int) -> None:
     for phase in list(SyncPhase)[:num_done]:
@@ -278,6 +280,7 @@ def refused_for_other_weights(answer: httpx.Response) -> bool:
     return answer.status_code == 409 and "was given other weights than version 0 before it had answered; ask again" in said(answer)
 
 
+@pytest.mark.slow
 def test_what_has_no_answer_when_other_weights_arrive_is_refused_and_ended(caller: Caller) -> None:
     """vLLM would begin with what it has queued as soon as it is resumed, for the canary."""
     caller.serving.latency_s = 60.0
@@ -325,6 +328,7 @@ def test_a_stream_ends_with_an_error_when_other_weights_arrive(caller: Caller) -
     assert caller.running() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_work_for_a_caller_who_has_gone_is_ended(caller: Caller, stream: bool) -> None:
     caller.serving.latency_s = 60.0

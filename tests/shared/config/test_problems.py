@@ -194,6 +194,7 @@ ALL_MODULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [{}, ALL_MODULES], ids=["minimal", "all modules"])
 def test_whatever_stands_at_a_key_the_answer_is_a_configuration_or_lines_of_problems(changed, base):
     sound = changed(base)

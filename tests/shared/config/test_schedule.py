@@ -53,6 +53,7 @@ def test_for_small_step_numbers_it_is_the_rule_in_floats(b_ratio):
     assert all((schedule.channel(s) is Channel.B) == (floor((s + 1) * b_ratio) > floor(s * b_ratio)) for s in range(80))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup_steps", [0, 7])
 def test_the_channel_of_a_step_is_the_exact_rule_for_the_ratio_that_is_meant(warmup_steps):
     for ratio in RATIOS:

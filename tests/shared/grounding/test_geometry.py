@@ -50,6 +50,7 @@ def unpacked(words_RW: np.ndarray, resolution: int) -> np.ndarray:
     return bits[:, :resolution].astype(bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resolution", [2, 7, 16, 21])
 def test_rasters_are_those_of_the_definition(resolution: int) -> None:
     generator = random.Random(resolution)
@@ -72,6 +73,7 @@ def test_boxes_alone_cover_the_pixels_that_they_cover_among_polygons() -> None:
     np.testing.assert_array_equal(alone.mask_iou(first, others), among.mask_iou(first, others))
 
 
+@pytest.mark.slow
 def test_a_canvas_wider_than_one_word_of_pixels_is_that_of_the_definition() -> None:
     shape = poly(3, 5, 990, 40, 400, 500, 995, 980, 20, 900, 700, 450)
     rasters = Rasters.of([shape], 130)
@@ -79,6 +81,7 @@ def test_a_canvas_wider_than_one_word_of_pixels_is_that_of_the_definition() -> N
     np.testing.assert_array_equal(unpacked(rasters.words_NRW[0], 130), slow_mask(shape, 130))
 
 
+@pytest.mark.slow
 def test_mask_iou_is_the_ratio_of_the_rasters() -> None:
     generator = random.Random(3)
     compared = 0

@@ -500,6 +500,7 @@ REPEATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opening", ["{", '{"object_1": {"desc": "a", "poly": ["<|coord_1|>", ', '{"object_1": {"desc": "'])
 @pytest.mark.parametrize("unit", REPEATED)
 def test_time_is_linear_in_the_length(codec: HFTokenCodec, opening: str, unit: str) -> None:

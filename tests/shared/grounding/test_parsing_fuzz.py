@@ -19,6 +19,8 @@ from shared.grounding.serialize import serialize_append
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
+pytestmark = pytest.mark.slow
+
 BOXES = frozenset({GeometryKind.BBOX})
 QUOTED_OR_BARE = re.compile(r'"(?:[^"\\]|\\.)*"|(<\|coord_[0-9]+\|>)', re.DOTALL)
 

@@ -16,6 +16,8 @@ from shared.grounding.scanner import scan_container
 from shared.records import ALL_GEOMETRY, GeometryKind
 from shared.tokens.hf_codec import HFTokenCodec
 
+pytestmark = pytest.mark.slow
+
 Parse = Callable[..., ParsedRollout]
 
 
