@@ -29,7 +29,7 @@ help:
 	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make lint          format, ruff and types"
 	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and what takes long by itself"
-	@echo "make test          lint, unit tests, then the tests that share a Ray cluster and three engines"
+	@echo "make test          lint, unit tests, then the tests that share Ray clusters and engines"
 	@echo "make test-engines  the tests that need servers, commands or engines of their own"
 	@echo "make test-all      both, as CI"
 	@echo "make demo-data     the demo's data and model in outputs/demo (kept where they are there)"

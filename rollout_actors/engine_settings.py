@@ -107,28 +107,21 @@ def guard_arguments(guard: RepeatGuardSettings | None) -> dict[str, Any]:
 
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
     """Return the Ray `runtime_env` of an engine's actor, with these environment variables besides its own."""
-    environment = engine_environment(settings) | variables
-    return _forked(environment) if _can_be_forked(settings) else {"env_vars": environment}
+    return neighbour_runtime_env(settings, **engine_environment(settings), **variables)
 
 
 def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
-    """Return the Ray `runtime_env` of an actor on CPU that imports torch too, and is no engine.
-
-    It is forked where engines with these settings would be; otherwise it is started anew, and gets `variables` alone.
+    """Return the Ray `runtime_env` of an actor on CPU that imports torch too: it is forked where engines with these settings would be.
 
     Args:
-        variables: its environment variables. A fork has one thread where neither `OMP_NUM_THREADS` is among them nor the actor sets the number itself.
+        variables: its environment variables. `OMP_NUM_THREADS` among them is its number of threads, which Ray cannot set for a fork; otherwise it has as
+            many as there are cores.
     """
-    return _forked(engine_environment(settings) | variables) if _can_be_forked(settings) else {"env_vars": variables}
-
-
-def _can_be_forked(settings: EngineSettings) -> bool:
-    """With several devices the end of a fork would leave named memory behind: it does not take its modules apart."""
-    return settings.device is Device.CPU and settings.tensor_parallel_size == 1
-
-
-def _forked(environment: dict[str, str]) -> dict[str, Any]:
-    return {"env_vars": environment | {warm_python.FOLDER: warm_python.run_folder()}, "py_executable": shlex.join(warm_python.command())}
+    # With several devices the end of a fork would leave named memory behind: it does not take its modules apart.
+    if settings.device is Device.CUDA or settings.tensor_parallel_size > 1:
+        return {"env_vars": variables}
+    server = {warm_python.FOLDER: warm_python.run_folder(), warm_python.VARIABLES: json.dumps(engine_environment(settings))}
+    return {"env_vars": variables | server, "py_executable": shlex.join(warm_python.command())}
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:

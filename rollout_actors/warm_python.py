@@ -1,8 +1,9 @@
-"""A Python that starts with vLLM's imports done: engines on CPU are forked, not started anew.
+"""A Python that starts with vLLM's imports done: what a run on CPU consists of is forked, not started anew.
 
 An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a core on
-the same imports. So the first one of a run on a machine starts a *warm server*, which imports torch,
-transformers and vllm once, has no threads, and from then on does nothing but fork. The parts of this file:
+the same imports; so do a learner rank and an actor for environments. So the first one of a run on a machine
+starts a *warm server*, which imports torch, transformers and vllm once, has no threads, and from then on does
+nothing but fork. The parts of this file:
 
 - The *shim* is what runs in place of `python`: Ray starts it for an actor (`py_executable` of a runtime
   environment), multiprocessing for EngineCore (`set_executable`). It asks the server for a fork and hands over
@@ -17,7 +18,7 @@ a server, and none outlives an upgrade. Where no server can be had, the shim say
 `python`. Engines on a GPU are always started anew, because a fork cannot use CUDA.
 
 Example:
-    ROLLMATCH_WARM_FOLDER=/tmp/warm OMP_NUM_THREADS=1 python -IS rollout_actors/warm_python.py -c "import vllm"
+    ROLLMATCH_WARM_FOLDER=/tmp/warm python -IS rollout_actors/warm_python.py -c "import vllm"
 
 The shim runs for every process, so the top of this file imports the standard library alone.
 """
@@ -63,6 +64,8 @@ REQUEST_S = 10.0
 """For a shim that has begun to ask."""
 FOLDER = "ROLLMATCH_WARM_FOLDER"
 """Environment variable: the folder of the server to ask. A fork's own children use the fork's server."""
+VARIABLES = "ROLLMATCH_WARM_VARIABLES"
+"""Environment variable: those of the server as a JSON object, which libraries read when it imports them. A fork has its own."""
 NAME = "warm"
 """`ps -o comm` shows a shim as this word and the process id of its fork. (The fork's parent is the server.)"""
 
@@ -121,7 +124,7 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
 def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> socket.socket:
     """Return a connection to the folder's server, which stays as long as it has one.
 
-    Where there is no server, one is started with this environment, and imports `preloaded`.
+    Where there is no server, one is started with this environment and what `VARIABLES` in it says, and imports `preloaded`.
 
     Raises:
         OSError: the folder is somebody else's, or no socket can be made there.
@@ -148,7 +151,7 @@ def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[st
                 stderr=log,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is for those who started something, not for what forks for them
-                env=dict(environment) | {"OMP_NUM_THREADS": "1"},  # the server has one thread; each fork says how many it wants
+                env={**environment, **json.loads(environment.get(VARIABLES, "{}")), "OMP_NUM_THREADS": "1"},
                 cwd="/",
             )
             connection.connect(address)
@@ -420,8 +423,8 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which torch read when the server imported it
-        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if "torch" in sys.modules:  # which has read the server's variables
+        sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
 
 
 def _program(arguments: Sequence[str]) -> Callable[[], object]:

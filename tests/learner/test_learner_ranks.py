@@ -234,7 +234,9 @@ def test_ranks_that_read_other_data_do_not_start(two_ranks, rank_config, ddp_con
 
 
 IN_THE_ROUND = {"training__packing": False}
+"""Rows are learned as soon as a round's rollouts are there, so the ranks meet in the round."""
 AT_THE_END = {"training__packing_window": 100}
+"""Rows are learned when the step's rollouts are all there, so the ranks meet at its end."""
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,13 @@ def test_an_engine_without_lora_is_started_as_ever() -> None:
     assert lora_arguments(small_settings(Path("model"))) == {}
 
 
-def test_engines_on_cpu_and_their_neighbours_are_forked_and_start_the_same_server() -> None:
+def test_engines_on_cpu_and_their_neighbours_are_forked_from_a_server_with_an_engines_variables() -> None:
     settings = small_settings(Path("model"))
-    engine, neighbour = engine_runtime_env(settings), neighbour_runtime_env(settings, OMP_NUM_THREADS="3")
-    assert engine["py_executable"] == neighbour["py_executable"] == shlex.join(warm_python.command())
-    assert neighbour["env_vars"] == engine["env_vars"] | {"OMP_NUM_THREADS": "3"}
-    assert engine["env_vars"][warm_python.FOLDER] == warm_python.run_folder()
+    own = engine_environment(settings)
+    server = {warm_python.FOLDER: warm_python.run_folder(), warm_python.VARIABLES: json.dumps(own)}
+    python = shlex.join(warm_python.command())
+    assert engine_runtime_env(settings, PLACE="here") == {"env_vars": own | {"PLACE": "here"} | server, "py_executable": python}
+    assert neighbour_runtime_env(settings, PLACE="here") == {"env_vars": {"PLACE": "here"} | server, "py_executable": python}
 
 
 @pytest.mark.parametrize("changes", [{"device": Device.CUDA}, {"tensor_parallel_size": 2}])

@@ -113,12 +113,24 @@ def test_forks_have_random_states_of_their_own(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_fork_has_the_threads_that_it_asks_for_though_its_server_has_one() -> None:
     folder = new_folder()
     variables = environment(folder, OMP_NUM_THREADS="3")
+    code = "import torch; print(torch.get_num_threads(), torch.ones(300, 300).matmul(torch.ones(300, 300)).sum().item())"
     with closing(warm_python.connect(folder, variables, preloaded=["torch"])):
-        done = run(folder, "-c", "import torch; print(torch.get_num_threads(), torch.ones(300, 300).matmul(torch.ones(300, 300)).sum().item())", env=variables)
-    assert done.stdout == "3 27000000.0\n", done.stderr
+        three = run(folder, "-c", code, env=variables)
+        del variables["OMP_NUM_THREADS"]
+        all_ = run(folder, "-c", code, env=variables)
+    assert (three.stdout, all_.stdout) == ("3 27000000.0\n", f"{len(os.sched_getaffinity(0))} 27000000.0\n"), three.stderr + all_.stderr
+
+
+def test_a_server_has_the_variables_that_are_named_for_it_and_a_fork_its_own() -> None:
+    folder = new_folder()
+    variables = environment(folder, **{warm_python.VARIABLES: '{"COLOUR": "red"}'})
+    with closing(warm_python.connect(folder, variables, preloaded=["fractions"])):
+        assert server_of(folder).environ()["COLOUR"] == "red"
+        assert run(folder, "-c", "import os; print(os.environ.get('COLOUR'))", env=variables).stdout == "None\n"
 
 
 def test_a_signal_to_the_shim_reaches_the_fork(folder: Path) -> None:

@@ -20,6 +20,7 @@ from environment_support import Talk, rows
 from rollout_actors.environments.lifecycle import cleanup, teardown
 from scripted_client import ScriptedClient, chat_response
 
+print("ready", flush=True)
 for line in sys.stdin:
     if not os.fork():
         break
@@ -37,7 +38,10 @@ exec(compile(asked["code"], "<string>", "exec"))
 @cache
 def _server() -> subprocess.Popen[str]:
     """Ends with this process, whose end of its input it reads."""
-    return subprocess.Popen([sys.executable, "-c", SERVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, "-c", SERVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n", "it has said on stderr why not"
+    return server
 
 
 def ran(code: str, *, signal_at: str | None = None, sign: signal.Signals = signal.SIGTERM) -> tuple[list[str], int, str]:
@@ -54,9 +58,11 @@ def ran(code: str, *, signal_at: str | None = None, sign: signal.Signals = signa
             process, lines = int(pipe.readline()), []
             too_late = threading.Timer(120, os.kill, (process, signal.SIGKILL))
             too_late.start()
-            for line in pipe:
-                lines.append(line.strip())
-                if lines[-1] == signal_at:
-                    os.kill(process, sign)
-            too_late.cancel()
+            try:
+                for line in pipe:
+                    lines.append(line.strip())
+                    if lines[-1] == signal_at:
+                        os.kill(process, sign)
+            finally:
+                too_late.cancel()
         return lines, int(server.stdout.readline()), complaints.read_text()

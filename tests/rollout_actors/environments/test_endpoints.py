@@ -173,7 +173,7 @@ def test_a_stream_says_the_same_as_an_answer(endpoint: Endpoint) -> None:
 
     chunks = endpoint.ask(streamed)
     whole = endpoint.chat(**WITH_TOKENS).choices[0]
-    assert len(chunks) > 2
+    assert len(chunks) >= 2, "vLLM puts together what nobody has read yet"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
     assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or ()] == whole.token_ids
 
