@@ -92,6 +92,7 @@ def test_1_2_and_3_actors_give_the_same_rollouts_and_the_same_losses_to_the_bit(
     assert_same(list(greedy_jobs.values()))
 
 
+@pytest.mark.engines_extra
 def test_1_and_3_actors_give_the_same_rollouts_at_temperature_1(job):
     jobs = [job(num_actors, rollout_matching__decoding={"temperature": 1.0}) for num_actors in (1, 3)]
     assert_same(jobs)
@@ -110,6 +111,7 @@ STALE = {
 }
 
 
+@pytest.mark.engines_extra
 def test_with_staleness_1_two_runs_give_the_same_rollouts_and_the_same_losses_to_the_bit(job):
     first, second = job(3, **STALE), job(3, **STALE)
     assert what_was_said(first) == what_was_said(second)
