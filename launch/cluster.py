@@ -104,7 +104,7 @@ class Cluster:
         return RankRollouts(learner, num_ranks=config.learner.world_size, devices_per_rank=devices, decode_batch_size=size)
 
     def _start_with_actors(self, placement: Placement, group: PlacementGroup, learner: RemoteLearner) -> ActorPool | EnvironmentPool:
-        """The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created before that, import vllm meanwhile."""
+        """The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created before that, start meanwhile."""
         pool = self._place_actors(placement, group)
         workers = len(placement.engines) * placement.devices_per_engine
         learner.start(self._config, _places(placement, (ReceiverGroup(workers),)), examples=self._examples)
@@ -170,7 +170,11 @@ class Cluster:
             return engines
         assert self._examples is not None, "they are counted before the start"
         names = [environment_name(index) for index in range(section.num_actors)]
-        where = here() if section.cpus_per_actor == 0 else "SPREAD"
+        if section.cpus_per_actor == 0:
+            where: Any = here()
+            runtime_env = neighbour_env(config, placement, self._images, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
+        else:  # perhaps on nodes without engines, where there is no server to fork from
+            where, runtime_env = "SPREAD", {"env_vars": {"HF_HUB_OFFLINE": "1"}}
         actors = [
             self._create(
                 ray.remote(EnvironmentActor),
@@ -178,7 +182,7 @@ class Cluster:
                 name=name,
                 resources=Resources(cpus=section.cpus_per_actor, gpus=0.0),
                 where=where,
-                runtime_env=neighbour_env(config, placement, self._images, OMP_NUM_THREADS=str(max(1, int(section.cpus_per_actor)))),
+                runtime_env=runtime_env,
             )
             for index, name in enumerate(names)
         ]

@@ -114,8 +114,8 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
     """Return the Ray `runtime_env` of an actor on CPU that imports torch too: it is forked where engines with these settings would be.
 
     Args:
-        variables: its environment variables. `OMP_NUM_THREADS` among them is its number of threads, which Ray cannot set for a fork; otherwise it has as
-            many as there are cores.
+        variables: its environment variables. Ray sets `OMP_NUM_THREADS` when a fork has torch already, which is too late: where it is not among them,
+            torch has a thread for every core.
     """
     # With several devices the end of a fork would leave named memory behind: it does not take its modules apart.
     if settings.device is Device.CUDA or settings.tensor_parallel_size > 1:

@@ -55,7 +55,8 @@ PRELOADED = (
 """What the server imports. Nothing of this project: a fork runs the code that is on the disk when it starts."""
 HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
 """What vllm and transformers would import beside. Ray reads its settings from the environment when it is imported, so each fork
-imports it anew; the others are for functions that no engine calls, take 2 s, and pyarrow starts a thread."""
+imports it anew; the others are for functions that nothing here calls, take 2 s, and pyarrow starts a thread. A user's environment may
+import them; transformers goes on as if they were not installed."""
 IDLE_S = 3.0
 """How long a server without connections stays."""
 START_S = 240.0
@@ -65,10 +66,13 @@ REQUEST_S = 10.0
 FOLDER = "ROLLMATCH_WARM_FOLDER"
 """Environment variable: the folder of the server to ask. A fork's own children use the fork's server."""
 VARIABLES = "ROLLMATCH_WARM_VARIABLES"
-"""Environment variable: those of the server as a JSON object, which libraries read when it imports them. A fork has its own."""
+"""Environment variable: a JSON object of variables that the server is started with. They have to be there when it imports torch and vllm; no fork gets them."""
 NAME = "warm"
 """`ps -o comm` shows a shim as this word and the process id of its fork. (The fork's parent is the server.)"""
 
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Of the server. OpenMP reads the second one when torch is imported, for all forks: where a learner's threads spin beside engines on the same cores while they
+wait for each other, a step takes tens of times as long."""
 _THIS_FILE = Path(__file__).resolve()
 _MAX_FILES = 253
 """The most that Linux sends over a socket at once."""
@@ -151,7 +155,7 @@ def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[st
                 stderr=log,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is for those who started something, not for what forks for them
-                env={**environment, **json.loads(environment.get(VARIABLES, "{}")), "OMP_NUM_THREADS": "1"},
+                env={**environment, **json.loads(environment.get(VARIABLES, "{}")), **_ONE_THREAD},
                 cwd="/",
             )
             connection.connect(address)
@@ -424,7 +428,9 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:  # which has read the server's variables
-        sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # "4,2": 2 are for loops within loops
+        is_number = asked.isdecimal() and int(asked) > 0
+        sys.modules["torch"].set_num_threads(int(asked) if is_number else len(os.sched_getaffinity(0)))
 
 
 def _program(arguments: Sequence[str]) -> Callable[[], object]:

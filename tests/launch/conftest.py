@@ -22,13 +22,6 @@ def orphans_are_adopted() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def start_shared_command(orphans_are_adopted: None) -> Iterator[Callable[..., Command]]:
-    """`Command` for runs that several tests of the module look at."""
-    with commands() as start:
-        yield start
-
-
 @pytest.fixture
 def start_command(orphans_are_adopted: None) -> Iterator[Callable[..., Command]]:
     with commands() as start:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
+from command_support import commands
 from serve_process import serve_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,11 +27,12 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def by_actors(start_shared_command, tmp_path_factory, checkpoint):
+def by_actors(orphans_are_adopted, tmp_path_factory, checkpoint):
     """A run to its end, with two environment actors, which left no process."""
-    run = start_shared_command(tmp_path_factory.mktemp("by_actors"), checkpoint, None, *SMALL, "environment.num_actors=2", experiment="env_3v1")
-    assert run.process.wait(timeout=300) == 0, run.output
-    run.assert_nothing_left()
+    with commands() as start:
+        run = start(tmp_path_factory.mktemp("by_actors"), checkpoint, None, *SMALL, "environment.num_actors=2", experiment="env_3v1")
+        assert run.process.wait(timeout=300) == 0, run.output
+        run.assert_nothing_left()
     return run
 
 

@@ -35,6 +35,8 @@ def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running
     assert metrics == ASKED
     command.process.send_signal(signal.SIGTERM)
     assert command.process.wait(timeout=120) == 130, command.output
+    (checkpoint,) = command.run_dir.glob("checkpoint_interrupted_*")
+    assert f"saved     {checkpoint}" in command.output
     # The run gave everything back.
     assert printed_by("print([node['Alive'] for node in ray.nodes()], ray.available_resources()['CPU'])", nodes) == "[True, True, True] 2.0"
 

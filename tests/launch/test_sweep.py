@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -42,7 +41,7 @@ def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_
 @pytest.mark.engines_extra
 def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_and_leaves_no_process(start_command, warm_checkpoint, demo_data, tmp_path):
     endless = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=500", "data.val=null"]
-    sweep = start_command(tmp_path, warm_checkpoint, demo_data, *endless, "training.seed=1,2", experiment="stage2_hf", options=["-m"], python=[sys.executable])
+    sweep = start_command(tmp_path, warm_checkpoint, demo_data, *endless, "training.seed=1,2", experiment="stage2_hf", options=["-m"], of_a_user=True)
     sweep.wait_for("step    1/500")
     os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
     assert sweep.process.wait(timeout=90) == 130, sweep.output

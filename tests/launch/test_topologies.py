@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 import pytest
-from command_support import ROOT
+from command_support import ROOT, commands
 
 from learner.rollout_log import read_step
 from learner.step_log import step_path
@@ -23,13 +23,14 @@ READY = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
 @pytest.fixture(scope="module")
-def job(start_shared_command, warm_checkpoint, demo_data, tmp_path_factory):
+def job(orphans_are_adopted, warm_checkpoint, demo_data, tmp_path_factory):
     """Runs an experiment to its end."""
 
     def run(experiment, *overrides):
-        command = start_shared_command(tmp_path_factory.mktemp(experiment), warm_checkpoint, demo_data, *STEPS, *overrides, experiment=experiment)
-        assert command.process.wait(timeout=400) == 0, command.output
-        command.assert_nothing_left()
+        with commands() as start:
+            command = start(tmp_path_factory.mktemp(experiment), warm_checkpoint, demo_data, *STEPS, *overrides, experiment=experiment)
+            assert command.process.wait(timeout=400) == 0, command.output
+            command.assert_nothing_left()
         return command
 
     return run

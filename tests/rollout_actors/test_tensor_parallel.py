@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 from engine_support import TIMEOUTS, SmallLearner, create_actor, generated, small_settings
 
 from rollout_actors.pool import ActorPool
@@ -15,21 +18,22 @@ from shared.weight_sync import sync_weights
 pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 
-def named_memory() -> set[str]:
-    """Python's, and that of vLLM's own kernels."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm_"))}
+def named_memory(process: psutil.Process) -> set[Path]:
+    """What it and the processes below it have mapped of Python's, and of vLLM's own kernels."""
+    maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in (process, *process.children(recursive=True)))
+    return {Path(name) for name in re.findall(r"/dev/shm/(?:psm_|vllm_)\S+", maps)}
 
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[ActorPool]:
-    before = named_memory()
     actor = create_actor("actor-0", small_settings(demo_checkpoint, tensor_parallel_size=2), 0)
     pool = ActorPool([actor], ["actor-0"], TIMEOUTS, decode_batch_size=4)
     pool.start()
     yield pool
-    assert {"psm", "vllm"} <= {name.split("_")[0] for name in named_memory() - before}, "what the engine's processes share while they live"
+    shared = named_memory(psutil.Process(ray.get(actor.process_ids.remote())[0]))
+    assert {"psm", "vllm"} == {path.name.split("_")[0] for path in shared}, "what the engine's processes share while they live"
     pool.close()
-    assert named_memory() <= before, "a kill alone would have left it behind"
+    assert not [path for path in shared if path.exists()], "a kill alone would have left it behind"
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def test_forks_have_random_states_of_their_own(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_fork_has_the_threads_that_it_asks_for_though_its_server_has_one() -> None:
     folder = new_folder()
-    variables = environment(folder, OMP_NUM_THREADS="3")
+    variables = environment(folder, OMP_NUM_THREADS="3,2")
     code = "import torch; print(torch.get_num_threads(), torch.ones(300, 300).matmul(torch.ones(300, 300)).sum().item())"
     with closing(warm_python.connect(folder, variables, preloaded=["torch"])):
         three = run(folder, "-c", code, env=variables)
@@ -127,9 +127,10 @@ def test_a_fork_has_the_threads_that_it_asks_for_though_its_server_has_one() -> 
 
 def test_a_server_has_the_variables_that_are_named_for_it_and_a_fork_its_own() -> None:
     folder = new_folder()
-    variables = environment(folder, **{warm_python.VARIABLES: '{"COLOUR": "red"}'})
+    variables = environment(folder, OMP_WAIT_POLICY="ACTIVE", **{warm_python.VARIABLES: '{"COLOUR": "red"}'})
     with closing(warm_python.connect(folder, variables, preloaded=["fractions"])):
-        assert server_of(folder).environ()["COLOUR"] == "red"
+        of_server = server_of(folder).environ()
+        assert (of_server["COLOUR"], of_server["OMP_NUM_THREADS"], of_server["OMP_WAIT_POLICY"]) == ("red", "1", "PASSIVE")
         assert run(folder, "-c", "import os; print(os.environ.get('COLOUR'))", env=variables).stdout == "None\n"
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,25 +36,30 @@ def commands():
         started.append(Command(*arguments, **options))
         return started[-1]
 
-    yield start
-    for pid in [pid for run in started for pid in run.processes()]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    try:
+        yield start
+    finally:
+        for pid in [pid for run in started for pid in run.processes()]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class Command:
-    def __init__(self, folder, checkpoint, data, *overrides, experiment="stage2_3v1", options=(), python=None):
-        """`data`: a folder of samples; None: the experiment is of an environment. With `python=[sys.executable]` the driver is not forked."""
+    def __init__(self, folder, checkpoint, data, *overrides, experiment="stage2_3v1", options=(), of_a_user=False):
+        """`data`: a folder of samples; None: the experiment is of an environment. `of_a_user`: the driver is not forked, and the run makes a warm server of
+        its own."""
         self.before = {child.pid for child in psutil.Process().children(recursive=True)}
         self.run_dir = folder / "run"
-        command = [*(python or warm_python.command()), "-m", "launch.train", *options, f"+experiment={experiment}"]
+        python = [sys.executable] if of_a_user else warm_python.command()
+        command = [*python, "-m", "launch.train", *options, f"+experiment={experiment}"]
         command += [f"telemetry.run_dir={self.run_dir}", f"model.path={checkpoint}"]
         if data is not None:
             command += [f"data.train={data / 'train.jsonl'}", f"data.val={data / 'val.jsonl'}", "training.effective_batch_size=8"]
             command += ["stage2_ab.channel_b.rollouts_per_step=12", "stage2_ab.schedule.b_ratio=1.0", "training.packing_window=4"]
         command += ["cluster.dashboard=false", "telemetry.name=demo", *overrides]
         self.log = folder / "log"
-        environment = os.environ | {"COLUMNS": "400"}
+        unset = ["OMP_NUM_THREADS", "OMP_WAIT_POLICY", *([warm_python.FOLDER] if of_a_user else [])]
+        environment = {name: value for name, value in os.environ.items() if name not in unset} | {"COLUMNS": "400"}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
 
     def lines(self, name):
