@@ -48,7 +48,11 @@ def ancestors_of(process: psutil.Process, shims: Mapping[int, psutil.Process]) -
 
 
 def is_warm_server(process: psutil.Process) -> bool:
-    return "--server" in process.cmdline() and any(word.endswith("warm_python.py") for word in process.cmdline())
+    try:
+        words = process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie too
+        return False
+    return "--server" in words and any(word.endswith("warm_python.py") for word in words)
 
 
 def is_alive(process: psutil.Process) -> bool:
