@@ -71,8 +71,8 @@ NAME = "warm"
 """`ps -o comm` shows a shim as this word and the process id of its fork. (The fork's parent is the server.)"""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Of the server. OpenMP reads the second one when torch is imported, for all forks: where a learner's threads spin beside engines on the same cores while they
-wait for each other, a step takes tens of times as long."""
+"""Variables that every server has. OpenMP reads the second one when torch is imported, for all forks: a learner whose threads
+spin while they wait for each other, beside engines on the same cores, takes tens of times as long for a step."""
 _THIS_FILE = Path(__file__).resolve()
 _MAX_FILES = 253
 """The most that Linux sends over a socket at once."""

@@ -23,13 +23,15 @@ SET_CHILD_SUBREAPER = 36
 def adopted_orphans():
     """What a run leaves behind becomes a child of this process, instead of disappearing among everybody's."""
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
-    yield
-    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 0)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 0)
 
 
 @contextmanager
 def commands():
-    """`Command`, whose processes are killed at the end where they are still there."""
+    """Yield a function that starts a `Command`. At the end the processes that are left of them are killed."""
     started = []
 
     def start(*arguments, **options):

@@ -58,7 +58,7 @@ def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
 
 
 NEIGHBOUR = neighbour_runtime_env(small_settings(Path("of any checkpoint")), PYTHONPATH=str(SUPPORT))
-"""`runtime_env` of an actor beside engines, which finds the modules of this folder."""
+"""Ray's `runtime_env` for an actor beside engines that imports modules of this folder."""
 
 
 class OpenActor(EngineActor):

@@ -174,14 +174,15 @@ def make_address(
 
 
 class QuickServer(uvicorn.Server):
+    """End without uvicorn's waits of 0.1 s, which hundreds of tests would sum up."""
+
     async def main_loop(self) -> None:
-        """As uvicorn's, which looks ten times a second whether it shall end."""
         await self.on_tick(0)
         while not self.should_exit:
             await asyncio.sleep(0.002)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's with no grace: what is still asked is cancelled, and nothing is waited for by the clock."""
+        """Cancel the calls under way, with no time of grace."""
         for one in (*self.servers, *(sockets or ())):
             one.close()
         for connection in list(self.server_state.connections):
@@ -204,7 +205,7 @@ def serving(app: FastAPI) -> Iterator[str]:
 
 
 HERE: dict[str, Any] = {"trust_env": False, "verify": False}
-"""For httpx, of an address of this machine: no proxy, and no certificates, which it reads for every client."""
+"""Options of httpx for an address of this machine: no proxy, and no certificates, which it would read for every client."""
 
 
 @contextmanager
