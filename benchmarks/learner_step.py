@@ -18,11 +18,13 @@ import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import FIRST_COORD, PIPELINE, loss_of, plain_values
+from learner.attention import attend_by_segments
 from learner.collate import PackedRow, collate
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.interface import ChannelObjectives
 from learner.objectives.registry import build_objectives
 from learner.optimizer import Updater
+from learner.patch_embedding import project_patches_as_matrix
 from learner.ranks import OneRank
 from learner.segments import EncodedPrompt, Segment
 from learner.step import backward_row
@@ -83,6 +85,8 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
     with torch.device(device):
         model = Qwen3VLForConditionalGeneration(config)
     torch.set_default_dtype(previous)
+    project_patches_as_matrix(model)
+    attend_by_segments(model)
     model.gradient_checkpointing_enable()
     return model.train()
 

@@ -11,12 +11,12 @@ import argparse
 import os
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from launch.make_demo_model import make_demo_model
-from rollout_actors.engine_settings import GUARD_CONFIG, EngineSettings, engine_arguments, engine_environment
+from rollout_actors.engine_settings import EngineSettings, engine_arguments, engine_environment
+from rollout_actors.repeat_rule import guard_call
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.transports import Device, Transport
@@ -55,8 +55,10 @@ def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tu
             TimedGuard.num_steps += 1
             return logits
 
-    arguments = engine_arguments(engine) | {"logits_processors": [TimedGuard], "additional_config": {GUARD_CONFIG: asdict(guard) | {"enabled": True}}}
-    return LLM(**arguments), TimedGuard
+    llm = LLM(**engine_arguments(engine) | {"logits_processors": [TimedGuard]})
+    method, told = guard_call(guard)
+    llm.collective_rpc(method, args=(told,))
+    return llm, TimedGuard
 
 
 def generate(llm: Any, sequences: int, tokens: int, stop: int, *, guarded: bool) -> tuple[float, list[list[int]]]:

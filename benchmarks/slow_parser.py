@@ -67,7 +67,7 @@ def slow_parse(token_ids: list[int], codec: TokenCodec, geometry: frozenset[Geom
     tokens = Tokens.of(ids, codec)
     text = tokens.text.split("<|im_end|>")[0]
     symbols, closed = read_symbols(text)
-    entries = read_entries(text, symbols, tokens)
+    entries = read_entries(text, symbols)
     for entry in reversed(entries):
         if entry.value is not None:
             kept = cut_tokens(tokens, text, entry.value.end, codec)
@@ -77,7 +77,7 @@ def slow_parse(token_ids: list[int], codec: TokenCodec, geometry: frozenset[Geom
 
 
 def read_symbols(text: str) -> tuple[list[Symbol], bool]:
-    """The container's symbols, its own two braces among them, and whether it closed. Nothing, and True, where other text came first."""
+    """The container's symbols, its own two braces among them, and whether it closed. Nothing, and False, where other text came first."""
     symbols: list[Symbol] = []
     depth, start, in_string, escaped = 0, 0, False, False
     for position, character in enumerate(text):
@@ -95,7 +95,7 @@ def read_symbols(text: str) -> tuple[list[Symbol], bool]:
                 depth = 1
                 symbols.append(Symbol("{", position, position + 1))
             elif character not in SPACE:
-                return [], True
+                return [], False
         elif character == '"':
             in_string = True
             start = position if depth == 1 else start
@@ -112,8 +112,7 @@ def read_symbols(text: str) -> tuple[list[Symbol], bool]:
             symbols.append(Symbol(character, position, position + 1))
         elif depth == 1 and character not in SPACE:
             symbols.append(Symbol("word", position, position + 1))
-    # `str.strip` would take more than JSON's space away.
-    return symbols, depth == 0 and any(character not in SPACE for character in text)
+    return symbols, False
 
 
 @dataclass
@@ -125,27 +124,23 @@ class Entry:
     value: Symbol | None
 
 
-def read_entries(text: str, symbols: list[Symbol], tokens: Tokens) -> list[Entry]:
+def read_entries(text: str, symbols: list[Symbol]) -> list[Entry]:
     entries: list[Entry] = []
     keys = find_keys(text, symbols)
-    lead = 0  # the symbol that is to be the separator of the next entry
     for number, (at, index) in enumerate(keys):
         next_key = keys[number + 1][0] if number + 1 < len(keys) else None
-        sound = is_lead(text, symbols[lead:at], tokens)
+        sound = is_lead(symbols[:at])
         brackets = 0
         for i in range(at + 1, len(symbols)):
             kind = symbols[i].kind
             if i == next_key:
                 entries.append(Entry(index, symbols[at], False, None))
-                lead = i - 1 if symbols[i - 1].kind == "," else i
                 break
             if kind == "{}" and brackets == 0:
                 entries.append(Entry(index, symbols[at], sound and i == at + 2 and symbols[at + 1].kind == ":", symbols[i]))
-                lead = i + 1
                 break
             if kind == "}" or (kind == "," and brackets == 0):
                 entries.append(Entry(index, symbols[at], False, None))
-                lead = i
                 break
             brackets = brackets + 1 if kind == "[" else max(brackets - 1, 0) if kind == "]" else brackets
     return entries
@@ -179,16 +174,11 @@ def key_index(quoted: str) -> int | None:
     return int(digits)
 
 
-def is_lead(text: str, lead: list[Symbol], tokens: Tokens) -> bool:
-    """One separator, or sound members of other keys between two."""
-    if not lead or lead[0].kind not in ("{", ","):
-        return False
-    if len(lead) == 1:
+def is_lead(before: list[Symbol]) -> bool:
+    """Whether the last symbol is the container's opening, or a comma that is behind neither the opening nor another comma."""
+    if before[-1].kind == "{":
         return True
-    if len(lead) == 2 or lead[-1].kind != ",":
-        return False
-    members = text[lead[0].end : lead[-1].start]
-    return is_utf8(members) and Reader("{" + members + "}", lead[0].end - 1, tokens).read_object() is not None
+    return before[-1].kind == "," and before[-2].kind not in ("{", ",")
 
 
 class Reader:
@@ -334,11 +324,15 @@ def answer(
     prefix = Tokens.of(ids, codec)
     objects: list[ParsedObject] = []
     dropped: list[DroppedObject] = []
+    next_objects: list[int | None] = []
     indices = nested_indices(text)
+    behind_object: int | None = None  # the end of the value of the entry before, where that is an object
     for entry in entries:
         if entry.key.start >= len(text):
             break
         indices.append(entry.index)
+        goes_on = behind_object is not None and [c for c in text[behind_object : entry.key.start] if c not in SPACE] == [","]
+        behind_object = None
         key = f"object_{entry.index}"
         judged = judge(entry, text, tokens, codec, geometry)
         if isinstance(judged, DropReason):
@@ -347,10 +341,14 @@ def answer(
         assert entry.value is not None
         kind, desc, leaf, coords, bins = judged
         span = prefix.owner[entry.value.start], prefix.owner[entry.value.end - 1] + 1
-        desc_positions = tuple(range(prefix.owner[leaf.start], prefix.owner[leaf.end - 1] + 1))
-        objects.append(ParsedObject(key, entry.index, kind, desc, bins, coords, span, desc_positions))
+        if goes_on:
+            next_objects[-1] = len(objects)
+        next_objects.append(None)
+        value, desc_value = (entry.value.start, entry.value.end), (leaf.start, leaf.end)
+        objects.append(ParsedObject(key, entry.index, kind, desc, bins, coords, span, value, desc_value))
+        behind_object = entry.value.end
     shown = text.encode("latin-1").decode(errors="replace")
-    return ParsedRollout(tuple(ids), shown, tuple(objects), tuple(dropped), max(indices), truncated, False, num_unchanged)
+    return ParsedRollout(tuple(ids), shown, tuple(objects), tuple(dropped), max(indices), truncated, False, num_unchanged, tuple(next_objects))
 
 
 def nested_indices(text: str) -> list[int]:

@@ -17,6 +17,7 @@ from learner.weight_sender import WeightSender
 from learner.weight_source import CheckpointWeights
 from rollout_actors.engine_actor import EngineActor, PooledEngine, VllmEngineSpec
 from shared.canary import CanaryProbe
+from shared.canary_noise import Differences
 from shared.checksummed_weights import ChecksummedWeights
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.rollouts import WeightOffer
@@ -114,7 +115,7 @@ class Learner:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self.sender.send, offer)
 
-    def sync_done(self) -> None:
+    def sync_done(self, noise: Differences | None) -> None:
         pass
 
     def question(self) -> CanaryProbe:

@@ -28,6 +28,7 @@ from learner.checkpoint_folder import checkpoint_problems
 from learner.loading import model_type_problem
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, StorageError
+from shared.fresh_tokens import FreshTokens
 from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
 from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS
 
@@ -155,6 +156,7 @@ def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
     yield f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
     model.save_pretrained(folder)
     stock.processor.save_pretrained(folder)
+    FreshTokens(coord_ids[0], NUM_BINS).save(folder)
     # What was written, and not what was meant to be.
     assert _checked_ids(AutoProcessor.from_pretrained(folder).tokenizer) == coord_ids
 

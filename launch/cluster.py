@@ -20,6 +20,7 @@ from launch.rank_rollouts import RankRollouts
 from launch.ray_connection import connect, nodes_there
 from launch.run_engines import neighbour_env, settings_of_run
 from launch.server_checks import instead_of_servers
+from launch.version_checks import require_vllm
 from learner.actor import STOPPING, LearnerActor
 from learner.place import LearnerPlace, ReceiverGroup
 from learner.remote_learner import RemoteLearner
@@ -86,6 +87,7 @@ class Cluster:
             RolloutError, LearnerError: a process that did not come up.
         """
         placement = plan_placement(self._config, nodes_there())
+        require_vllm(self._config, placement.transport)
         group = self._reserve(placement)
         learner = self._place_learner(placement, group)
         match engines_in(self._config):
@@ -124,6 +126,7 @@ class Cluster:
     def start_actors(self) -> ActorPool:
         """Place and start the rollout actors alone: they serve `model.path` as it is. Raises ConfigError and RolloutError as `start` does."""
         placement = plan_placement(self._config, nodes_there(), learns=False)
+        require_vllm(self._config, placement.transport)
         pool = self._place_actors(placement, self._reserve(placement))
         pool.start()
         return pool
@@ -272,6 +275,7 @@ def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTi
         start=Limit(section.timeout_s + timeouts.start_s, f"{key}.timeout_s + timeouts.start_s"),
         generate=Limit(TRIES * limit_s + GRACE_S, f"{TRIES} x {key}.infer_timeout_s + {GRACE_S:g}") if limit_s is not None and limit_s > 0 else None,
         sync_phase=timeouts.limit("sync_phase_s"),
+        join=section.join_limit,
     )
 
 

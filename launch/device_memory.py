@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,12 @@ from shared.transports import Device
 
 _SMALLER_LEARNER = "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or use learner.parallel: fsdp over more ranks"
 _SMALLER_ENGINE = "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the engine more devices"
+
+RESERVED = 0.08
+"""Part of a GPU's memory that nothing is planned into: what allocators leave unused between
+tensors, the driver's own, and the estimates' errors. An engine that is sized by a fraction of the
+GPU needs none beside it: vLLM measures these, and gives its cache what they leave of the fraction.
+"""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -47,11 +54,22 @@ class DeviceMemory:
             return self._of_the_machine(needs)
         if needs.shared is not None:
             return self._too_large("learner.gpus", needs.shared, f"{_SMALLER_LEARNER}, {_SMALLER_ENGINE}, or turn on vllm.sleep and rollout_matching.offload")
-        engine = [] if needs.engine is None else self._too_large("rollout_matching.vllm.kv_cache_memory_bytes", needs.engine, _SMALLER_ENGINE)
-        return self._too_large("learner.gpus", needs.learner, _SMALLER_LEARNER) + engine
+        learner = self._too_large("learner.gpus", needs.learner, _SMALLER_LEARNER)
+        if needs.engine is None:
+            return learner
+        name = "gpu_memory_utilization" if needs.engine.holds_reserve else "kv_cache_memory_bytes"
+        key = f"rollout_matching.vllm.{name}"
+        return learner + self._too_large(key, needs.engine, _SMALLER_ENGINE)
 
     def _too_large(self, key: str, needed: Estimate, remedy: str) -> list[str]:
-        return [f"{key}: {needed.describe()}, and a GPU has {in_gib(self.total)}; {remedy}"] if needed.total > self.total else []
+        usable = self.total if needed.holds_reserve else math.floor((1 - RESERVED) * self.total)
+        if needed.total <= usable:
+            return []
+        has = f"a GPU has {in_gib(self.total)}"
+        if not needed.holds_reserve:
+            planned = f"{in_gib(usable)} can be planned ({RESERVED:.0%} are reserved)"
+            has = f"of a GPU's {in_gib(self.total)} {planned}"
+        return [f"{key}: {needed.describe()}, and {has}; {remedy}"]
 
     def _of_the_machine(self, needs: Needs) -> list[str]:
         parts = {"learner ranks": needs.learner.total * needs.num_ranks}

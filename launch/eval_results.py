@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,11 +66,12 @@ def results_of(rollouts: Sequence[FinishedRollout], evaluation: Evaluation, envi
         rollouts_per_example=evaluation.rollouts_per_example,
         num_errors=sum(one.error is not None for one in rollouts),
         num_truncated=sum(one.is_truncated for one in rollouts),
-        avg_reward=mean([one.reward for one in rollouts if one.reward is not None]),
+        avg_reward=mean([one.reward for one in rollouts if one.error is None and one.reward is not None]),
         avg_metrics={name: mean([one.metrics[name] for one in rollouts if name in one.metrics]) for name in names},
         time_ms=1000 * wall_s,
         date=date,
         state_columns=list(evaluation.state_columns),
+        num_reward_errors=dict(Counter(name for one in rollouts for name in one.reward_errors)),
     )
     return GenerateOutputs.of(states, metadata)
 

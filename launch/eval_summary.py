@@ -28,7 +28,8 @@ class Score:
 
     @classmethod
     def of(cls, values: Sequence[Sequence[float]]) -> Score:
-        """Of each example, the values of its rollouts; an example of another environment of a group may have none."""
+        """Of each example, the values of its rollouts, at least one in all. Examples may have none:
+        their rollouts failed, or are of another environment of a group."""
         flat = [value for own in values for value in own]
         means = [mean(own) for own in values if own]
         error = None
@@ -44,12 +45,16 @@ def pass_at(k: int, solved: Sequence[tuple[int, int]]) -> float:
 
 
 def summary_tables(rollouts: Sequence[FinishedRollout], *, solved_at: float, wall_s: float) -> list[Table]:
-    """Scores, and what else is to be known. At least one rollout; rewards are there."""
+    """Scores of the rollouts that did not fail, and what else is to be known. At least one rollout;
+    rewards are there."""
     groups: dict[int, list[FinishedRollout]] = {}
     for one in rollouts:
         groups.setdefault(one.example, []).append(one)
     examples = list(groups.values())
-    scores = {"reward": Score.of([[one.reward or 0.0 for one in own] for own in examples])}
+    scores = {}
+    if any(one.error is None for one in rollouts):
+        rewards = [[one.reward or 0.0 for one in own if one.error is None] for own in examples]
+        scores["reward"] = Score.of(rewards)
     for name in dict.fromkeys(name for one in rollouts for name in one.metrics):
         scores[name if name != "reward" else "reward (metric)"] = Score.of([[one.metrics[name] for one in own if name in one.metrics] for own in examples])
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -67,16 +72,21 @@ def _facts(examples: Sequence[Sequence[FinishedRollout]], rollouts: Sequence[Fin
     add("rollouts", f"{len(rollouts)}, of {len(examples)} examples")
     least = min(map(len, examples))
     if least > 1:
-        solved = [(sum((one.reward or 0.0) >= solved_at - 1e-9 for one in own), len(own)) for own in examples]
+        # A rollout that failed has not solved its example.
+        solved = [(sum(one.error is None and (one.reward or 0.0) >= solved_at - 1e-9 for one in own), len(own)) for own in examples]
         ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < least] + [least]
         for k in ks:
             add(f"pass@{k}", f"{pass_at(k, solved):.4f}" + (f"  (reward of {solved_at:g} or more)" if k == 1 else ""))
     errors = Counter(one.error for one in rollouts if one.error is not None)
-    add("errors", f"{errors.total()}, each with reward 0" if errors else "0")
+    add("errors", f"{errors.total()}, not in the means" if errors else "0")
     for text, count in errors.most_common(_ERRORS_SHOWN):
         add("", Text(f"{count} x {_short(text)}"))
     if len(errors) > _ERRORS_SHOWN:
         add("", f"and {len(errors) - _ERRORS_SHOWN} others")
+    failed = Counter(name for one in rollouts for name in one.reward_errors)
+    for name, count in failed.most_common():
+        first = next(one.reward_errors[name] for one in rollouts if name in one.reward_errors)
+        add("reward errors", Text(f"{count} x {name}, not in its mean: {_short(first)}"))
     add("truncated", str(sum(one.is_truncated for one in rollouts)))
     stops = Counter(one.stop_condition for one in rollouts if one.stop_condition is not None)
     add("ended by", Text(", ".join(f"{name} {count}" for name, count in stops.most_common())))

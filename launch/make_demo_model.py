@@ -46,9 +46,9 @@ PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 SPECIAL_TOKENS = (PAD, START, END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 
-# A word with the space before it, a closing brace, or a run of anything else: `": {"` is one token, and `}` is always a token of its
-# own, so that the text of an object ends where a token ends.
-PIECES = r" ?[\p{L}\p{N}_]+|\}|[^\p{L}\p{N}_}]+"
+# A word with the space before it, `{}`, a closing brace with the brace or comma behind it, or a run of anything else. As in Qwen's
+# vocabulary, the brace that ends an object is one token with what the model goes on to: `}}` or `},`.
+PIECES = r" ?[\p{L}\p{N}_]+|\{\}|\}[},]?|[^\p{L}\p{N}_}]+"
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}

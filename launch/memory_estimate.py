@@ -1,6 +1,8 @@
 """How much memory a run's processes are going to need, from the checkpoint's files alone: nothing is loaded.
 
-Estimates, not promises: weights, gradients and optimizer state are exact, activations and caches follow the shapes of the layers.
+Estimates, not promises: weights, gradients and optimizer state are exact, activations and caches
+follow the shapes of the layers, and what CUDA itself takes is a round number. What the allocators
+leave unused between tensors is in none of them (`launch.device_memory.RESERVED`).
 """
 
 from __future__ import annotations
@@ -17,16 +19,53 @@ from launch.placement import Placement
 from learner.logits import LOGIT_CHUNK
 from learner.parts import Part, find_part, part_of, section_of
 from shared.config import RunConfig
-from shared.config.derive import is_sharded, may_send_full, rollout_servers
+from shared.config.derive import (
+    is_sharded,
+    may_send_full,
+    rollout_servers,
+    tokens_beside_adapter,
+)
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
-from shared.transports import Device, Transport
+from shared.transports import BUCKET_BYTES, Device, Transport
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CACHE_BLOCK = 128
 """Tokens that a cache is handed out in, at the most: vLLM's on CPU."""
 LOGIT_BYTES = 9
 """Of a logit within a chunk: its value, a float32 copy, a mask (benchmarks/logit_memory.py)."""
+CUDA_CONTEXT = 768 << 20
+"""Bytes of a process on a GPU before its first tensor: CUDA's context, kernels, and workspaces of
+cuBLAS, cuDNN and NCCL. Not measured here."""
+BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
+"""Tokens of a forward of an engine, at the most, by `rollout_matching.vllm.mode`: what vLLM 0.32
+gives an `LLM` on its large GPUs, and an `AsyncLLM`, where nothing else is asked for."""
+COPIES = {Transport.NCCL: 2, Transport.IPC: 1, Transport.GLOO: 0, Transport.INPROC: 0}
+"""Of a bucket of weights on the GPU of either end, by transport: one under way and one that is
+packed or loaded; or the shared one, and the engine's."""
+CONTEXT, BUCKETS = "CUDA context", "buckets of a sync"
+
+
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """The sizes of a vision tower from which those of its activations follow."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    patches_per_token: int
+    """Patches of an image that become one token of the language model."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> VisionShape:
+        """Read the section `vision_config` of a checkpoint's config.json. Raises KeyError."""
+        return cls(config["hidden_size"], config["depth"], config["intermediate_size"], config["spatial_merge_size"] ** 2)
+
+    @property
+    def layer_numbers_per_patch(self) -> int:
+        """Numbers that a layer keeps for its backward: as in the language model, with as many keys
+        and values as queries."""
+        return 10 * self.hidden + 4 * self.intermediate
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +81,8 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    vision: VisionShape | None
+    """None: a text model."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -59,6 +100,7 @@ class ModelShape:
                 kv_heads=text["num_key_value_heads"],
                 head_dim=text.get("head_dim") or text["hidden_size"] // heads,
                 vocabulary=text["vocab_size"],
+                vision=VisionShape.of(config["vision_config"]) if "vision_config" in config else None,
             )
         except (OSError, ValueError, KeyError, struct.error) as error:
             raise ConfigError(f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a folder that save_pretrained wrote") from error
@@ -90,6 +132,8 @@ class Estimate:
     what: str
     parts: Mapping[str, int]
     """Bytes by what they are for."""
+    holds_reserve: bool = False
+    """Whether what allocators leave unused is in it, so that it may come to all of a GPU."""
 
     @property
     def total(self) -> int:
@@ -103,7 +147,9 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
     """Values that have gradients and optimizer state: of the adapter where there is one, else of the parts that are not frozen."""
     adapter = config.model.adapter
     if adapter is not None:
-        return sum(adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0) for sizes in _adapted(adapter, shape))
+        tokens = tokens_beside_adapter(config)
+        rows = 0 if tokens is None else tokens.count * sum(sizes[1] for sizes in _embeddings_with_rows(config, shape))
+        return rows + sum(adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0) for sizes in _adapted(adapter, shape))
     trained = (sizes for name, sizes in shape.parameters.items() if not section_of(part_of(name), config.training.parts).frozen)
     return sum(map(math.prod, trained))
 
@@ -118,14 +164,25 @@ def _adapted(adapter: AdapterSection, shape: ModelShape) -> list[tuple[int, ...]
     ]
 
 
-def learner_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
-    """One learner rank."""
+def _embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Return the shapes of the embedding and the head of which rows are trained with an adapter."""
+    if tokens_beside_adapter(config) is None:
+        return []
+    return [sizes for name, sizes in shape.parameters.items() if name.split(".")[-2] in ("embed_tokens", "lm_head")]
+
+
+def learner_estimate(config: RunConfig, shape: ModelShape, device: Device = Device.CPU, transport: Transport = Transport.GLOO) -> Estimate:
+    """One learner rank on such a device, whose weights go to engines by this transport."""
     trainable = num_trainable(config, shape)
     size, tokens = BYTES[config.model.dtype], config.global_max_length
     ranks = config.learner.world_size if is_sharded(config) else 1
-    layer = shape.layer_numbers_per_token * tokens * size
-    # Recomputed: the input of every layer, and one layer at a time.
-    activations = shape.layers * shape.hidden * tokens * size + layer if config.model.gradient_checkpointing else shape.layers * layer
+    of_a_row = {
+        f"activations of a row of {tokens} tokens": _activation_bytes(config, shape),
+        "activations of its images": _image_activation_bytes(config, shape),
+        "attention masks": _mask_bytes(config, shape),
+    }
+    # While weights are sent, there is no row.
+    copies = max(0, _copied_bytes(config, shape, transport) - sum(of_a_row.values()))
     return Estimate(
         "learner rank",
         {
@@ -133,20 +190,101 @@ def learner_estimate(config: RunConfig, shape: ModelShape) -> Estimate:
             "master weights": trainable * 4 // ranks if size == 2 else 0,
             "gradients": trainable * 4 // ranks,
             "optimizer": trainable * 8 // ranks,
-            f"activations of a row of {tokens} tokens": activations + min(LOGIT_CHUNK, tokens) * shape.vocabulary * LOGIT_BYTES,
+            # peft computes with a copy that has the rows in it, and the copy has a gradient.
+            "copies of an embedding with trained rows": 2 * size * max(map(math.prod, _embeddings_with_rows(config, shape)), default=0),
+            **of_a_row,
+            BUCKETS: copies,
+            CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
         },
     )
 
 
-def engine_estimate(config: RunConfig, shape: ModelShape, devices: int, device: Device, device_bytes: int) -> Estimate:
-    """One device of a vLLM engine of so many devices with so much memory each."""
+def _activation_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Count what the language model and its logits keep for the largest row."""
+    size, tokens = BYTES[config.model.dtype], config.global_max_length
+    layer = shape.layer_numbers_per_token * tokens * size
+    # Recomputed: the input of every layer, and one layer at a time.
+    activations = shape.layers * shape.hidden * tokens * size + layer if config.model.gradient_checkpointing else shape.layers * layer
+    return activations + min(LOGIT_CHUNK, tokens) * shape.vocabulary * LOGIT_BYTES
+
+
+def _image_activation_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Of the vision tower, were every token of the largest row of an image: how many are is not
+    known before the data are encoded."""
+    if shape.vision is None:
+        return 0
+    vision, size = shape.vision, BYTES[config.model.dtype]
+    patches = config.global_max_length * vision.patches_per_token
+    layer = vision.layer_numbers_per_patch * patches * size
+    is_trained = config.model.adapter is None and not section_of(Part.VISION_TOWER, config.training.parts).frozen
+    if not is_trained:
+        return layer  # nothing is kept for a backward
+    return vision.layers * vision.hidden * patches * size + layer if config.model.gradient_checkpointing else vision.layers * layer
+
+
+def _mask_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Of what attention by mask makes in the language model for the largest row.
+
+    Which tokens see which, as booleans and as numbers to be added: of a packed row, and of every
+    row under `eager`. That keeps for the backward, of every layer or of the one that is recomputed,
+    the softmax of each head in float32 and in the model's dtype. And both keep keys and values that
+    are repeated for the queries that share them.
+    """
+    tokens, size = config.global_max_length, BYTES[config.model.dtype]
+    attention = config.model.attention
+    is_eager = attention == "eager"
+    if attention == "auto" or not (is_eager or config.training.packing):
+        return 0  # attention by segments, and of one causal segment, makes none of these
+    repeated = 2 * shape.heads * shape.head_dim * tokens * size if shape.kv_heads < shape.heads else 0
+    softmax = shape.heads * tokens * tokens * (size + 4) if is_eager else 0
+    layers = 1 if config.model.gradient_checkpointing else shape.layers
+    return tokens * tokens * (1 + size) + layers * (softmax + repeated)
+
+
+def _copied_bytes(config: RunConfig, shape: ModelShape, transport: Transport) -> int:
+    """Of the buckets that one end of a sync holds beside the weights. A bucket is closed by the
+    tensor that takes it past its size."""
+    size = BYTES[config.model.dtype]
+    full = (config.rollout_matching.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]) + max(map(math.prod, shape.parameters.values())) * size
+    return COPIES[transport] * min(full, shape.num_parameters * size) if may_send_full(config) else 0
+
+
+def engine_estimate(config: RunConfig, shape: ModelShape, devices: int, device: Device, device_bytes: int, transport: Transport = Transport.GLOO) -> Estimate:
+    """One device of a vLLM engine of so many devices with so much memory each, to which weights
+    come by this transport.
+
+    Counted are weights, CUDA's context, a layer's activations in the largest forward, the cache,
+    and a sync's buckets. On a GPU without `kv_cache_memory_bytes` the cache is what vLLM's fraction
+    leaves of itself: it holds all the others but the buckets, and what allocators leave unused.
+    Else the log-probabilities of a canary and CUDA graphs are left to the reserve.
+    """
     size, vllm = BYTES[config.model.dtype], config.rollout_matching.vllm
-    weights = shape.num_parameters * size // devices
+    of_forward = {
+        "weights": shape.num_parameters * size // devices,
+        "activations of a forward": _forward_bytes(config, shape, devices),
+        CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
+    }
+    is_fraction = vllm.kv_cache_memory_bytes is None and device is Device.CUDA
     cache = vllm.kv_cache_memory_bytes
-    if cache is None:
-        of_the_rest = math.floor(vllm.resolved_gpu_memory_utilization * device_bytes) - weights
-        cache = batch_cache_bytes(config, shape, devices) if device is Device.CPU else max(0, of_the_rest)
-    return Estimate("engine device", {"weights": weights, "key-value cache": cache})
+    if is_fraction:
+        planned = math.floor(vllm.resolved_gpu_memory_utilization * device_bytes)
+        cache = max(0, planned - sum(of_forward.values()))
+    elif cache is None:
+        cache = batch_cache_bytes(config, shape, devices)
+    buckets = _copied_bytes(config, shape, transport)
+    parts = {**of_forward, "key-value cache": cache, BUCKETS: buckets}
+    return Estimate("engine device", parts, holds_reserve=is_fraction)
+
+
+def _forward_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
+    """Of a layer of the language model, or of the vision tower, were all tokens of an image. (One
+    layer is there at a time; of an engine over several devices it is counted whole.)"""
+    sequences = config.rollout_matching.decode_batch_size * devices
+    tokens = min(BATCHED_TOKENS[config.rollout_matching.vllm.mode], sequences * _longest(config))
+    numbers, vision = shape.layer_numbers_per_token, shape.vision
+    if vision is not None:
+        numbers = max(numbers, vision.layer_numbers_per_patch * vision.patches_per_token)
+    return numbers * tokens * BYTES[config.model.dtype]
 
 
 def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
@@ -158,27 +296,32 @@ def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int
     return (blocks + 1) * CACHE_BLOCK * 2 * shape.layers * heads * shape.head_dim * BYTES[config.model.dtype]
 
 
-def shared_device_estimate(config: RunConfig, shape: ModelShape, learner: Estimate, engine: Estimate) -> Estimate:
+def shared_device_estimate(config: RunConfig, shape: ModelShape, learner: Estimate, engine: Estimate, transport: Transport = Transport.INPROC) -> Estimate:
     """A learner rank and an engine on the same GPU, at the time when the two need most.
 
-    While the rank learns, an engine that sleeps has given its memory back. While the engine generates or takes weights, the rank has no activations, and is
-    without what `rollout_matching.offload` moves away, save that full weights are read where they lie, or where they were merged or gathered for it. (Of an
-    engine over several GPUs the others hold a copy of the weights then, and nothing else of the rank: never more than its own.)
+    While the rank learns, an engine that sleeps has given its memory back, but for what CUDA takes.
+    While the engine generates or takes weights, the rank has no activations, and is without what
+    `rollout_matching.offload` moves away, save that full weights are read where they lie, or where
+    they were merged or gathered for it. (Of an engine over several GPUs the others hold copies of
+    buckets then, and nothing else of the rank: never more than its own.)
     """
     matching = config.rollout_matching
     sends_full = may_send_full(config)
-    model_leaves, optimizer_leaves = (matching.offload.enabled and moved for moved in (matching.offload.offload_model, matching.offload.offload_optimizer))
-    stays = {
+    model_leaves, optimizer_leaves = matching.offload.moves_model, matching.offload.moves_optimizer
+    is_there = {
         "weights": not model_leaves or sends_full,
         "master weights": not optimizer_leaves,
         # Where there are masters, the gradients are theirs.
         "gradients": not (optimizer_leaves if learner.parts["master weights"] else model_leaves),
         "optimizer": not optimizer_leaves,
+        CONTEXT: True,
     }
+    stays = {name for name, stays in is_there.items() if stays}
     of_engine = {f"engine's {name}": size for name, size in engine.parts.items()}
-    learning = learner.parts if matching.vllm.sleep else {**learner.parts, **of_engine}
-    made = {"weights made for the sync": _made_bytes(config, shape) if sends_full else 0}
-    at_work = {name: learner.parts[name] for name in stays if stays[name]} | made | of_engine
+    asleep = {name: size for name, size in of_engine.items() if name == f"engine's {CONTEXT}"}
+    learning = {**learner.parts, **(asleep if matching.vllm.sleep else of_engine)}
+    made = {"weights made for the sync": _made_bytes(config, shape) if sends_full else 0, BUCKETS: _copied_bytes(config, shape, transport)}
+    at_work = {name: size for name, size in learner.parts.items() if name in stays} | made | of_engine
     return max(
         Estimate("learner rank and engine on one GPU, while the learner learns", learning),
         Estimate("learner rank and engine on one GPU, while the engine works", at_work),
@@ -191,7 +334,9 @@ def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
     size, adapter = BYTES[config.model.dtype], config.model.adapter
     if is_sharded(config):
         return shape.num_parameters * size
-    return 0 if adapter is None else size * sum(map(math.prod, _adapted(adapter, shape)))
+    if adapter is None:
+        return 0
+    return size * sum(map(math.prod, (*_adapted(adapter, shape), *_embeddings_with_rows(config, shape))))
 
 
 def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> int:

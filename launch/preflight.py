@@ -26,7 +26,7 @@ from launch.placement import Placement, Resources, plan_placement
 from launch.ray_connection import cluster_nodes
 from launch.run_engines import settings_of_run
 from launch.server_checks import ask_servers, instead_of_servers, port_problems
-from launch.version_checks import version_problems
+from launch.version_checks import starts_engines, version_problems
 from learner.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig, load_config
@@ -174,7 +174,7 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     for index, engine in enumerate(placement.engines):
         lines.append(f"place     {actor_name(index)}: {engine.gpus:g} GPU, {engine.cpus:g} CPU, an engine of {_devices(placement)}")
     for rank, resources in enumerate(placement.ranks):
-        beside = f", with an engine of {_devices(placement)} beside it" if _starts_engines(config) and not placement.engines else ""
+        beside = f", with an engine of {_devices(placement)} beside it" if starts_engines(config) and not placement.engines else ""
         lines.append(f"place     {rank_name(rank, len(placement.ranks))}: {resources.gpus:g} GPU, {resources.cpus:g} CPU{beside}")
     if config.environment is not None:
         reserved = f"{config.environment.cpus_per_actor:g} CPU" if config.environment.cpus_per_actor else "nothing reserved, on this node"
@@ -186,22 +186,19 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     return [*lines, f"weights   travel by {placement.transport}"]
 
 
-def _starts_engines(config: RunConfig) -> bool:
-    return config.rollout_matching.rollout_backend == "vllm" and rollout_servers(config) is None
-
-
 def _devices(placement: Placement) -> str:
     return "1 device" if placement.devices_per_engine == 1 else f"{placement.devices_per_engine} devices"
 
 
 def _memory(config: RunConfig, placement: Placement, shape: ModelShape, there: DeviceMemory | None, num_nodes: int, findings: Findings) -> Iterator[str]:
     """What the processes need, against the memory of this machine's devices as far as these are theirs."""
-    needs = Needs(learner_estimate(config, shape), len(placement.ranks), synced=synced_bytes(config, placement, shape))
+    learner = learner_estimate(config, shape, placement.learner_device, placement.transport)
+    needs = Needs(learner, len(placement.ranks), synced=synced_bytes(config, placement, shape))
     findings.lines.append(f"memory    {needs.learner.describe()}")
     if there is None:
         findings.lines.append("memory    not compared, and engines not estimated: this machine has no GPU to ask; preflight on a node that has one does both")
         return
-    if _starts_engines(config):
+    if starts_engines(config):
         needs = _with_engines(config, placement, shape, there, needs)
         assert needs.engine is not None
         fit, asked = sequences_in_cache(config, shape, needs.engine, placement.devices_per_engine), config.rollout_matching.decode_batch_size
@@ -224,8 +221,8 @@ def _memory(config: RunConfig, placement: Placement, shape: ModelShape, there: D
 
 def _with_engines(config: RunConfig, placement: Placement, shape: ModelShape, there: DeviceMemory, needs: Needs) -> Needs:
     in_ranks, devices = not placement.engines, placement.devices_per_engine
-    engine = engine_estimate(config, shape, devices, there.device, there.total)
-    shared = shared_device_estimate(config, shape, needs.learner, engine) if in_ranks and there.device is Device.CUDA else None
+    engine = engine_estimate(config, shape, devices, there.device, there.total, placement.transport)
+    shared = shared_device_estimate(config, shape, needs.learner, engine, placement.transport) if in_ranks and there.device is Device.CUDA else None
     num_engines = len(placement.ranks) if in_ranks else len(placement.engines)
     return replace(needs, engine=engine, num_engine_devices=devices * num_engines, shared=shared)
 

@@ -22,8 +22,9 @@ class RewardReport:
 
     @property
     def reward(self) -> float:
-        """The mean; a rollout that failed has 0."""
-        return mean([rollout.reward for rollout in self.evaluation.outcomes])
+        """The mean over the rollouts that did not fail; 0 where all have: checkpoints are compared by it."""
+        rewards = [rollout.reward for rollout in self.evaluation.outcomes if rollout.error is None]
+        return mean(rewards) if rewards else 0.0
 
     @property
     def num_failed(self) -> int:
@@ -44,6 +45,7 @@ class RewardReport:
         return {
             "val/reward": self.reward,
             "val/num_failed": self.num_failed,
+            "val/num_reward_errors": sum(len(rollout.reward_errors) for rollout in outcomes),
             "val/num_truncated": sum(rollout.is_truncated for rollout in outcomes),
             "val/turns": mean([rollout.num_turns for rollout in outcomes]),
             **{f"val/reward/{name}": value for name, value in self._functions().items()},

@@ -58,7 +58,8 @@ def _facts(line: TrajectoryLine) -> str:
 
 def _metrics(line: TrajectoryLine) -> str:
     metrics = {name if name != "reward" else "reward (metric)": f"{value:.4g}" for name, value in line["metrics"].items()}
-    return chip_row({"reward": f"{line['reward']:.4g}"} | metrics)
+    failed = [f"{name} failed: {told}" for name, told in line["reward_errors"].items()]
+    return chip_row({"reward": f"{line['reward']:.4g}"} | metrics, failed)
 
 
 # The dialogue: a row of two cells for each message, who and what

@@ -202,18 +202,17 @@ def _bins(kind: str, bins: Sequence[int]) -> str:
 
 
 def _answer(rollout: RolloutEntry, reading: ReadingEntry, target_ids: Sequence[int], codec: TokenCodec) -> str:
-    """The response; what was cut off is struck through."""
-    kept = b"" if reading["fallback"] else _bytes(target_ids[: reading["num_prefix"]], codec)
-    cut = _bytes(rollout["response_token_ids"], codec)[len(kept) :]
+    """Shows the response; what was cut off is struck through."""
+    response = _bytes(rollout["response_token_ids"], codec)
+    kept, cut = response[: reading["num_kept_bytes"]], response[reading["num_kept_bytes"] :]
     content = f"<span>{inline(kept.decode(errors='replace'))}</span>"
     if cut:
         content += f'<span class="cut" title="{attribute("not kept")}">{inline(cut.decode(errors="replace"))}</span>'
-    replaced = reading["num_prefix"] - reading["num_unchanged"]
-    note = f"Kept: {count(reading['num_prefix'], 'token')}. Struck through: cut off."
+    note = f"Kept: {count(reading['num_kept'], 'token')}. Struck through: cut off."
     if reading["fallback"]:
-        note = "Nothing was kept: the target begins with a fresh {."
-    elif replaced:
-        note += f" The cut falls into a token, which is replaced by {count(replaced, 'token')}."
+        note = "Nothing was kept: the whole target is ours."
+    elif _bytes(target_ids[: reading["num_kept"]], codec) != kept:
+        note += " The kept text behind those tokens is encoded together with what is appended."
     if rollout["forced_positions"]:
         note += f" Set by the repeat guard, not sampled: positions {', '.join(map(str, rollout['forced_positions']))}."
     return section("Rollout", f'<div class="text">{content}</div>', note)

@@ -24,6 +24,7 @@ from launch.arguments import read_arguments
 from launch.command import explained
 from launch.serve_options import ServeOptions, model_names, settings_of
 from rollout_actors.engine_settings import EngineSettings, engine_environment, model_type
+from rollout_actors.vllm_import import explained_import, require_installed
 from shared.config.server import is_loopback
 from shared.errors import ConfigError, RolloutError, ended
 from shared.protocols import CLOSED_S
@@ -46,6 +47,7 @@ END_S = 3.0
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(Console(stderr=True, soft_wrap=True)):
         options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
+        require_installed("a rollout server")
         serve(options, settings_of(options))
 
 
@@ -76,8 +78,9 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def make_engine() -> ServedEngine:
-        from rollout_actors.server.vllm_openai import check_tool_parser
-        from rollout_actors.vllm_engine import VllmEngine
+        with explained_import(url):
+            from rollout_actors.server.vllm_openai import check_tool_parser
+            from rollout_actors.vllm_engine import VllmEngine
 
         check_tool_parser(options.tool_call_parser)
         return VllmEngine(url, settings)

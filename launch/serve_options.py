@@ -70,7 +70,9 @@ class ServeOptions(Section):
     """How weights arrive; auto: nccl on GPUs, rollmatch_gloo on CPU."""
 
     repeat_terminate: str | None = None
-    """The run's rollout_matching.repeat_terminate, as JSON, or the path of a JSON or YAML file of it; null: no repeat guard."""
+    """Repeat guard of callers of /v1/ until a run asks for rollouts, which brings its own:
+    rollout_matching.repeat_terminate as JSON, or the path of a JSON or YAML file of it; null: none.
+    Runs need no such argument."""
 
     enable_lora: bool = False
     """Let a sync bring an adapter alone: the run's rollout_matching.vllm.enable_lora."""

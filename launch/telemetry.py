@@ -23,6 +23,7 @@ from launch.report import Report, make_report
 from launch.report_folder import write_report
 from launch.reward_report import RewardReport, write_reward_report
 from launch.server_calls import server_calls
+from shared.canary_noise import NOISE_FILE
 from shared.config import RunConfig
 from shared.config.batch_algebra import BatchAlgebra
 from shared.config.derive import resolved_sync_mode, rollout_servers, warmup_steps
@@ -164,7 +165,12 @@ class Telemetry:
         self._step_done(record.report, record.sync, record.queue_wait_s, Span(TRACK, f"step {plan.step} ({plan.channel})", started_s, time.time()))
 
     def sync(self, report: SyncReport) -> None:
-        """A sync outside any step, that ended now."""
+        """Report a sync outside any step, that ended now, and record the noise that it measured.
+
+        Raises StorageError.
+        """
+        if report.canary_noise is not None:
+            write_run_file(self._config.telemetry.run_dir / NOISE_FILE, report.canary_noise.as_json())
         self._note_mode(report)
         self._trace_spans([_span_until_now(f"sync v{report.version}", report.total_s)])
         self._console.print(

@@ -16,6 +16,7 @@ from rich.console import Console
 from launch.command import end_on_signals, explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
 from launch.sweep import is_sweep, run_trial
+from launch.version_checks import require_vllm
 from shared.config import RunConfig, load_config
 from shared.config.batch_algebra import batch_algebra
 from shared.config.derive import EnginePlace, engine_devices, engines_in, remarks
@@ -36,6 +37,7 @@ def run(config: RunConfig, console: Console) -> None:
     from launch.data_checks import check_data
 
     started_s = time.monotonic()
+    require_vllm(config)
     # Where servers or the cluster have to be asked for their devices, it is printed when they have answered.
     if engine_devices(config) is not None:
         _print(console, batch_algebra(config).describe())

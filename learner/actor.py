@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from learner.place import LearnerPlace
+from shared.canary_noise import Differences
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.evaluation import Outcome
@@ -73,8 +74,8 @@ class LearnerActor:
     def send_weights(self, offer: WeightOffer) -> SendReport:
         return self._learner.publisher.send(offer)
 
-    def sync_done(self) -> None:
-        self._learner.publisher.done()
+    def sync_done(self, noise: Differences | None) -> None:
+        self._learner.publisher.done(noise)
 
     def fall_back_to_full(self) -> None:
         self._learner.publisher.fall_back_to_full()

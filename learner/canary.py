@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import compress
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,6 +14,7 @@ from learner.adapters import without_adapter
 from learner.loading import LoadedModel
 from learner.segments import EncodedPrompt
 from shared.canary import CanaryProbe
+from shared.canary_noise import Differences
 from shared.errors import LearnerError
 from shared.records import ImageRef
 from shared.weight_sync import SyncPhase
@@ -54,15 +57,29 @@ class Canary:
     """One sequence, a prompt and the beginning of a response, that every sync is proved by."""
 
     def __init__(
-        self, loaded: LoadedModel, prompt: EncodedPrompt, images: tuple[ImageRef, ...], response_ids: tuple[int, ...], *, tolerance: float, proves_adapter: bool
+        self,
+        loaded: LoadedModel,
+        prompt: EncodedPrompt,
+        images: tuple[ImageRef, ...],
+        response_ids: tuple[int, ...],
+        *,
+        tolerance: float | None,
+        proves_adapter: bool,
+        run_dir: Path,
     ) -> None:
-        """`proves_adapter`: the engines are sent the adapter by itself, and its effect is compared too."""
+        """`proves_adapter`: the engines are sent the adapter by itself, and its effect is compared too.
+
+        `run_dir`: where no `tolerance` is given, the noise that a record in this folder holds is
+        the first offer's already. Raises ConfigError for a record that says something else.
+        """
         self._loaded = loaded
         self._prompt = prompt
         self._images = tuple(image.with_data() for image in images)
         self._response_ids = response_ids
         self._tolerance = tolerance
         self._proves_adapter = proves_adapter
+        self.noise = Differences.kept(run_dir) if tolerance is None else None
+        """The noise that offers in bfloat16 bring; None until the first sync has measured it."""
         self._base_logprobs: tuple[float, ...] | None = None
 
     def probe(self) -> CanaryProbe:
@@ -73,12 +90,15 @@ class Canary:
         return replace(self.question(), expected_logprobs=self.logprobs(), base_logprobs=self._base_logprobs)
 
     def question(self) -> CanaryProbe:
+        of_images = self._prompt.modality_P.bool().tolist()
         return CanaryProbe(
             token_ids=(*self._prompt.request_token_ids, *self._response_ids),
             images=self._images,
             expanded_token_ids=(*self._prompt.token_ids, *self._response_ids),
             expected_logprobs=None,
             tolerance=self._tolerance,
+            placeholder_ids=tuple(sorted(set(compress(self._prompt.token_ids, of_images)))),
+            noise=self.noise,
         )
 
     def logprobs(self) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from learner.weight_source import CheckpointWeights
 from shared.errors import StorageError
+from shared.fresh_tokens import FreshTokens
 from shared.lora import AdapterFiles
 
 ADAPTER_FOLDER = "adapter"
@@ -19,11 +20,18 @@ ADAPTER_FOLDER = "adapter"
 
 
 def save_checkpoint(
-    model: Any, processor: Any, folder: Path, *, state_dict: dict[str, torch.Tensor] | None = None, adapter: AdapterFiles | None = None
+    model: Any,
+    processor: Any,
+    folder: Path,
+    *,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    adapter: AdapterFiles | None = None,
+    fresh: FreshTokens | None = None,
 ) -> None:
     """Weights (safetensors; adapters merged), configuration, tokenizer and processor files in `folder`, complete or not there at all.
 
     `state_dict` are the weights where the model holds only a part of them; `adapter` is the model's, if it has one.
+    `fresh` are tokens that an adapter on this checkpoint has to train.
     Raises StorageError with the path: no space left, no permission.
     """
     partial = folder.with_name(f"{folder.name}.partial")
@@ -39,6 +47,8 @@ def save_checkpoint(
         if state_dict is not None:
             _write_config(model.config, next(iter(state_dict.values())).dtype, partial)
         processor.save_pretrained(partial)
+        if fresh is not None:
+            fresh.save(partial)
         if folder.exists():
             shutil.rmtree(folder)
         partial.replace(folder)

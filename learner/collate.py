@@ -127,7 +127,7 @@ def collate(segments: Sequence[Segment], *, text_weights: TextWeights, rope_inde
                 index(learned_at),
                 torch.from_numpy(_concat((np.array(credit.engine_logprobs, dtype=np.float32) for credit in credited), np.float32)),
                 torch.from_numpy(_concat((np.array(credit.advantages, dtype=np.float32) for credit in credited), np.float32)),
-                torch.from_numpy(_concat((np.full(len(credit.positions), credit.weight, dtype=np.float32) for credit in credited), np.float32)),
+                torch.from_numpy(_concat((np.array(one.weights, dtype=np.float32) for one in credited), np.float32)),
             ),
         ),
         SampledTokens(

@@ -61,6 +61,9 @@ class StepTally:
         if rollout.error is None:
             self.totals.add_to_mean("rollout/reward", rollout.reward, 1)
             self.totals.add_to_mean("rollout/turns", rollout.num_turns, 1)
+        add("rollout/num_reward_errors", len(rollout.reward_errors))
+        if rollout.error is None or rollout.reward_errors:
+            # The other functions have judged it all the same.
             for name, value in rollout.metrics.items():
                 self.totals.add_to_mean(f"{REWARD_FAMILY}{name}", value, 1)
 

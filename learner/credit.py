@@ -1,4 +1,20 @@
-"""Which tokens of a target are learned by their advantage, and how much each counts (DESIGN 8, `policy_gradient`). Decided here, once."""
+"""Which tokens are learned by their advantage, and how much each counts (DESIGN 8).
+
+A step's loss is the weighted sum over its sampled tokens, divided at the step's end by the number
+of its rollouts. That number is known before the first of them arrives (DESIGN 5, decision 6), and
+failed or empty rollouts count in it. What `normalize` decides is the weight of a token in that
+sum:
+
+    step      1 / sampled tokens of its call of the model: each call weighs 1
+    rollout   1 / sampled tokens of its rollout: each rollout weighs 1
+    constant  1 / `rollout_matching.max_new_tokens`: each token weighs the same
+
+So with `step` a rollout of k calls weighs k times as much as one of a single call, and the scale of
+the loss grows with the mean number of calls. None of them depends on which calls share an example.
+
+Example: a rollout with calls of 1 and 3 sampled tokens. `step`: 1, 1/3, 1/3, 1/3, whether the calls
+were merged or not. `rollout`: 1/4 each. `constant` with `max_new_tokens` 8: 1/8 each.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from shared.config.pipeline import PolicyGradientConfig
 from shared.trajectory import TrainingExample
@@ -21,46 +38,63 @@ class Credit:
     """[M], under the probabilities that the engine sampled from."""
     advantages: tuple[float, ...]
     """[M]"""
-    weight: float
-    """Of each token in the segment's loss."""
+    weights: tuple[float, ...]
+    """[M], of each token in the step's sum."""
 
     def __post_init__(self) -> None:
-        assert len(self.positions) == len(self.engine_logprobs) == len(self.advantages)
+        columns = (self.engine_logprobs, self.advantages, self.weights)
+        assert all(len(column) == len(self.positions) for column in columns)
         assert all(a < b for a, b in pairwise(self.positions))
 
 
-NO_CREDIT = Credit((), (), (), 0.0)
+NO_CREDIT = Credit((), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
     """How the tokens of an example are credited with what became of it."""
 
-    divided_by_std: bool
-    """The advantage, by the standard deviation of its group's rewards."""
-    constant: int | None
-    """What a segment's sum over its sampled tokens is divided by; None: their number."""
+    normalize: Literal["step", "rollout", "constant"]
+    max_new_tokens: int
+    """The divisor of `constant`."""
+    std_epsilon: float | None
+    """Added to the standard deviation that advantages are divided by; None: not divided."""
 
     @classmethod
     def of(cls, config: PolicyGradientConfig, *, max_new_tokens: int) -> CreditRule:
-        return cls(config.advantage_std, max_new_tokens if config.normalize == "constant" else None)
+        std_epsilon = config.advantage_epsilon if config.advantage_std else None
+        return cls(config.normalize, max_new_tokens, std_epsilon)
 
-    def credit(self, example: TrainingExample, *, start: int) -> Credit:
-        """Of the example's tokens from `start` on, which all of its sampled ones are.
+    def credit(self, example: TrainingExample, *, start: int, num_of_rollout: int) -> Credit:
+        """Credit the example's learned tokens, all of which are at `start` or later.
 
-        Raises ValueError where the example was not scored, or has numbers that nothing can be learned from.
+        Args:
+            num_of_rollout: learned tokens of its rollout, in all of the rollout's examples.
+
+        Raises:
+            ValueError: the example was not scored, or has numbers that nothing can be learned from.
         """
         positions = [place for place, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
-        advantages, logprobs = example.advantages(divided_by_std=self.divided_by_std), example.logprobs
+        advantages, logprobs = example.advantages(std_epsilon=self.std_epsilon), example.logprobs
         _require_finite(example, "advantage", advantages, positions, "its reward functions must return finite numbers")
         _require_finite(example, "log-probability", logprobs, positions, "the endpoint must return finite ones")
         return Credit(
             tuple(place - start for place in positions),
             tuple(logprobs[place] for place in positions),
             tuple(advantages[place] for place in positions),
-            1.0 / (self.constant or max(1, len(positions))),
+            tuple(self._weights(example, num_of_rollout)),
         )
+
+    def _weights(self, example: TrainingExample, num_of_rollout: int) -> list[float]:
+        """One per learned token."""
+        match self.normalize:
+            case "step":
+                return [1.0 / len(of_step) for of_step in example.learned_by_step() for _ in of_step]
+            case "rollout":
+                return [1.0 / num_of_rollout] * example.num_learned
+            case "constant":
+                return [1.0 / self.max_new_tokens] * example.num_learned
 
 
 def _require_finite(example: TrainingExample, what: str, values: Sequence[float], positions: Sequence[int], remedy: str) -> None:

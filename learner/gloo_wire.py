@@ -31,13 +31,13 @@ class GlooWire:
     def __init__(self, terms: FullTerms, listening: list[socket.socket]) -> None:
         """`listening` have held the groups' ports since they were published. Returns when every receiver has come."""
         sizes = [offsets(bucket)[-1] for bucket in buckets(terms.sent, terms.bucket_bytes)]
-        timeout = timedelta(seconds=terms.timeout_s)
+        joining, timeout = timedelta(seconds=terms.join_limit.seconds), timedelta(seconds=terms.timeout_s)
         shared = cache(lambda: SharedMemory.create(sum(sizes)))
         self._groups: list[_Group] = []
         self._places: list[torch.Tensor] = []
         try:
             for group, bound in zip(terms.groups, listening, strict=True):
-                self._groups.append(_Group(group, bound, timeout, shared))
+                self._groups.append(_Group(group, bound, joining, timeout, shared))
         except BaseException:
             # Neither those that have joined nor the memory wait until the traceback, which refers to them, is gone.
             self.close()
@@ -80,11 +80,15 @@ class GlooWire:
 class _Group:
     """One process group, as its rank 0."""
 
-    def __init__(self, group: Group, bound: socket.socket, timeout: timedelta, shared: Callable[[], SharedMemory | None]) -> None:
-        """Returns when all receivers have come. `shared` is asked only if all of them are on this machine."""
-        store = TCPStore(group.host, group.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach())
+    def __init__(self, group: Group, bound: socket.socket, joining: timedelta, timeout: timedelta, shared: Callable[[], SharedMemory | None]) -> None:
+        """Returns when all receivers have come, after `joining` at the latest; from then on
+        `timeout` bounds every wait for them.
+
+        `shared` is asked only if all of them are on this machine.
+        """
+        store = TCPStore(group.host, group.port, is_master=True, wait_for_workers=False, timeout=joining, master_listen_fd=bound.detach())
         try:
-            self._group: Any = ProcessGroupGloo(store, 0, group.world_size, gloo_options(group.host, timeout))
+            self._group: Any = ProcessGroupGloo(store, 0, group.world_size, gloo_options(group.host, joining))
         finally:
             # It listens on the group's port, and the traceback of a failure would keep it.
             del store
@@ -93,6 +97,7 @@ class _Group:
         try:
             self.reads_shared = self._tell(this_machine()) and self._share(shared())
             """Whether every receiver of this group has opened the shared memory."""
+            self._group.set_timeout(timeout)
         except BaseException:
             self.close()
             raise

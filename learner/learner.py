@@ -21,6 +21,7 @@ import torch
 
 from learner.canary import Canary
 from learner.counters import StepTally
+from learner.device import LearnerDevice
 from learner.loading import LoadedModel
 from learner.matching_work import MatchingWork
 from learner.optimizer import Updater
@@ -63,10 +64,18 @@ class Learner:
         Raises ConfigError and RecordError for what is wrong with model and data, also where the ranks do not have the same.
         """
         self._config = config
-        self._ranks = join_ranks(place, rendezvous, timeout_s=config.timeouts.learn_s, sums_in_backward=is_sharded(config))
+        device = LearnerDevice(torch.device(place.device))
+        device.use_full_float32()
+        self._ranks = join_ranks(
+            place,
+            rendezvous,
+            device,
+            timeout_s=config.timeouts.learn_s,
+            sums_in_backward=is_sharded(config),
+        )
         self._track = rank_name(place.rank, place.world_size)
         with self._ranks.of_phase("start"):
-            self.loaded, self.parallel = load_parallel(config, torch.device(place.device), self._ranks)
+            self.loaded, self.parallel = load_parallel(config, device.device, self._ranks)
         decode = config.rollout_matching.decode_settings(stop_token_ids=(self.loaded.codec.eos_token_id,), banned_token_ids=self.loaded.banned_token_ids)
         self.work = _work(config, self.loaded, decode, self._ranks, examples)
         self._row_learner = RowLearner(config, self.loaded, self.parallel, decode)
@@ -74,9 +83,24 @@ class Learner:
         self.updater = Updater(self.loaded.model, config.training, self._ranks)
         fixed = self.work.fixed
         response = fixed.target.token_ids[:_CANARY_TOKENS]
-        tolerance, proves_adapter = config.canary_tolerance, resolved_sync_mode(config) == "adapter"
-        canary = Canary(self.loaded, fixed.prompt, self.work.fixed_images, response, tolerance=tolerance, proves_adapter=proves_adapter)
-        self.publisher = WeightPublisher(self._ranks, self.loaded, self.parallel, make_senders(config, place, self.loaded, self.parallel), canary)
+        senders = make_senders(config, place, self.loaded, self.parallel)
+        canary = Canary(
+            self.loaded,
+            fixed.prompt,
+            self.work.fixed_images,
+            response,
+            tolerance=config.canary_tolerance,
+            proves_adapter=resolved_sync_mode(config) == "adapter",
+            run_dir=config.telemetry.run_dir,
+        )
+        self.publisher = WeightPublisher(
+            self._ranks,
+            device,
+            self.loaded,
+            self.parallel,
+            senders,
+            canary,
+        )
         self.num_updates = 0
         """Finished updates: what the weights are of."""
         self.steps: deque[StepInProgress] = deque()

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
-from transformers.utils import is_flash_attn_2_available
 
 from learner.adapters import apply_adapter
+from learner.attention import attend_by_segments
 from learner.checkpoint_folder import MODEL_TYPES, TEXT_MODEL_TYPES, checkpoint_problems
 from learner.collate import RopeIndex
 from learner.parts import freeze_parts
+from learner.patch_embedding import project_patches_as_matrix
 from shared.config import RunConfig
 from shared.config.custom import TrainerVariant
 from shared.config.derive import is_sharded
 from shared.errors import ConfigError
+from shared.fresh_tokens import FILE, REMEDY, FreshTokens
 from shared.tokens.hf_codec import HFTokenCodec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,6 +46,8 @@ class LoadedModel(LoadedTokens):
     device: torch.device
     coord_ids_C: torch.Tensor
     """int64 [1000]: the token id of each bin; [0] where there are no coord tokens."""
+    fresh_tokens: FreshTokens | None
+    """Tokens that stay fresh in this run's checkpoints; None where the embeddings are trained."""
 
     @property
     def rope_index(self) -> RopeIndex | None:
@@ -83,21 +87,39 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     """Load `model.path` for training: what is frozen has no gradient. Sets torch's seed and thread count for this process.
 
-    Raises ConfigError as `load_tokens` does, for weights that cannot be read, for a model with dropout, and where nothing is left to train.
+    Raises ConfigError as `load_tokens` does, for weights that cannot be read, for fresh tokens that
+    the tokenizer does not have, for a model with dropout, and where nothing is left to train.
     """
     tokens, path = load_tokens(config), Path(config.model.path)
-    if config.model.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        raise ConfigError("model.attn_implementation: flash_attention_2 is not installed here, or sees no GPU; install flash-attn, or set sdpa")
+    fresh = FreshTokens.of(path)
+    if fresh is not None and fresh.ids.stop > len(tokens.tokenizer):
+        ids = f"count: {fresh.count} ids from {fresh.first_id} on"
+        problem = f"{ids}, of a tokenizer of {len(tokens.tokenizer)}"
+        told = f"model.path: {path / FILE} names tokens that are not there ({problem})"
+        raise ConfigError(f"{told}; {REMEDY}")
     torch.manual_seed(config.training.seed)
     # The results of a reduction depend on the number of threads: it is part of the configuration of a repeatable run, never left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     try:
         kind = AutoModelForCausalLM if tokens.tokenizer is tokens.processor else AutoModelForImageTextToText
-        model = kind.from_pretrained(path, dtype=_dtype(config), attn_implementation=config.model.attn_implementation).to(device)
+        attention = "sdpa" if config.model.attention == "auto" else config.model.attention
+        model = kind.from_pretrained(path, dtype=_dtype(config), attn_implementation=attention)
+        model = model.to(device)
     except (ValueError, OSError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
+    project_patches_as_matrix(model)
+    if config.model.attention == "auto":
+        attend_by_segments(model)
     if config.model.adapter is not None:
-        apply_adapter(model, config.model.adapter, base_path=str(path), seed=config.training.seed)
+        apply_adapter(
+            model,
+            config.model.adapter,
+            base_path=str(path),
+            seed=config.training.seed,
+            token_ids=() if fresh is None else fresh.ids,
+        )
+    elif not config.training.parts.language_model.frozen:
+        fresh = None
     freeze_parts(model, config.training.parts)
     model.train()
     if config.model.gradient_checkpointing:
@@ -113,6 +135,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         device=device,
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         banned_token_ids=tokens.banned_token_ids,
+        fresh_tokens=fresh,
     )
 
 

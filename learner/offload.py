@@ -48,8 +48,7 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
 def offloads(config: RunConfig) -> bool:
     """Whether anything is to be moved away in this run."""
     rollouts = config.rollout_matching
-    asked = rollouts.offload.enabled and (rollouts.offload.offload_model or rollouts.offload.offload_optimizer)
-    return asked and rollouts.rollout_backend == "vllm" and rollouts.vllm.mode == "colocate"
+    return rollouts.offload.enabled and rollouts.rollout_backend == "vllm" and rollouts.vllm.mode == "colocate"
 
 
 @contextmanager
@@ -93,9 +92,9 @@ def offloaded(config: RunConfig, model: nn.Module, updater: Movable, device: tor
         return
     section = config.rollout_matching.offload
     with ExitStack() as stack:
-        if section.offload_optimizer:
+        if section.moves_optimizer:
             stack.enter_context(offloaded_optimizer(updater, device))
-        if section.offload_model and with_model:
+        if section.moves_model and with_model:
             stack.enter_context(offloaded_model(model))
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -14,14 +14,17 @@ from learner.adapter_sender import AdapterSender
 from learner.adapters import adapter_files
 from learner.canary import AsksCanary, Canary, ComputedCanary
 from learner.checkpoint import save_checkpoint
+from learner.device import LearnerDevice
 from learner.loading import LoadedModel
 from learner.parallel import Parallel
 from learner.place import LearnerPlace
 from learner.ranks import Ranks
 from learner.weight_sender import WeightSender
+from shared.canary_noise import Differences
 from shared.config import RunConfig
-from shared.config.derive import resolved_sync_mode
+from shared.config.derive import resolved_sync_mode, rollout_servers
 from shared.rollouts import WeightOffer
+from shared.transports import BUCKET_BYTES
 from shared.weight_sync import SendReport
 
 
@@ -37,9 +40,23 @@ class Sender(Protocol):
 class WeightPublisher:
     """One rank's part in it. The weights must not change between an offer and its `done`."""
 
-    def __init__(self, ranks: Ranks, loaded: LoadedModel, parallel: Parallel, senders: tuple[Sender, ...], canary: Canary) -> None:
-        """`senders` are rank 0's, each for the time after the one before it has failed; `canary` is the proof of arrival."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: LearnerDevice,
+        loaded: LoadedModel,
+        parallel: Parallel,
+        senders: tuple[Sender, ...],
+        canary: Canary,
+    ) -> None:
+        """Keep what is called later.
+
+        Args:
+            senders: rank 0's, each for the time after the one before it has failed.
+            canary: the proof of arrival.
+        """
         self._ranks = ranks
+        self._device = device
         self._loaded = loaded
         self._parallel = parallel
         self._senders = senders
@@ -53,6 +70,8 @@ class WeightPublisher:
         Raises LearnerError where the ranks do not hold the same, or hold no numbers.
         """
         with self._ranks.of_phase("offer_weights"):
+            # Senders pack on streams of their own; engines read shared weights in other processes.
+            self._device.wait()
             self._ranks.barrier()
             self._parallel.check()
             self._parallel.gather()
@@ -69,21 +88,34 @@ class WeightPublisher:
         assert len(self._senders) > 1, "only adapters are followed by something else"
         self._senders = self._senders[1:]
 
-    def done(self) -> None:
-        """The offered weights are served, everywhere: every rank holds the version that was offered."""
+    def done(self, noise: Differences | None = None) -> None:
+        """Note that the offered weights are served, everywhere.
+
+        `noise` is what this sync measured of the canary's, for the engines of every later offer.
+        """
         with self._ranks.of_phase("sync_done"):
             self._ranks.barrier()
         self._parallel.release()
         self.version += 1
+        if noise is not None:
+            self.canary.noise = noise
 
     def save(self, folder: Path) -> None:
         """An ordinary checkpoint, which rank 0 writes; returns on every rank when it is there. Raises StorageError."""
         with self._ranks.of_phase("save"):
+            self._device.wait()
             self._parallel.check()
             self._parallel.gather()
             adapter = adapter_files(self._loaded.model)
             if self._ranks.rank == 0:
-                save_checkpoint(self._loaded.model, self._loaded.processor, folder, state_dict=self._parallel.state_dict(), adapter=adapter)
+                save_checkpoint(
+                    self._loaded.model,
+                    self._loaded.processor,
+                    folder,
+                    state_dict=self._parallel.state_dict(),
+                    adapter=adapter,
+                    fresh=self._loaded.fresh_tokens,
+                )
             self._parallel.release()
             self._ranks.barrier()
 
@@ -97,12 +129,14 @@ def make_senders(config: RunConfig, place: LearnerPlace, loaded: LoadedModel, pa
     if place.rank != 0:
         return ()
     sync, timeout_s = config.rollout_matching.vllm.sync, config.timeouts.sync_phase_s
+    servers = rollout_servers(config)
     full = WeightSender(
         parallel.weights,
         transport=place.transport,
         receivers=place.receivers,
         host=place.address,
         timeout_s=timeout_s,
-        bucket_bytes=sync.bucket_bytes,
+        join=None if servers is None else servers.join_limit,
+        bucket_bytes=sync.bucket_bytes or BUCKET_BYTES[place.transport],
     )
     return (full,) if resolved_sync_mode(config) == "full" else (AdapterSender(loaded.model, timeout_s=timeout_s), full)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import AllreduceOptions, DistError, ProcessGroup, ReduceOp
 
+from learner.device import LearnerDevice
 from shared.chunking import cut_past
 from shared.config.derive import rank_name
 from shared.errors import CollectiveError, LearnerError
@@ -102,10 +103,20 @@ class OneRank:
 class DistributedRanks:
     """Several ranks over one process group. A collective that a peer does not join ends after `timeout_s` with a CollectiveError."""
 
-    def __init__(self, rank: int, world_size: int, group: ProcessGroup, *, timeout_s: float, sums_in_backward: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        group: ProcessGroup,
+        device: LearnerDevice,
+        *,
+        timeout_s: float,
+        sums_in_backward: bool,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.group = group
+        self._device = device
         self._timeout_s = timeout_s
         self._sums_in_backward = sums_in_backward
         self._times: list[Span] = []
@@ -143,6 +154,9 @@ class DistributedRanks:
             self._all_reduce(flat, ReduceOp.SUM)
             for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
+        # On a GPU the sums are only queued so far: a lost peer and the time belong to them, and not
+        # to whatever waits for the device next.
+        self._device.wait()
         self._times.append(Span(self._track, "reduce gradients", started_s, time.time()))
 
     @contextmanager

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from learner.place import LearnerPlace
+from shared.canary_noise import Differences
 from shared.config import RunConfig
 from shared.config.derive import resolved_sync_mode
 from shared.config.timeouts import TimeoutsSection
@@ -24,12 +25,17 @@ from shared.reports import RankReport, StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
 from shared.trajectory import ExampleCounts
+from shared.transports import Device
 from shared.weight_sync import SendReport, SyncPhase, all_phases_s, sender_s
 
 T = TypeVar("T")
 
 GRACE_S = 3.0
 """Given to the other ranks when one has failed: the one whose connection broke often speaks before the one that broke it."""
+
+WATCHDOG_SHARE = 0.9
+"""Of timeouts.learn_s: a rank that ends earlier than this in a phase was not ended by NCCL's
+watchdog."""
 
 
 class RemoteLearner:
@@ -44,6 +50,7 @@ class RemoteLearner:
         self._asking.submit(int).result()
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner")
         self._has_backends = False
+        self._waits_by_nccl = False
         self.offers_adapter = self.falls_back = False
         """`shared.weight_sync.SendsWeights`."""
         self.num_threads = 0
@@ -56,6 +63,7 @@ class RemoteLearner:
         those of the run's environment, where it has one."""
         self._has_backends = make_backend is not None
         self.offers_adapter, self.falls_back = resolved_sync_mode(config) == "adapter", config.rollout_matching.vllm.sync.fallback_to_full
+        self._waits_by_nccl = len(places) > 1 and places[0].device is Device.CUDA
         limit = self._timeouts.limit("start_s")
         if len(places) > 1:
             (endpoint,) = self._wait("start", limit, [self._actors[0].open_rendezvous.remote(config)])
@@ -87,12 +95,12 @@ class RemoteLearner:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         """Rank 0 sends, and keeps the limits of a sync's phases itself: it takes part in two, and says first what was late."""
         ref = self._actors[0].send_weights.remote(offer)
-        limit = Limit(sender_s(self._timeouts.sync_phase_s), "2 x timeouts.sync_phase_s")
+        limit = Limit(sender_s(offer), "the limits of joining and sending (timeouts.sync_phase_s)")
         return self._threads.submit(lambda: self._wait("send_weights", limit, [ref])[0])
 
-    def sync_done(self) -> None:
-        """Every rank knows that the offered version is the one that is served."""
-        self._sync("sync_done", lambda rank: self._actors[rank].sync_done.remote())
+    def sync_done(self, noise: Differences | None) -> None:
+        """Tell every rank that the offered version is served, and the noise that was measured."""
+        self._sync("sync_done", lambda rank: self._actors[rank].sync_done.remote(noise))
 
     def fall_back_to_full(self) -> None:
         """Rank 0, which alone has an adapter to offer, offers full weights from now on."""
@@ -168,13 +176,19 @@ class RemoteLearner:
 
     def _wait(self, phase: str, limit: Limit, refs: list[Any]) -> list[Any]:
         """Every rank's answer, or the error that says most."""
-        deadline = time.monotonic() + limit.seconds
+        started = time.monotonic()
+        deadline = started + limit.seconds
         waiting, errors = list(refs), []
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            error = _error_of(ready[0], phase, self._whose(refs, ready[0]))
+            whose = self._whose(refs, ready[0])
+            # The first rank to end is normally the one that failed: those that wait for it end when
+            # NCCL has waited for learn_s.
+            has_waited = time.monotonic() - started >= WATCHDOG_SHARE * self._timeouts.learn_s
+            is_victim = self._waits_by_nccl and has_waited
+            error = _error_of(ready[0], phase, whose, may_have_lost_peer=is_victim)
             if error is not None:
                 errors.append(error)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -188,19 +202,29 @@ class RemoteLearner:
         return ray.get(refs)
 
 
-def _error_of(ref: Any, phase: str, whose: str) -> Exception | None:
+def _error_of(ref: Any, phase: str, whose: str, *, may_have_lost_peer: bool) -> Exception | None:
     try:
         # The driver reads no payload here: a rollout's reference is never among those that are waited for.
         ray.get(ref)
     except RayError as error:
-        explained = _explained(error, phase, whose)
-        explained.__cause__ = error
-        return explained
+        told = explained(error, phase, whose, may_have_lost_peer=may_have_lost_peer)
+        told.__cause__ = error
+        return told
     return None
 
 
-def _explained(error: RayError, phase: str, whose: str) -> Exception:
-    """What the learner raised in place of Ray's exception around it, or what became of its process; `whose` is "its" or names a rank's."""
+def explained(error: RayError, phase: str, whose: str, *, may_have_lost_peer: bool) -> Exception:
+    """Return what the learner raised in place of Ray's exception around it, or what became of it.
+
+    Args:
+        whose: "its", or a rank's: "rank 1's".
+        may_have_lost_peer: the rank may have waited for others on a GPU until its process ended.
+            There a lost peer is no exception: NCCL's watchdog ends the process that has waited.
+    """
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         return error.cause
-    return LearnerError(ended(whose, error), phase=phase)
+    told = ended(whose, error)
+    if not may_have_lost_peer:
+        return LearnerError(told, phase=phase)
+    peer = "it may have lost a peer, which NCCL waits for no longer than timeouts.learn_s"
+    return CollectiveError(f"{told}; {peer}: check the other ranks first", phase=phase)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import DistError, PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
 
+from learner.device import LearnerDevice
 from learner.gloo import gloo_options
 from learner.place import LearnerPlace
 from learner.ranks import DistributedRanks, OneRank, Ranks
@@ -31,10 +32,21 @@ class Rendezvous:
         self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s: float, sums_in_backward: bool) -> Ranks:
-    """The group of the place's ranks; returns when all have come. `rendezvous` is rank 0's, and opened before `place` was made.
+def join_ranks(
+    place: LearnerPlace,
+    rendezvous: Rendezvous | None,
+    device: LearnerDevice,
+    *,
+    timeout_s: float,
+    sums_in_backward: bool,
+) -> Ranks:
+    """Return the group of the place's ranks, when all have come.
 
-    `timeout_s`: of every collective, the configuration's timeouts.learn_s. `sums_in_backward`: the backward of every row sums gradients over the ranks already.
+    Args:
+        rendezvous: rank 0's, opened before `place` was made.
+        device: where the gradients are.
+        timeout_s: of every collective, the configuration's timeouts.learn_s.
+        sums_in_backward: the backward of every row sums gradients over the ranks already.
     """
     if place.world_size == 1:
         return OneRank()
@@ -43,15 +55,22 @@ def join_ranks(place: LearnerPlace, rendezvous: Rendezvous | None, *, timeout_s:
     timeout = timedelta(seconds=timeout_s)
     try:
         store = rendezvous.store if rendezvous is not None else TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        group = _open_group(place, store, timeout)
+        group = open_group(place, store, timeout)
     except (DistError, RuntimeError) as error:
         others = f"the other learner ranks at {place.rendezvous}"
         told = late(others, Limit(timeout_s, "timeouts.learn_s"), "the rank that failed first, and whether nodes reach each other")
         raise CollectiveError(f"rank {place.rank} of {place.world_size}: {told} ({error})", phase="start") from error
-    return DistributedRanks(place.rank, place.world_size, group, timeout_s=timeout_s, sums_in_backward=sums_in_backward)
+    return DistributedRanks(
+        place.rank,
+        place.world_size,
+        group,
+        device,
+        timeout_s=timeout_s,
+        sums_in_backward=sums_in_backward,
+    )
 
 
-def _open_group(place: LearnerPlace, store: Any, timeout: timedelta) -> ProcessGroup:
+def open_group(place: LearnerPlace, store: Any, timeout: timedelta) -> ProcessGroup:
     """Gloo for what lies in host memory, NCCL for what lies on a GPU. The latter was not run on a GPU."""
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO

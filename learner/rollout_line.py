@@ -88,12 +88,14 @@ class ReadingEntry(TypedDict):
 
     prefix_text: Text
     """What was kept of it: an open JSON object, or `{`. Bytes that are not UTF-8 appear as U+FFFD."""
+    num_kept_bytes: int
+    """How much of the response was kept; 0 in the fallback."""
+    num_kept: int
+    """Leading target tokens that are the response's own."""
     num_prefix: int
-    """Target tokens before the appended text."""
-    num_unchanged: int
-    """How many of those are the response's own; the replaced end of a fused token, and the fallback's `{`, are not."""
+    """Leading target tokens that hold no appended text. Those from `num_kept` on were encoded anew."""
     truncated: bool
-    """The response ended before its container closed."""
+    """No container closed: the response ended before, or it held none."""
     fallback: bool
     """Nothing could be kept."""
     max_object_index: int | None

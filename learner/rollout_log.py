@@ -50,7 +50,7 @@ class RolloutLog:
             "sample_id": sample.sample_id,
             "ground_truth": [{"kind": truth.kind, "bins": truth.bins, "desc": truth.desc} for truth in sample.objects],
             "rollout": None if rollout is None else _rollout_entry(rollout, self._codec),
-            "reading": None if target.reading is None else _reading_entry(target.reading),
+            "reading": None if target.reading is None else _reading_entry(target.reading, self._codec),
             "target": _target_entry(target, weights_L),
         }
         self._lines.write(line)
@@ -79,13 +79,14 @@ def _rollout_entry(rollout: Rollout, codec: TokenCodec) -> RolloutEntry:
     }
 
 
-def _reading_entry(reading: Reading) -> ReadingEntry:
+def _reading_entry(reading: Reading, codec: TokenCodec) -> ReadingEntry:
     parsed, match = reading.parsed, reading.match
     excluded = [pair.prediction for pair in reading.excluded]
     return {
         "prefix_text": parsed.prefix_text,
-        "num_prefix": len(parsed.prefix_token_ids),
-        "num_unchanged": parsed.num_unchanged,
+        "num_kept_bytes": 0 if parsed.fallback else sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids),
+        "num_kept": reading.num_kept,
+        "num_prefix": reading.num_prefix,
         "truncated": parsed.truncated,
         "fallback": parsed.fallback,
         "max_object_index": parsed.max_object_index,

@@ -3,13 +3,16 @@
 Channel A: the ground truth serialised, closed, EOS. Channel B: the kept prefix of the model's own rollout, the unmatched ground truth
 appended, closed, EOS (spec rollout-matching-sft: one canonical teacher-forced target sequence; DESIGN 8).
 
+Where our text meets the rollout's inside a token, both are encoded together (DESIGN 7.3). A vocabulary such as Qwen's has `}}` and
+`},` as tokens; encoded apart, every target would teach the model to split them at the very place where it decides to stop or go on.
+
 Shape legend: L target tokens, S coord slots.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -32,13 +35,16 @@ class TokenRole(IntEnum):
     """What a target token is; its weight in `token_ce` follows from the role and the channel."""
 
     NEUTRAL = 0
-    """In the prefix and not of a matched object: false positives, dropped objects, keys and separators. Never supervised."""
+    """Prefix text that is not of matched objects alone: false positives, dropped objects, keys and separators. Never supervised."""
     STRUCTURE = 1
-    """Text of a serialised ground-truth object, and the separators before it."""
+    """Text of serialised ground truth, keys and separators included; the opening brace too, where it is ours."""
     DESC = 2
     """Overlaps the value of a serialised `desc`."""
     MATCHED_STRUCTURE = 3
-    """In the prefix: a matched object's value `{...}` without its desc and coord tokens."""
+    """A matched object's value `{...}` in the prefix, without its desc and coord tokens.
+
+    A token that reaches past the value is not, unless it goes on to another matched object.
+    """
     COORD = 4
     """A coord slot: `coord_reg`'s, whatever the role weights are."""
     CLOSING = 5
@@ -96,6 +102,10 @@ class Reading:
     appended: tuple[int, ...]
     """The sample's objects that were appended, ascending."""
     appended_text: str
+    num_kept: int = 0
+    """Leading target tokens that are the rollout's own."""
+    num_prefix: int = 0
+    """Leading target tokens that hold no appended text. Those from `num_kept` on were encoded anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,55 +145,29 @@ class Target:
         assert all(0 <= position < length for position in self.credit.positions), "a sampled token lies outside the target"
 
 
-@dataclass(frozen=True, slots=True)
-class _Slots:
-    """Supervised coord slots of some objects, in order; positions relative to the first token of what holds them."""
-
-    positions: list[int]
-    targets: list[float]
-    boxes: list[int]
-    """The first slot of each box."""
-
-    @classmethod
-    def empty(cls) -> _Slots:
-        return cls([], [], [])
-
-    def add(self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool) -> None:
-        """`is_box`: the four slots of a box, with a box as target. Aims of optimal transport are for coord tokens, no box to regress to."""
-        if is_box:
-            self.boxes.append(len(self.positions))
-        self.positions.extend(positions)
-        self.targets.extend(targets)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tail:
-    """Serialised ground truth as tokens, closing brace and EOS included. Positions relative to its first token."""
-
-    token_ids: list[int]
-    roles: list[TokenRole]
-    slots: _Slots
-
-
 def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
-    """Channel A: the sample's objects in record order."""
-    tail = _tail(layout_objects(sample.objects, field_order=rules.field_order), sample.objects, codec)
-    return _target(sample.sample_id, (), np.empty(0, np.uint8), _Slots.empty(), tail)
+    """Makes the target of channel A: the sample's objects in record order."""
+    text = layout_objects(sample.objects, field_order=rules.field_order)
+    draft = _Draft(codec.encode(text.text), codec)
+    draft.add_ours(0)
+    draft.add_serialized(text, sample.objects, offset=0)
+    return draft.target(sample.sample_id)
 
 
 def rollout_target(rollout: Rollout, sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
-    """Channel B: the rollout's prefix with its matched slots moved to the ground truth, the unmatched ground truth appended."""
+    """Makes the target of channel B: matched slots are moved to the ground truth, what was missed is appended."""
     parsed = parse_rollout(rollout.response_token_ids, codec, geometry=rules.geometry)
     target = parsed_target(parsed, sample, codec, rules)
     if rollout.logprobs is None:
         return target
+    assert target.reading is not None
     # EOS at the end of the target is the target's own and teacher-forced, whether or not the rollout's was forced.
-    num_sampled = min((parsed.num_unchanged, *rollout.forced_positions))
+    num_sampled = min((target.reading.num_kept, *rollout.forced_positions))
     return replace(target, sampled_logprobs=rollout.logprobs[:num_sampled])
 
 
 def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
-    """The target of a rollout that was parsed already.
+    """Makes the target of a rollout that was parsed already.
 
     A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and its ground truth is appended.
     """
@@ -196,29 +180,143 @@ def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rule
         fp_cost=rules.matching.fp_cost,
         fn_cost=rules.matching.fn_cost,
     )
-    roles = np.full(len(parsed.prefix_token_ids), TokenRole.NEUTRAL, dtype=np.uint8)
-    slots = _Slots.empty()
-    supervised: list[MatchedPair] = []
-    for pair in match.pairs:
-        prediction, truth = parsed.objects[pair.prediction], sample.objects[pair.ground_truth]
-        aims = _aims(prediction, truth, parsed, codec, rules)
-        if aims is None:
-            continue
-        supervised.append(pair)
-        roles[slice(*prediction.span)] = TokenRole.MATCHED_STRUCTURE
-        roles[list(prediction.desc_positions)] = TokenRole.NEUTRAL
-        roles[list(prediction.coord_positions)] = TokenRole.COORD
-        both_boxes = prediction.kind is truth.kind is GeometryKind.BBOX
-        slots.add(prediction.coord_positions, aims, is_box=both_boxes)
-
+    aims_by_pair = {pair: _aims(parsed.objects[pair.prediction], sample.objects[pair.ground_truth], parsed, codec, rules) for pair in match.pairs}
+    supervised = {pair: aims for pair, aims in aims_by_pair.items() if aims is not None}
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
     objects = tuple(sample.objects[index] for index in appended)
     start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
     text = layout_append(parsed.prefix_text, objects, start_index=start_index, field_order=rules.field_order)
-    excluded = tuple(pair for pair in match.pairs if pair.ground_truth not in taken)
-    reading = Reading(parsed, match, tuple(supervised), excluded, appended, text.text)
-    return _target(sample.sample_id, parsed.prefix_token_ids, roles, slots, _tail(text, objects, codec), reading)
+
+    token_ids, num_kept = _written(parsed, text.text, codec)
+    draft = _Draft(token_ids, codec)
+    draft.add_matched(parsed, {pair.prediction for pair in supervised})
+    for pair, aims in supervised.items():
+        prediction, truth = parsed.objects[pair.prediction], sample.objects[pair.ground_truth]
+        is_box = prediction.kind is truth.kind is GeometryKind.BBOX
+        draft.add_slots(prediction.coord_positions, aims, is_box=is_box)
+    num_prefix_bytes = sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
+    # The fallback's brace is our text like all that follows it.
+    num_prefix = draft.add_ours(0 if parsed.fallback else num_prefix_bytes)
+    draft.add_serialized(text, objects, offset=num_prefix_bytes)
+
+    excluded = tuple(pair for pair in match.pairs if pair not in supervised)
+    reading = Reading(parsed, match, tuple(supervised), excluded, appended, text.text, num_kept, num_prefix)
+    return replace(draft.target(sample.sample_id), reading=reading)
+
+
+def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[list[int], int]:
+    """Writes prefix and append as tokens, and says how many of those are the rollout's own.
+
+    All text behind the last coord token, which is a token under any circumstances, is encoded as one,
+    as long as the rollout's tokens there are those of the tokenizer. Then they mostly stay; but a
+    tokenizer that writes `"]` `]},` and `"]]` `}}` makes the choice to stop or go on one token earlier
+    than the cut. Where the rollout wrote its text in other pieces, these stay, and only the kept text
+    of the cut token is encoded with the append. So is the last token of a prefix that ends with a
+    whole one, where the tokenizer would join the two texts.
+    """
+    prefix, num_kept = list(parsed.prefix_token_ids), parsed.num_unchanged
+    slots = (place for place in range(num_kept, 0, -1) if codec.coord_bin(prefix[place - 1]) is not None)
+    begin = next(slots, 0)
+    sampled = prefix[begin:num_kept]
+    if codec.encode(_text_of(sampled, codec)) == sampled:
+        joint = codec.encode(_text_of(prefix[begin:], codec) + append)
+        pairs = zip(sampled, joint, strict=False)
+        num_same = next((n for n, (own, new) in enumerate(pairs) if own != new), len(sampled))
+        return [*prefix[:begin], *joint], begin + num_same
+    if num_kept < len(prefix):
+        return [*prefix[:num_kept], *codec.encode(_text_of(prefix[num_kept:], codec) + append)], num_kept
+    last = _text_of(prefix[-1:], codec)
+    joint = codec.encode(last + append)
+    ends = [end for _, end in piece_spans(joint, codec)]
+    # A token that begins inside a character has no text of its own to encode.
+    if last.encode() == codec.piece_bytes(prefix[-1]) and len(last.encode()) not in ends:
+        return [*prefix[:-1], *joint], num_kept - 1
+    return [*prefix, *codec.encode(append)], num_kept
+
+
+def _text_of(token_ids: Sequence[int], codec: TokenCodec) -> str:
+    return b"".join(map(codec.piece_bytes, token_ids)).decode(errors="replace")
+
+
+class _Draft:
+    """A target in the making: its tokens without EOS, and what supervises them. Spans count the bytes of its text."""
+
+    def __init__(self, token_ids: list[int], codec: TokenCodec) -> None:
+        self._codec = codec
+        self._token_ids = token_ids
+        self._spans = piece_spans(token_ids, codec)
+        self._roles = np.full(len(token_ids), TokenRole.NEUTRAL, dtype=np.uint8)
+        self._coord_positions: list[int] = []
+        self._coord_targets: list[float] = []
+        self._box_slots: list[int] = []
+
+    def add_matched(self, parsed: ParsedRollout, matched: Set[int]) -> None:
+        """Supervises the text of a prefix's matched objects, which are indices into its objects.
+
+        A token that holds a description, or any of an object that is not matched, is neutral. So is
+        one that reaches past a matched object, unless it goes on to another one: the choice to go on
+        to anything else is never rewarded.
+        """
+        assert len(parsed.next_objects) == len(parsed.objects), "parsed by parse_rollout"
+        for number in matched:
+            value = self._overlapping(parsed.objects[number].value)
+            self._roles[value] = TokenRole.MATCHED_STRUCTURE
+        for number, prediction in enumerate(parsed.objects):
+            value = self._overlapping(prediction.value)
+            if number not in matched:
+                self._roles[value] = TokenRole.NEUTRAL
+                continue
+            last = value.stop - 1
+            reaches_past = self._spans[last][1] > prediction.value[1]
+            if reaches_past and parsed.next_objects[number] not in matched:
+                self._roles[last] = TokenRole.NEUTRAL
+            self._roles[self._overlapping(prediction.desc_value)] = TokenRole.NEUTRAL
+        # An id beyond the vocabulary has no text to be supervised for.
+        self._roles[[start == end for start, end in self._spans]] = TokenRole.NEUTRAL
+
+    def add_slots(self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool) -> None:
+        """Supervises coord slots. `is_box`: their targets are a box, and not the aims of optimal transport."""
+        if is_box:
+            self._box_slots.append(len(self._coord_positions))
+        self._roles[list(positions)] = TokenRole.COORD
+        self._coord_positions.extend(positions)
+        self._coord_targets.extend(targets)
+
+    def add_ours(self, start: int) -> int:
+        """Supervises each token with text from `start` on, and returns the position of the first."""
+        first = bisect_right(self._spans, start, key=lambda span: span[1])
+        self._roles[first:] = TokenRole.STRUCTURE
+        return first
+
+    def add_serialized(self, text: SerializedText, objects: Sequence[GroundTruthObject], *, offset: int) -> None:
+        """Supervises the serialised `objects`, whose text begins at `offset`."""
+        assert self._spans[-1][1] == offset + len(text.text.encode()), "encoding the target changed its text"
+        for layout, object_ in zip(text.objects, objects, strict=True):
+            self._roles[self._overlapping(layout.desc, offset)] = TokenRole.DESC
+            slots = [self._overlapping(coord, offset) for coord in layout.coords]
+            assert all(slot.stop - slot.start == 1 for slot in slots)
+            positions = [slot.start for slot in slots]
+            assert [self._codec.coord_bin(self._token_ids[position]) for position in positions] == list(object_.bins)
+            self.add_slots(positions, object_.bins, is_box=object_.kind is GeometryKind.BBOX)
+        self._roles[self._overlapping(text.closing, offset)] = TokenRole.CLOSING
+
+    def target(self, sample_id: str) -> Target:
+        """Closes the target with EOS."""
+        return Target(
+            sample_id,
+            (*self._token_ids, self._codec.eos_token_id),
+            np.append(self._roles, np.uint8(TokenRole.CLOSING)),
+            coord_positions=tuple(self._coord_positions),
+            coord_targets=tuple(self._coord_targets),
+            box_slots=tuple(self._box_slots),
+        )
+
+    def _overlapping(self, span: tuple[int, int], offset: int = 0) -> slice:
+        """The tokens whose bytes overlap `span`, which is not empty and counted from `offset`."""
+        start, stop = offset + span[0], offset + span[1]
+        first = bisect_right(self._spans, start, key=lambda token: token[1])
+        return slice(first, bisect_left(self._spans, stop, lo=first, key=lambda token: token[0]))
 
 
 def _aims(prediction: ParsedObject, truth: GroundTruthObject, parsed: ParsedRollout, codec: TokenCodec, rules: TargetRules) -> tuple[float, ...] | None:
@@ -235,44 +333,3 @@ def _are_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCode
         and all(start <= position < stop for position in positions)
         and all(codec.coord_bin(parsed.prefix_token_ids[position]) == bin for position, bin in zip(positions, prediction.bins, strict=True))
     )
-
-
-def _target(sample_id: str, prefix: Sequence[int], roles: np.ndarray, slots: _Slots, tail: _Tail, reading: Reading | None = None) -> Target:
-    """A prefix and its tail as one sequence."""
-    offset, num_slots = len(prefix), len(slots.positions)
-    return Target(
-        sample_id,
-        (*prefix, *tail.token_ids),
-        np.concatenate([roles, np.array(tail.roles, dtype=np.uint8)]),
-        coord_positions=(*slots.positions, *(offset + position for position in tail.slots.positions)),
-        coord_targets=(*slots.targets, *tail.slots.targets),
-        box_slots=(*slots.boxes, *(num_slots + slot for slot in tail.slots.boxes)),
-        reading=reading,
-    )
-
-
-def _tail(text: SerializedText, objects: Sequence[GroundTruthObject], codec: TokenCodec) -> _Tail:
-    token_ids = codec.encode(text.text)
-    spans = piece_spans(token_ids, codec)
-    assert spans[-1][1] == len(text.text.encode()), "encoding the target changed its text"
-    roles = [TokenRole.STRUCTURE] * len(token_ids)
-    slots = _Slots.empty()
-    for layout, object_ in zip(text.objects, objects, strict=True):
-        for position in _overlapping(spans, layout.desc):
-            roles[position] = TokenRole.DESC
-        positions: list[int] = []
-        for span, bin_ in zip(layout.coords, object_.bins, strict=True):
-            (position,) = _overlapping(spans, span)
-            assert codec.coord_bin(token_ids[position]) == bin_
-            roles[position] = TokenRole.COORD
-            positions.append(position)
-        slots.add(positions, object_.bins, is_box=object_.kind is GeometryKind.BBOX)
-    for position in _overlapping(spans, text.closing):
-        roles[position] = TokenRole.CLOSING
-    return _Tail([*token_ids, codec.eos_token_id], [*roles, TokenRole.CLOSING], slots)
-
-
-def _overlapping(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> range:
-    """Positions of the tokens whose bytes overlap `span`; token spans are contiguous and ascending."""
-    first = bisect_right(spans, span[0], key=lambda token: token[1])
-    return range(first, bisect_left(spans, span[1], lo=first, key=lambda token: token[0]))

@@ -58,6 +58,19 @@ class ExampleEntry(TypedDict):
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+class CallEntry(TypedDict):
+    """A call of the model, as an engine was asked it."""
+
+    path: Text
+    """Empty; of a call in a rollout that began inside this one, which of those it was."""
+    turn: _Count
+    """From 0, of its path."""
+    seed: _Count
+    engine: Text | None
+    """The engine that answered; null: none did."""
+
+
+@with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class TrajectoryLine(TypedDict):
     """One rollout."""
 
@@ -71,6 +84,8 @@ class TrajectoryLine(TypedDict):
     """0 where it failed."""
     metrics: Mapping[Text, _Given]
     """Of the reward functions, by name."""
+    reward_errors: Mapping[Text, Text]
+    """What others failed of, by name."""
     error: Text | None
     """Why it failed, and nothing is learned of it."""
     is_truncated: bool
@@ -79,6 +94,8 @@ class TrajectoryLine(TypedDict):
     """Calls of the model."""
     num_splits: _Count
     """Calls whose prompt did not go on from the tokens of the one before."""
+    calls: Sequence[CallEntry]
+    """By path and turn; also those without an answer."""
     actor: str
     """In whose process the environment ran."""
     generate_s: float
@@ -101,10 +118,12 @@ def line_of(step: int | None, rollout: EnvironmentRollout) -> TrajectoryLine:
         "example": rollout.example,
         "reward": rollout.reward,
         "metrics": dict(rollout.metrics),
+        "reward_errors": dict(rollout.reward_errors),
         "error": rollout.error,
         "is_truncated": rollout.is_truncated,
         "num_turns": rollout.num_turns,
         "num_splits": rollout.num_splits,
+        "calls": [{"path": call.path, "turn": call.turn, "seed": call.seed, "engine": call.engine} for call in rollout.calls],
         "actor": rollout.actor,
         "generate_s": rollout.generate_s,
         "prompt": rollout.prompt,

@@ -18,10 +18,15 @@ class TrajectoryTarget(NamedTuple):
     """From there to the last token that is learned; between the turns of a merged example, with what is only read."""
 
 
-def trajectory_target(example: TrainingExample, rule: CreditRule) -> TrajectoryTarget | None:
-    """None where no token of the example is learned.
+def trajectory_target(example: TrainingExample, rule: CreditRule, *, num_of_rollout: int) -> TrajectoryTarget | None:
+    """Make the prompt and target of an example; None where no token of it is learned.
 
-    Raises ValueError where the first token is to be learned, which no model predicts, and what `CreditRule.credit` raises.
+    Args:
+        num_of_rollout: learned tokens of its rollout, in all of the rollout's examples.
+
+    Raises:
+        ValueError: the first token is to be learned, which no model predicts, or what
+            `CreditRule.credit` raises.
     """
     learned = np.flatnonzero(example.mask)
     if not len(learned):
@@ -32,7 +37,7 @@ def trajectory_target(example: TrainingExample, rule: CreditRule) -> TrajectoryT
             f"example {example.example_id!r}, rollout {example.rollout}: its first token is to be learned, and is predicted from nothing; "
             "make examples with mask_prompts=True"
         )
-    credit = rule.credit(example, start=start)
+    credit = rule.credit(example, start=start, num_of_rollout=num_of_rollout)
     return TrajectoryTarget(
         tuple(example.token_ids[:start]),
         Target(

@@ -164,9 +164,10 @@ class TrajectoryStep:
             self._work.log.write(rollout)
 
     def _learned(self, rollout: EnvironmentRollout) -> Iterator[Segment]:
+        num_of_rollout = sum(example.num_learned for example in rollout.examples)
         for example in rollout.examples:
             try:
-                learned = trajectory_target(example, self._work.rule)
+                learned = trajectory_target(example, self._work.rule, num_of_rollout=num_of_rollout)
             except ValueError as error:
                 raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
             if learned is not None:
@@ -239,7 +240,8 @@ def _fixed(config: RunConfig, tokens: LoadedTokens, images: tuple[ImageRef, ...]
     if images:
         prompt = PromptEncoder.of(config, tokens.processor).encode(Sample("fixed", images, _FIXED_SIDE, _FIXED_SIDE, (), {}))
     response = tuple(ids[num_prompt:])
-    credit = Credit(tuple(range(len(response))), (0.0,) * len(response), (0.0,) * len(response), 1.0 / len(response))
+    zeros, weights = (0.0,) * len(response), (1.0 / len(response),) * len(response)
+    credit = Credit(tuple(range(len(response))), zeros, zeros, weights)
     roles = np.full(len(response), TokenRole.NEUTRAL, dtype=np.uint8)
     return Segment(0, prompt, Target("fixed", response, roles, (), (), (), credit=credit))
 

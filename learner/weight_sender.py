@@ -24,7 +24,7 @@ from shared.errors import LEARNER, ConfigError, LearnerError, Limit, WeightSyncE
 from shared.rollouts import WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import ENGINE_MARGIN_S, OFFER, SendReport, SyncPhase
-from shared.weight_terms import FullTerms, Group, TensorSpec
+from shared.weight_terms import PHASE_LIMIT, FullTerms, Group, TensorSpec
 
 GROUP_PORT = "rollout_matching.vllm.server.servers[{index}].group_port"
 
@@ -44,14 +44,22 @@ class WeightSender:
         transport: str,
         receivers: tuple[ReceiverGroup, ...],
         timeout_s: float,
+        join: Limit | None = None,
         host: str = "127.0.0.1",
         bucket_bytes: int = 16 << 20,
     ) -> None:
-        """`receivers` are the engines' workers, group by group; `host` is an address of this node that they can reach."""
+        """`receivers` are the engines' workers, group by group; `host` is an address of this node
+        that they can reach.
+
+        Args:
+            timeout_s: of each phase.
+            join: of the phase in which the receivers come; None: as of any other.
+        """
         self._source = source
         self._transport = Transport(transport)
         self._receivers = receivers if self._transport in WIRES else ()
-        self._timeout_s = timeout_s
+        self._limit = Limit(timeout_s, PHASE_LIMIT)
+        self._join = join
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._listening: list[socket.socket] = []
@@ -74,7 +82,7 @@ class WeightSender:
         self._canary = canary if self._transport in WIRES else None
         probe = canary.probe() if self._canary is None else canary.question()
         num_logprobs = 0 if self._canary is None else probe.num_logprobs
-        terms = FullTerms(self._groups, self._timeout_s, self._bucket_bytes, tensors, num_logprobs)
+        terms = FullTerms(self._groups, self._limit.seconds, self._bucket_bytes, tensors, num_logprobs, self._join)
         return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
@@ -90,7 +98,8 @@ class WeightSender:
         try:
             started = time.perf_counter()
             if self._wire is None:
-                self._wire = self._result(_in_thread(lambda: self._open(terms), SyncPhase.RENDEZVOUS), SyncPhase.RENDEZVOUS, started)
+                opening = _in_thread(lambda: self._open(terms), SyncPhase.RENDEZVOUS)
+                self._wire = self._result(opening, SyncPhase.RENDEZVOUS, started, terms.join_limit)
             joined = time.perf_counter()
             logprobs: Future[tuple[float, ...]] = Future()
             wire, checksummed = self._wire, self.outgoing(terms, logprobs.result)
@@ -99,12 +108,12 @@ class WeightSender:
             _run(self._canary.logprobs, logprobs)
             scored = time.perf_counter()
             # Also behind a canary that failed: the thread ends by itself, where it asks for the numbers, and the group must not be closed under it.
-            wait([sending], timeout=self._left_s(joined))
+            wait([sending], timeout=_left_s(joined, self._limit))
             _require_scored(logprobs)
-            if scored - joined > self._timeout_s:
-                told = f"the learner took {scored - joined:.1f} s to score it, of timeouts.sync_phase_s = {self._timeout_s:g} s for all it sends; raise that"
+            if scored - joined > self._limit.seconds:
+                told = f"the learner took {scored - joined:.1f} s to score it, of {PHASE_LIMIT} = {self._limit.seconds:g} s for all it sends; raise that"
                 raise WeightSyncError(told, actor=LEARNER, phase=SyncPhase.CANARY)
-            self._result(sending, SyncPhase.WIRE, joined)
+            self._result(sending, SyncPhase.WIRE, joined, self._limit)
             wire_s = time.perf_counter() - joined - checksummed.gather_s - checksummed.verify_s
         except (WeightSyncError, LearnerError):
             self.close()
@@ -150,21 +159,22 @@ class WeightSender:
         listening, self._listening = self._listening, []
         return WIRES[self._transport](terms, listening)
 
-    def _left_s(self, began: float) -> float:
-        return max(0.0, began + self._timeout_s + ENGINE_MARGIN_S - time.perf_counter())
-
-    def _result(self, work: Future[T], phase: SyncPhase, began: float) -> T:
+    def _result(self, work: Future[T], phase: SyncPhase, began: float, limit: Limit) -> T:
         """Of a phase that began then, by `perf_counter`: whatever this thread did meanwhile is within its limit."""
         try:
-            return work.result(timeout=self._left_s(began))
+            return work.result(timeout=_left_s(began, limit))
         except Exception as error:
             num_receivers = sum(group.num_workers for group in self._receivers)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)
             check = f"that every rollout engine is alive and reaches {addresses}"
             told = f"{error}; check {check}"
             if isinstance(error, TimeoutError):
-                told = late(f"{num_receivers} receivers", Limit(self._timeout_s, "timeouts.sync_phase_s"), check)
+                told = late(f"{num_receivers} receivers", limit, check)
             raise WeightSyncError(told, actor=LEARNER, phase=phase) from error
+
+
+def _left_s(began: float, limit: Limit) -> float:
+    return max(0.0, began + limit.seconds + ENGINE_MARGIN_S - time.perf_counter())
 
 
 def _require_scored(logprobs: Future[tuple[float, ...]]) -> None:

@@ -8,7 +8,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from learner.adapters import adapted_layers, merged_weight
+from learner.adapters import (
+    adapted_layers,
+    embeddings_with_trained_rows,
+    merged_embedding,
+    merged_weight,
+)
 
 
 class WeightSource(Protocol):
@@ -39,12 +44,19 @@ class CheckpointWeights:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         layers = {f"{path}.base_layer.weight": layer for path, layer in adapted_layers(self._model).items()}
+        embeddings = {f"{path}.base_layer.weight": layer for path, layer in embeddings_with_trained_rows(self._model).items()}
         for own_name, name, parameter in self._parameters():
-            yield name, merged_weight(layers[own_name]) if own_name in layers else parameter.detach()
+            if own_name in layers:
+                yield name, merged_weight(layers[own_name])
+            elif own_name in embeddings:
+                yield name, merged_embedding(embeddings[own_name])
+            else:
+                yield name, parameter.detach()
 
     def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Name in the model, name in the checkpoint, values. Tied parameters appear once, under their first name, by which the engine's loader knows them."""
         for name, parameter in self._model.named_parameters():
             # Names of peft's making end here: `base_layer` goes, and what an adapted layer holds beside it is in the merged weight.
-            if ".lora_" not in name:
-                yield name, name.replace(".base_layer.", "."), parameter
+            if ".lora_" not in name and ".trainable_tokens_" not in name:
+                checkpoints = name.replace(".token_adapter.", ".").replace(".base_layer.", ".")
+                yield name, checkpoints, parameter

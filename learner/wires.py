@@ -5,6 +5,7 @@ vllm is imported only when a group of GPUs is opened.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -42,7 +43,9 @@ class NcclWire:
 
         self._communicators: list[Any] = []
         for group, bound in zip(terms.groups, listening, strict=True):
-            joined = StatelessProcessGroup.create(group.host, group.port, 0, group.world_size, store_timeout=int(terms.timeout_s), listen_socket=bound)
+            joined = StatelessProcessGroup.create(
+                group.host, group.port, 0, group.world_size, store_timeout=math.ceil(terms.join_limit.seconds), listen_socket=bound
+            )
             with unpinned_nccl_env():
                 communicator = PyNcclCommunicator(joined, device=torch.cuda.current_device())
             if communicator.disabled:  # its broadcasts would do nothing, without a word

@@ -25,7 +25,7 @@ from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.answer import Answer, Origin, Started
 from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from rollout_actors.ipc_handles import cuda_devices
-from rollout_actors.repeat_rule import engine_rule, require_guard
+from rollout_actors.repeat_rule import engine_rule, guard_call, require_guard
 from rollout_actors.sampling import BAN, finish_reason
 from rollout_actors.updated_llm import UpdatedLLM
 from rollout_actors.vllm_requests import (
@@ -44,6 +44,9 @@ from shared.protocols import CLOSE_S
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Transport
 from shared.weight_terms import FullTerms
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""vLLM's tags of what an engine that sleeps has given back."""
 
 
 class BeamLLM(LLM):
@@ -77,17 +80,18 @@ class ColocatedLLM:
         """
         self._name = name
         self._settings = settings
-        self._rule = engine_rule(settings)
+        self._rule = engine_rule(settings.repeat_guard, settings.model_path)
         self.sleeps = sleep and current_platform.is_sleep_mode_available()
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
         self._require_going_on = self._llm.require_going_on = require_going_on
-        require_guard(self.collective_rpc("active_guard"), settings.repeat_guard, name)
+        require_guard(self.collective_rpc(*guard_call(settings.repeat_guard)), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
         devices = cuda_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
-        self._updated = UpdatedLLM(self._llm, transport=settings.transport, devices=devices)
+        self._updated = UpdatedLLM(self._llm, transport=settings.transport, devices=devices, wake=self.wake)
         adapter = AdapterIntake(self._updated, enabled=settings.enable_lora)
         self.intake = WeightIntake(name, self._updated, None, score=self._score, adapter=adapter)
-        self._asleep = False
+        self._sleeping: tuple[str, ...] = ()
+        """vLLM's tags of the memory that is not there."""
 
     def generate(self, requests: Sequence[RolloutRequest], started: Started) -> list[Rollout]:
         """One rollout per request, in order, at most `max_num_seqs` sequences at a time."""
@@ -117,14 +121,28 @@ class ColocatedLLM:
 
     def fall_asleep(self) -> None:
         """Give the device's memory back: the weights move to host memory, the key-value cache is dropped. Nothing where the engine does not sleep."""
-        if self.sleeps and not self._asleep:
+        if self.sleeps and not self._sleeping:
             self._llm.sleep(level=1)
-            self._asleep = True
+            self._sleeping = (WEIGHTS, CACHE)
 
     def wake(self) -> None:
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+        """Take all memory back."""
+        if self._sleeping:
+            self._llm.wake_up(list(self._sleeping))
+            self._sleeping = ()
+
+    def wake_for(self, offer: WeightOffer) -> None:
+        """Take back what memory a sync of the offer begins with.
+
+        That is the weights' alone: while they arrive there is a copy of a part of them, and no use
+        for the cache. Only where the sync begins with scoring them, which is once in a run, it is
+        all memory: vLLM schedules nothing before, and `LLM.generate` would never return.
+        """
+        if self.intake.measures_noise(offer):
+            self.wake()
+        elif WEIGHTS in self._sleeping:
+            self._llm.wake_up([WEIGHTS])
+            self._sleeping = (CACHE,)
 
     def shut_down(self) -> None:
         """End the engine, its processes and its hold on memory."""

@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 import ray
 
 from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.vllm_import import explained_import
+from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
@@ -44,7 +46,8 @@ class VllmEngineSpec:
 
     def __call__(self) -> PooledEngine:
         # Here and not above: whoever places the actors imports this module, and need not pay for vllm.
-        from rollout_actors.vllm_engine import VllmEngine
+        with explained_import(self.name):
+            from rollout_actors.vllm_engine import VllmEngine
 
         return VllmEngine(self.name, self.settings, index=self.index)
 
@@ -53,10 +56,19 @@ class EngineActor:
     """Gives an engine a process and an event loop. Ends its own process when the engine's has died, or Ray would go on sending it work."""
 
     def __init__(self, make_engine: MakeEngine) -> None:
-        self._engine = make_engine()
+        # Made here, because vLLM is then imported while the learner loads. What goes wrong is
+        # raised by `start`: of an error in a constructor Ray tells the driver a traceback, and no
+        # type.
+        self._failure: RolloutError | None = None
+        try:
+            self._engine = make_engine()
+        except RolloutError as error:
+            self._failure = error
 
     async def start(self) -> tuple[int, str]:
-        """The engine's rollout devices and its `process`, once it is ready."""
+        """Start the engine. Returns its rollout devices and its `process`, once it is ready."""
+        if self._failure is not None:
+            raise self._failure
         return await self._or_exit(self._engine.start()), self._engine.process
 
     async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Rollout], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from shared.transports import Device, Transport
 
 GUARD_PROCESSOR = "rollout_actors.repeat_guard_vllm:RepeatGuardProcessor"
 """The logits processor that is the repeat guard, as vLLM loads it."""
-GUARD_CONFIG = "repeat_terminate"
-"""Its settings in vLLM's `additional_config`: the subtree of the same name of the run's configuration."""
+
+LEAST_UTILIZATION = 0.01
+"""What vLLM is told where the bytes of the cache are given: then the fraction decides nothing but
+how much has to be free at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class EngineSettings:
     worker_extension: str = "rollout_actors.receipt_worker.ReceiptWorker"
     """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil, what a sync loads."""
     repeat_guard: RepeatGuardSettings | None = None
-    """Which sequences are ended for repeating themselves; None: none is."""
+    """Which sequences are ended for repeating themselves, from the start on; None: none is."""
     enable_lora: bool = False
     """Whether a sync may bring an adapter alone."""
     max_lora_rank: int = 16
@@ -77,7 +79,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # Stated, because inside a Ray placement group vLLM would choose "ray".
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        # Also where the bytes are given: vLLM would still refuse a GPU on which less than this
+        # fraction is free.
+        "gpu_memory_utilization": settings.gpu_memory_utilization if settings.kv_cache_memory_bytes is None else LEAST_UTILIZATION,
         "enforce_eager": settings.enforce_eager,
         "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
         "generation_config": "vllm",  # a checkpoint's sampling defaults do not leak into the requests
@@ -85,7 +89,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "weight_transfer_config": {"backend": settings.transport},
         "worker_extension_cls": settings.worker_extension,
         "disable_log_stats": True,
-        **guard_arguments(settings.repeat_guard),
+        # In every engine, guarded or not: its rule comes after the start, from whoever asks for
+        # rollouts.
+        "logits_processors": [GUARD_PROCESSOR],
         **lora_arguments(settings),
     }
 
@@ -96,13 +102,6 @@ def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
         return {}
     assert settings.max_lora_rank <= LORA_RANKS[-1], "whoever reads the rank from a user refuses larger ones"
     return {"enable_lora": True, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank), "max_loras": 1}
-
-
-def guard_arguments(guard: RepeatGuardSettings | None) -> dict[str, Any]:
-    """The engine arguments that load the repeat guard when the engine starts, for either model runner; nothing where it is off."""
-    if guard is None:
-        return {}
-    return {"logits_processors": [GUARD_PROCESSOR], "additional_config": {GUARD_CONFIG: asdict(guard) | {"enabled": True}}}
 
 
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
@@ -140,6 +139,10 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         # Eager or not, vLLM compiles its counting of ranks at the first request: on CPU 20 s and a C++ compiler, for nothing.
         common["TORCHDYNAMO_DISABLE"] = "1"
     if settings.device is Device.CUDA:
+        if settings.dtype == "float32":
+            # vLLM's other attention kernels refuse float32, and Triton's would multiply in TF32,
+            # whose 10 bits are too few for the tolerances of float32.
+            common["TRITON_F32_DEFAULT"] = "ieee"
         return common
     return common | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's core process: half the start-up

@@ -18,12 +18,25 @@ from shared.weight_terms import TensorSpec, buckets, offsets
 class WeightGroup:
     """Joined. Where every worker of the group can open rank 0's shared memory, buckets are read there and the group only says when."""
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float, machine: Callable[[], Sequence[int]] = this_machine) -> None:
-        """Returns when all have come to the store that rank 0 hosts at `host:port`. Raises RuntimeError after `timeout_s`.
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        join_s: float,
+        timeout_s: float,
+        machine: Callable[[], Sequence[int]] = this_machine,
+    ) -> None:
+        """Returns when all have come to the store that rank 0 hosts at `host:port`. Raises
+        RuntimeError after `join_s`.
 
-        `machine` tells on which one this worker is.
+        Args:
+            timeout_s: of every wait after that.
+            machine: tells on which one this worker is.
         """
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=join_s)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
@@ -33,6 +46,7 @@ class WeightGroup:
         self._coming: deque[Any] = deque()
         try:
             self._shared = self._open() if self._agree(self._told(len(machine())) == list(machine())) else None
+            self._group.set_timeout(timedelta(seconds=timeout_s))
         except BaseException:
             self.close()
             raise

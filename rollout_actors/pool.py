@@ -30,6 +30,10 @@ class PoolTimeouts:
     generate: Limit | None
     """None: the engines keep a limit of their own."""
     sync_phase: Limit
+    """Of each phase of a sync."""
+    join: Limit | None = None
+    """Of the phase that joins the engines to the sender, where it has a limit of its own; None: as
+    of any other."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
     """What to look at where a round is late."""
     closed_s: float = CLOSED_S
@@ -202,7 +206,8 @@ class ActorPool:
         check = "that the learner and every other engine are alive"
         # Phase by phase over all engines: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
-            call = Call(phase, self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
+            own_limit = self._timeouts.join if phase is SyncPhase.RENDEZVOUS else None
+            call = Call(phase, own_limit or self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
             answers = all_answers(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
         self._version = offer.version
         return SyncReport.of_slowest(answers)

@@ -1,8 +1,9 @@
 """The repeat guard inside vLLM, for both of its model runners: a logits processor that is loaded when an engine starts, and never asked for by a request.
 
-The engine argument `logits_processors=[GUARD_PROCESSOR]` loads it and `additional_config={"repeat_terminate": {...}}` brings it the subtree
-`rollout_matching.repeat_terminate` (`rollout_actors.engine_settings.guard_arguments` writes both; `vllm serve` takes them as `--logits-processors` and
-`--additional-config`). Where the class cannot be imported, or the subtree is missing or wrong, the engine does not start.
+The engine argument `logits_processors=[GUARD_PROCESSOR]` loads it into every engine; `vllm serve`
+takes it as `--logits-processors`. It guards nothing until `GuardedWorker.guard_by` has given it the
+rule of a run. So a server needs no flag for the guard, and serves runs with different rules one
+after the other. Where the class cannot be imported, the engine does not start.
 
 A sequence that is to be ended gets one logit that outweighs all others, at its first stop token (at the tokenizer's, where the request names none and does not
 ignore it; a request with neither is not guarded, since nothing would end it). Its neighbours' logits are not touched.
@@ -14,7 +15,6 @@ Shape legend: R requests in the engine's slots, B rows of one step's logits, V v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -28,11 +28,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from rollout_actors.engine_settings import GUARD_CONFIG, GUARD_PROCESSOR
 from rollout_actors.repeat_rule import repeat_rule
-from shared.config.repeat_terminate import RepeatTerminateSection
 from shared.object_keys import START, token_steps
-from shared.repeat_guard import RepeatGuard, RepeatRule
+from shared.repeat_guard import RepeatGuard, RepeatGuardSettings, RepeatRule
 
 FORCED_LOGIT = 1e9
 """Far above every logit there is, so that its probability is 1 to the last bit under any temperature, penalty, top-k and top-p; and finite, so that nothing
@@ -53,10 +51,19 @@ class GuardV1(LogitsProcessorV1):
     """For the V1 model runner (CPU, and GPU with `VLLM_USE_V2_MODEL_RUNNER=0`): one `RepeatGuard` per request, on the host."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._rule = _rule(vllm_config)
-        self.settings = self._rule.settings
+        self._tokenizer = vllm_config.model_config.tokenizer
+        self._rule: RepeatRule | None = None
         self._rows: dict[int, _Row] = {}
-        """By the request's row in the batch."""
+        """By the request's row in the batch; those of guarded requests alone."""
+
+    @property
+    def settings(self) -> RepeatGuardSettings | None:
+        """The settings of the rule in force; None: nothing is guarded."""
+        return None if self._rule is None else self._rule.settings
+
+    def guard_by(self, settings: RepeatGuardSettings | None) -> None:
+        """Set the rule of the requests that begin from now on. Those under way keep theirs."""
+        self._rule = _rule(settings, self._tokenizer)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -75,7 +82,7 @@ class GuardV1(LogitsProcessorV1):
     def _row(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
         # Also after a preemption: `output` then begins with what was generated before it, and the guard catches up.
         stop = stop_token(params)
-        return None if stop is None else _Row(self._rule, stop, output)
+        return None if stop is None or self._rule is None else _Row(self._rule, stop, output)
 
 
 class _Row:
@@ -117,30 +124,56 @@ class GuardV2(LogitsProcessorV2):
     """
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
-        """Raises ValueError for what moves rows in ways that it cannot follow."""
-        for name, is_on in (
-            ("speculative decoding", vllm_config.speculative_config is not None),
-            ("batch-sharded sampling", vllm_config.parallel_config.enable_batch_sharded_sampling),
-        ):
-            if is_on:
-                raise ValueError(f"the repeat guard cannot be active in the V2 model runner with {name}; switch off one of them")
-        rule = _rule(vllm_config)
-        self.settings = rule.settings
+        self._tokenizer = vllm_config.model_config.tokenizer
+        self._cannot_follow = [
+            name
+            for name, is_on in (
+                ("speculative decoding", vllm_config.speculative_config is not None),
+                ("batch-sharded sampling", vllm_config.parallel_config.enable_batch_sharded_sampling),
+            )
+            if is_on
+        ]
+        """What moves rows in ways that this class cannot follow."""
         self._requests = req_states
-        device, num_slots = req_states.device, req_states.max_num_reqs
-        self._stops_R = torch.full((num_slots,), -1, dtype=torch.int64, device=device)
+        self._rule: RepeatRule | None = None
+        self._stops_R = torch.full((req_states.max_num_reqs,), -1, dtype=torch.int64, device=req_states.device)
         """The stop token of each slot's request; -1: not guarded."""
         self._entered: dict[int, int] = {}
         """Slots whose request entered since the last step, and their stop tokens."""
-        s = self.settings
-        self._window_W = torch.arange(max(s.max_consecutive_token_repeats, s.ngram_size * s.ngram_repeats), device=device)
-        self._keys = None
-        self._fewest_tokens = max(s.min_new_tokens, min(s.max_consecutive_token_repeats, s.ngram_size * s.ngram_repeats))
-        if s.max_object_keys is not None:
-            self._keys = _DeviceKeys(rule, req_states)
+        self._window_W = torch.arange(0, device=req_states.device)
+        self._keys: _DeviceKeys | None = None
+        self._fewest_tokens = 0
+
+    @property
+    def settings(self) -> RepeatGuardSettings | None:
+        """The settings of the rule in force; None: nothing is guarded."""
+        return None if self._rule is None else self._rule.settings
+
+    def guard_by(self, settings: RepeatGuardSettings | None) -> None:
+        """Set the rule of the requests that begin from now on. Those under way are guarded no
+        longer.
+
+        Raises:
+            ValueError: the engine moves rows in ways that the guard cannot follow.
+        """
+        if settings is not None and self._cannot_follow:
+            name = " and ".join(self._cannot_follow)
+            raise ValueError(f"the repeat guard cannot be active in the V2 model runner with {name}; switch off one of them")
+        self._rule, self._keys, self._entered = _rule(settings, self._tokenizer), None, {}
+        self._stops_R.fill_(-1)
+        if settings is None:
+            return
+        run, whole = settings.max_consecutive_token_repeats, settings.ngram_size * settings.ngram_repeats
+        self._window_W = torch.arange(max(run, whole), device=self._requests.device)
+        self._fewest_tokens = max(settings.min_new_tokens, min(run, whole))
+        if settings.max_object_keys is not None:
+            assert self._rule is not None
+            self._keys = _DeviceKeys(self._rule, self._requests)
             self._fewest_tokens = 0  # every token has to be read
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        if self._rule is None:
+            return False
         stop = stop_token(sampling_params)
         self._entered[req_idx] = -1 if stop is None else stop
         return stop is not None
@@ -156,6 +189,9 @@ class GuardV2(LogitsProcessorV2):
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """[B, V], in place."""
+        settings = self.settings
+        if settings is None:
+            return logits
         prompt_lengths = self._requests.prompt_len.np[ctx.idx_mapping_np]
         # vLLM pads the lengths.
         if (ctx.seq_lens_upper_bound_np[: len(prompt_lengths)] - prompt_lengths).max(initial=0) < self._fewest_tokens:
@@ -164,17 +200,16 @@ class GuardV2(LogitsProcessorV2):
         stops_B = self._stops_R[slots_B]
         # In a prompt nothing has been generated: 0 or less.
         num_new_B = last_B - self._requests.prompt_len.gpu[slots_B] + 1
-        over_B = self._repeats(slots_B, last_B, num_new_B)
+        over_B = self._repeats(settings, slots_B, last_B, num_new_B)
         if self._keys is not None:
             over_B |= self._keys.exceeded(slots_B, ctx.input_ids.long(), num_new_B)
-        over_B &= (stops_B >= 0) & (num_new_B >= max(self.settings.min_new_tokens, 1))
+        over_B &= (stops_B >= 0) & (num_new_B >= max(settings.min_new_tokens, 1))
         at_B1 = stops_B.clamp(min=0)[:, None]
         logits.scatter_(1, at_B1, torch.where(over_B[:, None], FORCED_LOGIT, logits.gather(1, at_B1)))
         return logits
 
-    def _repeats(self, slots_B: torch.Tensor, last_B: torch.Tensor, num_new_B: torch.Tensor) -> torch.Tensor:
+    def _repeats(self, s: RepeatGuardSettings, slots_B: torch.Tensor, last_B: torch.Tensor, num_new_B: torch.Tensor) -> torch.Tensor:
         """Whether the last tokens of each row are a repetition: bool [B]. `last_B` is the position of its last token."""
-        s = self.settings
         positions_BW = (last_B[:, None] - self._window_W).clamp(min=0)
         newest_first_BW = self._requests.all_token_ids.gpu[slots_B[:, None], positions_BW]
         run, lag, whole = s.max_consecutive_token_repeats, s.ngram_size, s.ngram_size * s.ngram_repeats
@@ -230,16 +265,8 @@ def stop_token(params: SamplingParams) -> int | None:
     return params.eos_token_id  # None where the request ignores it
 
 
-def _rule(vllm_config: VllmConfig) -> RepeatRule:
-    """Raises ValueError where the subtree is missing, wrong or off."""
-    configured: Mapping[str, Any] = vllm_config.additional_config
-    if GUARD_CONFIG not in configured:
-        raise ValueError(f"{GUARD_PROCESSOR} is loaded without settings: give the engine additional_config={{'{GUARD_CONFIG}': {{...}}}}, as in the run's YAML")
-    settings = RepeatTerminateSection.model_validate(configured[GUARD_CONFIG]).settings()
-    rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, vllm_config.model_config.tokenizer))
-    if rule is None:
-        raise ValueError(f"{GUARD_PROCESSOR} is loaded and {GUARD_CONFIG}.enabled is false: leave out the one or switch on the other")
-    return rule
+def _rule(settings: RepeatGuardSettings | None, tokenizer: str) -> RepeatRule | None:
+    return repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
 
 
 class GuardedWorker:
@@ -248,9 +275,27 @@ class GuardedWorker:
     model_runner: Any
     use_v2_model_runner: bool
 
+    def guard_by(self, settings: dict[str, Any] | None) -> dict[str, Any]:
+        """Set the rule of the requests that begin from now on; None: they are not guarded. Answers
+        as `active_guard`.
+
+        `settings`: the fields of `RepeatGuardSettings`. Where they are in force already nothing is
+        done: a stock server is told them in every sync, and a tokenizer takes seconds to load.
+        """
+        asked = None if settings is None else RepeatGuardSettings(**settings)
+        for guard in self._guards():
+            if guard.settings != asked:
+                guard.guard_by(asked)
+        return self.active_guard()
+
     def active_guard(self) -> dict[str, Any]:
-        """`runner`, and `settings` of the guard that its sampler really holds; None where it holds none."""
+        """Return `runner`; `is_loaded`, whether its sampler really holds a guard; and the guard's
+        `settings`, None where it guards nothing."""
+        settings = [guard.settings for guard in self._guards()]
+        in_force = None if not settings or settings[0] is None else asdict(settings[0])
+        return {"runner": "V2" if self.use_v2_model_runner else "V1", "is_loaded": bool(settings), "settings": in_force}
+
+    def _guards(self) -> list[GuardV1 | GuardV2]:
         runner = self.model_runner
-        processors = runner.sampler.logits_processors if self.use_v2_model_runner else list(runner.input_batch.logitsprocs.all)
-        guards = [processor for processor in processors if isinstance(processor, GuardV1 | GuardV2)]
-        return {"runner": "V2" if self.use_v2_model_runner else "V1", "settings": asdict(guards[0].settings) if guards else None}
+        processors = runner.sampler.logits_processors if self.use_v2_model_runner else runner.input_batch.logitsprocs.all
+        return [processor for processor in processors if isinstance(processor, GuardV1 | GuardV2)]

@@ -47,7 +47,11 @@ class TransferGroup:
             "world_size": group.world_size,
             "packed_buffer_size_bytes": terms.bucket_bytes,
         }
-        info |= {"timeout_s": terms.timeout_s} if self.transport is Transport.GLOO else {"packed": True, "packed_num_buffers": 2}
+        info |= (
+            {"join_s": terms.join_limit.seconds, "timeout_s": terms.timeout_s}
+            if self.transport is Transport.GLOO
+            else {"packed": True, "packed_num_buffers": 2}
+        )
         await self._llm.init_weight_transfer_engine(InitRequest(init_info=info))
         self._joined = group.key
 

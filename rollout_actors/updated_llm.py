@@ -6,17 +6,16 @@ On CPU the hand is a reference; on a GPU, where the engine has a process of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout_actors.ipc_handles import SharingDevice, ipc_handles
+from rollout_actors.ipc_handles import SharingDevice, packed_buckets
 from rollout_actors.weight_intake import UpdateRequest
 from shared.checksummed_weights import ChecksummedWeights
 from shared.transports import Transport
 
 if TYPE_CHECKING:
-    import torch
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
@@ -24,45 +23,56 @@ if TYPE_CHECKING:
 class UpdatedLLM:
     """An `UpdatedEngine`. Every method is done when it returns: the work is in the calling thread, nobody else is waited for, and no limit can end it."""
 
-    def __init__(self, llm: LLM, *, transport: Transport, devices: Sequence[SharingDevice]) -> None:
-        """`transport` is `inproc` or `ipc`; `devices`: the engine's, where it is `ipc`."""
+    def __init__(self, llm: LLM, *, transport: Transport, devices: Sequence[SharingDevice], wake: Callable[[], None]) -> None:
+        """`transport` is `inproc` or `ipc`.
+
+        Args:
+            devices: the engine's, where the transport is `ipc`.
+            wake: takes back what of the engine's memory an update does not need.
+        """
         self._llm = llm
         self._transport = transport
         self._devices = devices
+        self._wake = wake
         self._weights: ChecksummedWeights | None = None
-        self._kept: list[torch.Tensor] = []
-        """What the engine reads until its update is finished."""
 
     @contextmanager
     def handing_over(self, weights: ChecksummedWeights) -> Iterator[None]:
-        """Those of the next update. However it ends, nothing of them is kept afterwards: on the learner's other GPUs they are a copy of all."""
+        """Those of the next update. However it ends, nothing of them is kept afterwards."""
         self._weights = weights
         try:
             yield
         finally:
-            self._weights, self._kept = None, []
+            self._weights = None
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None:
         """Nothing is running: who would have asked for it is in this call."""
 
     async def resume_generation(self) -> None:
-        """Nothing was kept from running."""
+        """The weights are loaded: now there is room for the cache, which the canary needs."""
+        self._wake()
 
     async def start_weight_update(self) -> None:
         self._llm.start_weight_update()
 
     async def update_weights(self, request: UpdateRequest) -> None:
         assert self._weights is not None, "an update is made while they are handed over"
+        assert request.update_info["names"] == [spec.name for spec in self._weights.terms.sent], "the update is of these"
         if self._transport is Transport.INPROC:
             self._llm.update_weights({"update_info": {"weights": self._weights}})
             return
-        self._llm.init_weight_transfer_engine({"init_info": {"packed": False}})
-        handles, self._kept = ipc_handles(self._weights, self._devices)
-        self._llm.update_weights({"update_info": request.update_info | {"ipc_handles": handles}})
+        self._llm.init_weight_transfer_engine({"init_info": {"packed": True}})
+        # Closed, so that a failure, whose traceback refers to it, does not keep the buffers.
+        with closing(packed_buckets(self._weights, self._devices)) as packed:
+            for bucket in packed:
+                # When it returns, every worker has copied what it needs: the next bucket takes the
+                # place of this one.
+                self._llm.update_weights({"update_info": bucket})
 
     async def finish_weight_update(self) -> None:
         self._llm.finish_weight_update()
-        self._kept = []
+        for device in self._devices:
+            device.collect()
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         return self._llm.collective_rpc(method, args=args)

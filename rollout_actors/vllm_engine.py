@@ -21,13 +21,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.answer import Origin, Started
 from rollout_actors.engine_settings import EngineSettings, engine_arguments
-from rollout_actors.repeat_rule import engine_rule, require_guard
+from rollout_actors.repeat_rule import engine_rule, guard_call, require_guard
 from rollout_actors.transfer_group import TransferGroup
 from rollout_actors.vllm_requests import probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
 from shared.errors import RolloutError
 from shared.protocols import CLOSE_S
+from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
@@ -50,7 +51,8 @@ class VllmEngine:
         """Since the start."""
         self._num_probes = 0
         self._num_finished_tokens = 0
-        self._rule = engine_rule(settings)
+        self._rule: RepeatRule | None = None
+        """The rule that guards what is generated, as `guard_by` has set it."""
 
     async def start(self) -> int:
         """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already. Returns its devices.
@@ -58,13 +60,31 @@ class VllmEngine:
         Raises RolloutError where the repeat guard is configured and not active.
         """
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
-        require_guard(await self.collective_rpc("active_guard"), self._settings.repeat_guard, self.name)
+        await self.guard_by(self._settings.repeat_guard)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version("0")
         adapter = AdapterIntake(self._llm, enabled=self._settings.enable_lora)
         group = TransferGroup(self._llm, transport=self._settings.transport, rank_offset=self._rank_offset)
         self.intake = WeightIntake(self.name, self._llm, group, score=self._score, adapter=adapter, fatal=(EngineDeadError,))
         return self._settings.tensor_parallel_size
+
+    async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
+        """Guard what begins from now on by these settings; None: not at all. For an engine that
+        generates nothing.
+
+        Raises RolloutError where a worker does not hold the guard, or refuses the settings; and
+        vLLM's EngineDeadError when its process is gone.
+        """
+        try:
+            answers = await self.collective_rpc(*guard_call(settings))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM reports whatever failed in its worker as a plain Exception
+            told = f"its workers refuse rollout_matching.repeat_terminate: {error}"
+            raise RolloutError(told, actor=self.name, phase="start") from error
+        require_guard(answers, settings, self.name)
+        # Seconds where a tokenizer is loaded, in which this loop has other calls to answer.
+        self._rule = await asyncio.to_thread(engine_rule, settings, self._settings.model_path)
 
     async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """What this method of its workers returns, one for each device."""

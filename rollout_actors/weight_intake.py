@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from rollout_actors.receipt import Receipt, check_receipts
 from rollout_actors.transfer_group import TransferGroup
 from shared.canary import CanaryProbe, Scores
+from shared.canary_noise import Differences
 from shared.checksummed_weights import ChecksummedWeights
 from shared.errors import Limit, RolloutError, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_sync import ENGINE_MARGIN_S, SyncPhase
+from shared.weight_sync import ENGINE_MARGIN_S, SyncPhase, phase_limit
 from shared.weight_terms import AdapterTerms, FullTerms, terms_of
 
 
@@ -66,7 +67,12 @@ class _UnderWay:
     receipts: list[Receipt] = field(default_factory=list)
     finish_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict)
-    canary_max_abs: float = 0.0
+    measures_noise: bool = False
+    """As `WeightIntake.measures_noise` says."""
+    scores_before: Scores | None = None
+    """Scores of the checkpoint, where the noise is measured by them."""
+    canary: Differences = field(default_factory=lambda: Differences(0.0, 0.0))
+    noise: Differences | None = None
     adapter_effect: float | None = None
 
 
@@ -90,6 +96,9 @@ class WeightIntake:
         # A new sync begins when the clean-up of a failed one is over.
         self._turn = asyncio.Lock()
         self._sync = _UnderWay()
+        self._noise: Differences | None = None
+        """The noise that this run's first sync measured here; an offer that brings the run's own is
+        compared by that."""
         self._phases: dict[SyncPhase, Callable[[WeightOffer], Awaitable[None]]] = {
             SyncPhase.PAUSE: self._pause,
             SyncPhase.RENDEZVOUS: self._rendezvous,
@@ -98,6 +107,18 @@ class WeightIntake:
             SyncPhase.RESET: self._reset,
             SyncPhase.CANARY: self._canary,
         }
+
+    def measures_noise(self, offer: WeightOffer) -> bool:
+        """Return whether a sync of the offer, begun now, first scores the weights that it replaces.
+
+        They have to be what the learner offers: the checkpoint, which is version 0 here and which
+        the run's first offer is of. A first sync that failed is not measured again: the one that
+        takes its place, as full weights take an adapter's, is held to the usual bounds, and so are
+        all after it.
+        """
+        probe = _probe_of(offer)
+        is_first = offer.version == 1 and self.version == 0 and not self.shut
+        return is_first and probe.tolerance is None and probe.noise is None
 
     async def take(self, offer: WeightOffer, handed: ChecksummedWeights | None = None) -> SyncReport:
         """Every phase in order. `handed`: the weights of the offer, where they pass from hand to hand."""
@@ -109,19 +130,23 @@ class WeightIntake:
     async def run(self, phase: SyncPhase, offer: WeightOffer, handed: ChecksummedWeights | None = None) -> SyncReport | None:
         """One phase of `SyncPhase`, which must come in order. From the first one on the door is shut; the last one opens it, and gives the report.
 
-        Raises WeightSyncError naming the phase, at the latest after the offer's timeout, and what is fatal.
+        Raises WeightSyncError naming the phase, at the latest after the phase's limit, and what is
+        fatal.
         """
-        timeout_s = terms_of(offer).timeout_s
+        limit = phase_limit(offer, phase)
         async with self._turn:
             if phase is SyncPhase.PAUSE:
-                self._sync = _UnderWay()
+                self._sync = _UnderWay(measures_noise=self.measures_noise(offer))
+                if offer.version == 1:
+                    # What is left is of a first sync that failed, or, on a server, of another run.
+                    self._noise = None
                 self.shut = f"its sync to version {offer.version} is under way, or was not completed"
             started = time.perf_counter()
             try:
-                await self._bounded(phase, self._phases[phase](offer), timeout_s)
+                await self._bounded(phase, self._phases[phase](offer), limit)
             except WeightSyncError:
                 if phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE) and not offer.sends_adapter:
-                    await self._abandon(timeout_s)
+                    await self._abandon(phase_limit(offer, SyncPhase.WIRE))
                 raise
             self._sync.phase_s[str(phase)] = time.perf_counter() - started
             if phase is not SyncPhase.CANARY:
@@ -146,16 +171,34 @@ class WeightIntake:
         phase_s = dict(sync.phase_s)
         wire_s = phase_s.pop("wire")
         if offer.sends_adapter:
-            return SyncReport(offer.version, num_bytes, phase_s | {"load": wire_s}, sync.canary_max_abs, mode="adapter", adapter_effect=sync.adapter_effect)
+            return SyncReport(
+                offer.version,
+                num_bytes,
+                phase_s | {"load": wire_s},
+                sync.canary.largest,
+                mode="adapter",
+                adapter_effect=sync.adapter_effect,
+                canary_mean_abs=sync.canary.mean,
+                canary_noise=sync.noise,
+            )
         load_s = max(receipt.load_s for receipt in sync.receipts) + sync.finish_s
         verify_s = max(receipt.verify_s for receipt in sync.receipts)
         waited = {"wire": wire_s - load_s - verify_s} if handed is None else {"gather": handed.gather_s}
         verify_s += phase_s["verify"] + (0.0 if handed is None else handed.verify_s)
-        return SyncReport(offer.version, num_bytes, phase_s | waited | {"load": load_s, "verify": verify_s}, sync.canary_max_abs)
+        return SyncReport(
+            offer.version,
+            num_bytes,
+            phase_s | waited | {"load": load_s, "verify": verify_s},
+            sync.canary.largest,
+            canary_mean_abs=sync.canary.mean,
+            canary_noise=sync.noise,
+        )
 
     async def _pause(self, offer: WeightOffer) -> None:
         if self._group is not None and not offer.sends_adapter and offer.transport != self._group.transport:
             raise self._error(f"the learner offers {offer.transport}, the engine was started for {self._group.transport}", SyncPhase.PAUSE)
+        if self._sync.measures_noise:
+            self._sync.scores_before = await self._score(_probe_of(offer), adapted=True)
         # "wait": what still runs ends under the weights it began with.
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
@@ -196,33 +239,35 @@ class WeightIntake:
 
     async def _canary(self, offer: WeightOffer) -> None:
         await self._llm.resume_generation()
-        probe = offer.canary
-        assert isinstance(probe, CanaryProbe)
+        probe = _probe_of(offer)
         if probe.expected_logprobs is None:
             probe = probe.with_logprobs(map(float, self._sync.receipts[0].logprobs))
+        if self._sync.scores_before is not None:
+            self._noise = self._sync.noise = probe.measure(self._name, self._sync.scores_before)
+        probe = replace(probe, noise=probe.noise or self._noise)
         scores = await self._score(probe, adapted=True)
-        self._sync.canary_max_abs = probe.check(self._name, *scores)
+        self._sync.canary = probe.check(self._name, *scores)
         if offer.sends_adapter:
             self._sync.adapter_effect = probe.check_adapter(self._name, scores, await self._score(probe, adapted=False))
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))
 
-    async def _abandon(self, timeout_s: float) -> None:
+    async def _abandon(self, limit: Limit) -> None:
         """Leave the group, so that the sender's wait ends, and make the model whole, so that its next forward does not kill the process.
 
         An engine that cannot do even this is stuck inside a collective: its actor has to be ended.
         """
         if self._group is not None:
             self._group.forget()
-        await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), timeout_s)
+        await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), limit)
 
-    async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], timeout_s: float) -> None:
+    async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], limit: Limit) -> None:
         try:
-            await asyncio.wait_for(work, timeout_s + ENGINE_MARGIN_S)
+            await asyncio.wait_for(work, limit.seconds + ENGINE_MARGIN_S)
         except self._passed_on:
             raise
         except TimeoutError as error:
-            told = late("the engine", Limit(timeout_s, "timeouts.sync_phase_s"), "that the learner and every other engine are alive")
+            told = late("the engine", limit, "that the learner and every other engine are alive")
             raise self._error(told, phase) from error
         except RolloutError as error:
             raise self._error(error.message, phase) from error
@@ -231,3 +276,8 @@ class WeightIntake:
 
     def _error(self, message: str, phase: SyncPhase) -> WeightSyncError:
         return WeightSyncError(message, actor=self._name, phase=phase)
+
+
+def _probe_of(offer: WeightOffer) -> CanaryProbe:
+    assert isinstance(offer.canary, CanaryProbe)
+    return offer.canary

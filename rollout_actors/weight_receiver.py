@@ -28,7 +28,10 @@ class GlooInitInfo(WeightTransferInitInfo):
     """This engine's first rank; each engine has its own."""
     world_size: int
     packed_buffer_size_bytes: int
+    join_s: float
+    """Longest time of the joining."""
     timeout_s: float
+    """Longest time of every wait in the group after that."""
 
 
 @dataclass
@@ -88,7 +91,9 @@ class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.packed_buffer_size_bytes
-        self._group = WeightGroup(init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size, timeout_s=init_info.timeout_s)
+        self._group = WeightGroup(
+            init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size, join_s=init_info.join_s, timeout_s=init_info.timeout_s
+        )
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._group is None:

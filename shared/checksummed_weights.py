@@ -16,7 +16,7 @@ class ChecksummedWeights:
     def __init__(self, weights: Iterable[tuple[str, Any]], terms: FullTerms, torch: Torch, logprobs: Callable[[], Sequence[float]] | None = None) -> None:
         """`weights` are named contiguous tensors, the terms' in the terms' order; `logprobs` is asked last, where the terms have some."""
         self._weights = iter(weights)
-        self._terms = terms
+        self.terms = terms
         self._torch = torch
         self._logprobs = logprobs
         self.gather_s = 0.0
@@ -26,7 +26,7 @@ class ChecksummedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         checksums, tensor = [], None
-        for bucket in buckets(self._terms.tensors, self._terms.bucket_bytes):
+        for bucket in buckets(self.terms.tensors, self.terms.bucket_bytes):
             checksum = BucketChecksum(self._torch)
             for spec in bucket:
                 started = time.perf_counter()
@@ -41,6 +41,6 @@ class ChecksummedWeights:
         assert tensor is not None, "a sync sends something"
         as_bytes = self._torch.uint8
         yield CHECKSUMS, tensor.new_tensor(checksums, dtype=self._torch.int64).view(as_bytes)
-        if self._terms.num_logprobs:
+        if self.terms.num_logprobs:
             assert self._logprobs is not None, "the terms promise them"
             yield CANARY, tensor.new_tensor(self._logprobs(), dtype=self._torch.float64).view(as_bytes)

@@ -81,7 +81,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     # How far the learner is from the engines that sampled; with `policy_gradient` alone.
     Metric("policy/ratio", Reduction.MEAN, "Probability of a sampled token in the learner over the engine's, truncated at `ratio_cap`."),
-    Metric("policy/clipped_share", Reduction.MEAN, "Share of sampled tokens that clip or cap keep from being learned."),
+    Metric("policy/clipped_share", Reduction.MEAN, "Share of sampled tokens that the clip keeps from being learned."),
     Metric(
         "policy/logprob_difference", Reduction.MEAN, "Absolute difference between the learner's and the engine's log-probability of a sampled token, in nats."
     ),
@@ -122,6 +122,7 @@ METRICS: tuple[Metric, ...] = (
         "What a reward function of the environment's rubric gave, under its name; its weight is not in it.",
     ),
     Metric("rollout/num_failed", Reduction.SUM, "Rollouts that ended with an error, of which nothing is learned."),
+    Metric("rollout/num_reward_errors", Reduction.SUM, "Reward functions that failed, each once for every rollout; the log of rollouts says of what."),
     Metric("rollout/turns", Reduction.MEAN, "Calls of the model in a rollout."),
     Metric("rollout/num_splits", Reduction.SUM, "Calls whose prompt did not go on from the tokens of the one before: each begins a segment of its own."),
     Metric("rollout/num_groups", Reduction.SUM, "Examples, each with the rollouts of it."),
@@ -156,6 +157,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("sync/bytes", Reduction.STEP, "Bytes of the weights."),
     Metric("sync/wire_gb_per_s", Reduction.STEP, "Bytes over the seconds of the wire phase, in GB/s."),
     Metric("sync/canary_max_abs", Reduction.STEP, "Largest difference of a canary log-probability between the learner and an engine, in nats."),
+    Metric("sync/canary_mean_abs", Reduction.STEP, "Mean difference of a canary log-probability, likewise, of the engine farthest from the learner."),
     Metric(
         "sync/adapter_effect",
         Reduction.STEP,

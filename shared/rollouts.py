@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from shared.canary_noise import Differences
 from shared.records import ImageRef
 from shared.transports import Transport
 
@@ -123,11 +124,16 @@ class SyncReport:
     adapter_effect: float | None = None
     """Of an adapter: the engine's effect of it over the learner's (`shared.canary`), of the engine that is farthest from 1. None: full weights, or too small
     an effect to tell."""
+    canary_mean_abs: float = 0.0
+    """Mean absolute difference of a canary log-probability, of the engine that is farthest away."""
+    canary_noise: Differences | None = None
+    """What rounding alone made of the same at version 0, where that was measured in this sync."""
 
     @classmethod
     def of_slowest(cls, reports: Sequence[SyncReport]) -> SyncReport:
         """One sync as several engines report it: each phase is the slowest one's, the bytes are those that one of them took."""
         phases = {phase: max(report.phase_s[phase] for report in reports) for phase in reports[0].phase_s}
+        noises = [report.canary_noise for report in reports if report.canary_noise is not None]
         effects = [report.adapter_effect for report in reports if report.adapter_effect is not None]
         return cls(
             reports[0].version,
@@ -136,6 +142,8 @@ class SyncReport:
             max(report.canary_max_abs for report in reports),
             mode=reports[0].mode,
             adapter_effect=max(effects, key=lambda effect: abs(effect - 1)) if len(effects) == len(reports) else None,
+            canary_mean_abs=max(report.canary_mean_abs for report in reports),
+            canary_noise=Differences.of_worst(noises) if noises else None,
         )
 
     @property
@@ -155,6 +163,7 @@ class SyncReport:
             "sync/mode": self.mode,
             "sync/bytes": self.bytes,
             "sync/canary_max_abs": self.canary_max_abs,
+            "sync/canary_mean_abs": self.canary_mean_abs,
             "sync/adapter_effect": self.adapter_effect,
             "sync/wire_gb_per_s": self.wire_gb_per_s,
             "time/sync_s": self.total_s,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -72,11 +73,14 @@ class TrainingExample:
     token_advantages: list[float] | None = None
     """[L], 0 outside the mask: of a merged example whose steps differ in their advantage; None: `advantage` at every token."""
     token_is_relative: list[int] | None = None
-    """[L]: 1 where that is the group's, the reward less its mean; 0 where the step has one of its own. None: all have."""
+    """[L]: 1 where that is the group's, the reward less its mean; 0 where the step has one of its own. None: nobody has noted it."""
     rollout: int = 0
     """The place of its rollout among those that it was made of."""
     steps: tuple[int, ...] = ()
     """The steps of the rollout's trajectory whose sampled tokens it holds, ascending."""
+    step_ends: tuple[int, ...] = ()
+    """[steps], ascending to L: where the tokens of each step end. Empty: all are of one step,
+    so it has to be there with several `steps`."""
     group_rewards: tuple[float, ...] = ()
     """The rewards of all rollouts of the row, in order; empty where one was not scored."""
     images: tuple[ImageRef, ...] = ()
@@ -90,17 +94,32 @@ class TrainingExample:
         assert len(self.mask) == length, "a mask per token"
         assert self.token_advantages is None or len(self.token_advantages) == length, "an advantage per token"
         assert self.token_is_relative is None or len(self.token_is_relative) == length, "a flag per token"
+        # Without ends several steps would be learned as one call of the model.
+        assert self.step_ends or len(self.steps) <= 1, "several steps have their ends"
+        assert not self.step_ends or len(self.step_ends) == len(self.steps), "an end per step"
+        assert not self.step_ends or self.step_ends[-1] == length, "the last step ends it"
 
     @property
     def num_learned(self) -> int:
         """Tokens under the mask."""
         return sum(self.mask)
 
-    def advantages(self, *, divided_by_std: bool) -> list[float]:
+    def learned_by_step(self) -> list[list[int]]:
+        """List the places of the learned tokens, one list per step: in all `num_learned` of them.
+
+        Example:
+            Two steps with `step_ends=(3, 6)` and the mask `[0, 1, 1, 0, 0, 1]`: `[[1, 2], [5]]`.
+        """
+        ends = self.step_ends or (len(self.token_ids),)
+        return [[place for place in range(start, end) if self.mask[place]] for start, end in pairwise((0, *ends))]
+
+    def advantages(self, *, std_epsilon: float | None) -> list[float]:
         """[L]: what each token is credited with, 0 outside the mask.
 
         Args:
-            divided_by_std: by the standard deviation of the group's rewards, where they differ. Not an advantage that a rubric gave itself.
+            std_epsilon: divide the advantage by the standard deviation of the group's rewards plus
+                this, where the rewards differ; None: do not divide. An advantage that a rubric gave
+                itself is never divided: it is in no units of the rewards.
 
         Raises:
             ValueError: nothing was scored.
@@ -110,18 +129,35 @@ class TrainingExample:
                 f'example {self.example_id!r}: has no advantage, because its rollouts were not scored; generate with score_rollouts, or set state["advantage"]'
             )
         given = [self.advantage] * len(self.token_ids) if self.token_advantages is None else self.token_advantages
-        relative = self._relative() if divided_by_std and has_signal(self.group_rewards) else [False] * len(given)
-        deviation = _deviation(self.group_rewards) if any(relative) else 1.0
+        divides = std_epsilon is not None and has_signal(self.group_rewards)
+        relative = self._relative() if divides else [False] * len(given)
+        divisor = _deviation(self.group_rewards) + (std_epsilon or 0.0) if any(relative) else 1.0
         columns = zip(given, self.mask, relative, strict=True)
-        return [(value / deviation if is_relative else value) if is_learned else 0.0 for value, is_learned, is_relative in columns]
+        return [(value / divisor if is_relative else value) if is_learned else 0.0 for value, is_learned, is_relative in columns]
 
     def _relative(self) -> Sequence[bool]:
         """[L]: whether a token's advantage is the group's, rather than one that a rubric or a step gave itself, which is in no units of the rewards."""
+        if self.token_is_relative is not None:
+            return [bool(flag) for flag in self.token_is_relative]
         if self.token_advantages is not None:
-            return [False] * len(self.token_ids) if self.token_is_relative is None else [bool(flag) for flag in self.token_is_relative]
+            return [False] * len(self.token_ids)
         assert self.advantage is not None
         advantage, groups = self.advantage, group_advantages(self.group_rewards)
         return [any(math.isclose(advantage, own, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for own in groups)] * len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A call of the model, as an engine was asked it."""
+
+    path: str
+    """Empty; of a call in a rollout that began inside this one, which of those it was."""
+    turn: int
+    """From 0, of its path."""
+    seed: int
+    """`request_seed(run_seed, step, position, turn, path)`"""
+    engine: str | None = field(default=None, compare=False)
+    """The engine that answered; None: none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +196,11 @@ class EnvironmentRollout:
     """Unix time."""
     generate_s: float
     """Until its end, scoring included."""
+    reward_errors: Mapping[str, str] = field(default_factory=dict)
+    """What reward functions failed of, by name: `metrics` goes without their figures. Where one with a
+    weight failed, so has the rollout."""
+    calls: tuple[ModelCall, ...] = ()
+    """Those that were asked in it, by path and turn; also those without an answer."""
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:

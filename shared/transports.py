@@ -29,6 +29,12 @@ class Transport(StrEnum):
     """In the offer itself: an adapter is small. Never configured, and whichever transport full weights have."""
 
 
+BUCKET_BYTES = {Transport.NCCL: 256 << 20, Transport.IPC: 256 << 20, Transport.GLOO: 16 << 20, Transport.INPROC: 16 << 20}
+"""Bytes of one bucket of full weights, by transport. vLLM's loader is called once for each bucket
+that nccl and ipc bring, and walks the whole model first (benchmarks/load_buckets.py); over gloo it
+is called once, and larger buckets are slower (benchmarks/weight_sync.py)."""
+
+
 class Sharing(StrEnum):
     """What an engine has in common with the learner rank that feeds it. Each includes the one before."""
 

@@ -5,6 +5,8 @@
     learner                                   every rollout engine
     offer: version, terms, canary
                                               pause        finish what is running, start nothing
+                                                           (before the first weights in bfloat16: score
+                                                           the probe, whose difference then is noise)
     send:  rendezvous  <------------------->  rendezvous   the first time, and after a failure
            wire        ------ buckets ----->  wire         receive and load
            (gather, checksums while packing, the canary's log-probabilities)
@@ -21,9 +23,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+from shared.canary_noise import Differences
 from shared.errors import ENGINES, LEARNER, LearnerError, Limit, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_terms import terms_of
+from shared.weight_terms import PHASE_LIMIT, FullTerms, terms_of
 
 ENGINE_MARGIN_S, CLIENT_MARGIN_S, POOL_MARGIN_S, SYNC_MARGIN_S = 2.0, 3.0, 4.0, 6.0
 """What each layer waits in a phase beyond its `timeout_s`: the engine or the sender, a server's client, the pool or whoever waits for the sender, the whole
@@ -59,14 +62,23 @@ def all_phases_s(timeout_s: float) -> float:
     return len(SyncPhase) * timeout_s
 
 
-def whole_sync_s(timeout_s: float) -> float:
+def phase_limit(offer: WeightOffer, phase: SyncPhase) -> Limit:
+    """Return the longest that this phase of the offer's sync may take."""
+    terms = terms_of(offer)
+    if phase is SyncPhase.RENDEZVOUS and isinstance(terms, FullTerms):
+        return terms.join_limit
+    return Limit(terms.timeout_s, PHASE_LIMIT)
+
+
+def whole_sync_s(offer: WeightOffer) -> float:
     """The outermost limit of a sync: above that of any receiver."""
-    return (len(SyncPhase) + 1) * (timeout_s + SYNC_MARGIN_S)
+    phases_s = sum(phase_limit(offer, phase).seconds for phase in SyncPhase)
+    return phases_s + terms_of(offer).timeout_s + (len(SyncPhase) + 1) * SYNC_MARGIN_S
 
 
-def sender_s(timeout_s: float) -> float:
+def sender_s(offer: WeightOffer) -> float:
     """The limit of whoever waits for the sender, which takes part in two phases."""
-    return 2 * (timeout_s + POOL_MARGIN_S)
+    return sum(phase_limit(offer, phase).seconds + POOL_MARGIN_S for phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE))
 
 
 class SendsWeights(Protocol):
@@ -82,8 +94,11 @@ class SendsWeights(Protocol):
 
     def offer_weights(self) -> WeightOffer: ...
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
-    def sync_done(self) -> None:
-        """The offered version is served: every learner rank holds it from here on."""
+    def sync_done(self, noise: Differences | None) -> None:
+        """Note on every learner rank that the offered version is served.
+
+        Every later offer brings the `noise` of the canary, where this sync has measured it.
+        """
         ...
 
     def fall_back_to_full(self) -> None:
@@ -140,11 +155,10 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     a few seconds are given to that, so that the error shown is the receiver's, with the sender's as its cause; a learner that fails by itself is shown first.
     """
     offer = learner.offer_weights()
-    timeout_s = terms_of(offer).timeout_s
     receiving = rollouts.receive_weights(offer)
     sending = learner.send_weights(offer)
     sides: tuple[Future[Any], Future[Any]] = (receiving, sending)
-    limit_s = whole_sync_s(timeout_s)
+    limit_s = whole_sync_s(offer)
     wait(sides, timeout=limit_s, return_when=FIRST_EXCEPTION)
     wait(sides, timeout=SYNC_MARGIN_S)
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
@@ -154,8 +168,8 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
     for side, who in zip(sides, (ENGINES, LEARNER), strict=True):
         if not side.done():
-            told = late(f"the {who}", Limit(limit_s, f"{limit_s / timeout_s:.1f} x timeouts.sync_phase_s"), "that its process is alive")
+            told = late(f"the {who}", Limit(limit_s, f"the limits of all phases ({PHASE_LIMIT})"), "that its process is alive")
             raise WeightSyncError(told, actor=who, phase=SyncPhase.WIRE)
     sent, report = sending.result(), receiving.result()
-    learner.sync_done()
+    learner.sync_done(report.canary_noise)
     return replace(report, phase_s={**report.phase_s, **sent.phase_s})

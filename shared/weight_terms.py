@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shared.chunking import cut_past
+from shared.errors import Limit
 from shared.lora import AdapterFiles
 from shared.rollouts import WeightOffer
 
@@ -18,6 +19,10 @@ It travels as bytes, and so does `CANARY`: vLLM's packing puts a tensor directly
 
 CANARY = "rollmatch.canary"
 """Behind the checksums: the log-probabilities that the probe in the offer lacks, in double precision."""
+
+
+PHASE_LIMIT = "timeouts.sync_phase_s"
+"""The key that bounds each phase of a sync."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +55,27 @@ class FullTerms:
     groups: tuple[Group, ...]
     """In the order of `learner.place.LearnerPlace.receivers`; none where nothing goes over a wire."""
     timeout_s: float
-    """Longest time of any one phase: the configuration's timeouts.sync_phase_s."""
+    """Longest time of any one phase but the joining: the configuration's timeouts.sync_phase_s."""
     bucket_bytes: int
     """A bucket is closed by the tensor that takes it past this size."""
     tensors: tuple[TensorSpec, ...]
     """The weights that will be sent, in order; `CHECKSUMS` comes behind them."""
     num_logprobs: int = 0
     """Of `CANARY`; 0: the probe in the offer has its own."""
+    join: Limit | None = None
+    """Longest time of the joining of the groups, where that has a limit of its own; None:
+    `timeout_s`."""
 
     @classmethod
     def of(cls, offer: WeightOffer) -> FullTerms:
         terms = offer.rendezvous["terms"]
         assert isinstance(terms, cls)
         return terms
+
+    @property
+    def join_limit(self) -> Limit:
+        """The longest that sender and receivers may take to find each other."""
+        return Limit(self.timeout_s, PHASE_LIMIT) if self.join is None else self.join
 
     @property
     def num_bytes(self) -> int:

@@ -58,7 +58,7 @@ class SampledSupervision(NamedTuple):
     advantage: torch.Tensor
     """float32 [M]"""
     weight: torch.Tensor
-    """float32 [M]: 1 / sampled tokens of the segment, or 1 / `max_new_tokens`."""
+    """float32 [M], in the step's sum: see `learner.credit`."""
 
 
 NOTHING_SAMPLED = SampledSupervision(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0), torch.empty(0))

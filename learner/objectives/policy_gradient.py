@@ -1,7 +1,23 @@
-"""`policy_gradient`: sampled tokens become more or less probable by their advantage, as far as the engine's weights may tell (DESIGN 8).
+"""`policy_gradient`: sampled tokens become more or less probable by their advantage (DESIGN 8).
 
-The ratio of the learner's probability to the engine's corrects for what the two differ in: weights that are older, and kernels. It is truncated at `ratio_cap`,
-and clipped against the advantage's sign: a token is pushed no further than the clip, and always pulled back.
+With `ratio = p_learner / p_engine` of a sampled token and `A` its advantage, its loss is
+
+    -A * w * log p_learner,    w = min(ratio, ratio_cap), without gradient,
+
+where the clip of PPO allows it: not where `A > 0` and `ratio > 1 + clip_high`, nor where `A < 0`
+and `ratio < 1 - clip_low`. There the token has no gradient: it went as far as the engine can vouch
+for. What went the wrong way is always pulled back, with at most `ratio_cap` times the force that
+it would have on the engine's own weights.
+
+`w` corrects for what learner and engine differ in: older weights, other kernels. It is the
+truncated importance weight of Ionides (2008), detached as in the policy gradient of IMPALA
+(Espeholt et al. 2018, V-trace: `min(rho_bar, pi / mu) * grad log pi * A`) and in CISPO (MiniMax-M1,
+2025). Under the cap the gradient is exactly that of PPO's `-min(ratio A, clip(ratio) A)`. Above it
+a truncation that the gradient runs through, as in dual clip (Ye et al. 2020), would teach nothing
+of a token that is far too probable and worse than the others: the one that needs it most.
+
+The loss that is logged has the value of the surrogate, `-A w`, with the bound in place of `w`
+where a token is clipped; `log p_learner` enters by its gradient alone.
 
 Shape legend: M sampled tokens that are learned.
 """
@@ -18,27 +34,36 @@ from shared.config.pipeline import PolicyGradientConfig
 
 
 def truncated_ratio(learner_logprobs_M: torch.Tensor, engine_logprobs_M: torch.Tensor, *, cap: float) -> torch.Tensor:
-    """`min(p_learner / p_engine, cap)`: [M]. Beyond the cap there is no gradient."""
-    # Truncated before the exponential: an infinite ratio would have the gradient 0 * inf.
-    return (learner_logprobs_M - engine_logprobs_M).clamp(max=math.log(cap)).exp()
-
-
-def clipped_ratio(ratio_M: torch.Tensor, advantage_M: torch.Tensor, *, clip_low: float, clip_high: float) -> torch.Tensor:
-    """At most `1 + clip_high` where the advantage is positive, at least `1 - clip_low` where it is not: [M]. Beyond the clip there is no gradient."""
-    return torch.where(advantage_M > 0, ratio_M.clamp(max=1.0 + clip_high), ratio_M.clamp(min=1.0 - clip_low))
-
-
-def policy_gradient_loss(ratio_M: torch.Tensor, advantage_M: torch.Tensor, weight_M: torch.Tensor, *, clip_low: float, clip_high: float) -> torch.Tensor:
-    """`-sum weight min(ratio A, clip(ratio) A)`: a scalar. `ratio_M` is truncated already."""
-    return -(weight_M * advantage_M * clipped_ratio(ratio_M, advantage_M, clip_low=clip_low, clip_high=clip_high)).sum()
+    """Compute `min(p_learner / p_engine, cap)`: [M], without gradient."""
+    # Truncated before the exponential, which would overflow.
+    log_ratio_M = learner_logprobs_M.detach() - engine_logprobs_M
+    return log_ratio_M.clamp(max=math.log(cap)).exp()
 
 
 def is_clipped(learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig) -> torch.Tensor:
-    """Whether clip or cap keep a token from being learned: bool [M]. One without advantage is not learned anyway."""
-    log_ratio_M, advantage_M = learner_logprobs_M - sampled.engine_logprobs, sampled.advantage
-    high_M = (advantage_M > 0) & (log_ratio_M > math.log1p(config.clip_high))
-    low_M = (advantage_M < 0) & (log_ratio_M.exp() < 1.0 - config.clip_low)
-    return high_M | low_M | ((advantage_M != 0) & (log_ratio_M > math.log(config.ratio_cap)))
+    """Tell which tokens the clip keeps from being learned: bool [M].
+
+    A token without advantage is none of them: nothing is learned of it anyway.
+    """
+    log_ratio_M = learner_logprobs_M.detach() - sampled.engine_logprobs
+    too_high_M = (sampled.advantage > 0) & (log_ratio_M > math.log1p(config.clip_high))
+    too_low_M = (sampled.advantage < 0) & (log_ratio_M.exp() < 1.0 - config.clip_low)
+    return too_high_M | too_low_M
+
+
+def policy_gradient_loss(learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig) -> torch.Tensor:
+    """Sum the weighted losses of the tokens, as the module's first lines define them: a scalar."""
+    advantage_M, clipped_M = sampled.advantage, is_clipped(learner_logprobs_M, sampled, config)
+    ratio_M = truncated_ratio(learner_logprobs_M, sampled.engine_logprobs, cap=config.ratio_cap)
+    bound_M = torch.where(
+        advantage_M > 0,
+        ratio_M.clamp(max=1.0 + config.clip_high),
+        ratio_M.clamp(min=1.0 - config.clip_low),
+    )
+    # 1 in value; its gradient is that of the log-probability.
+    score_M = 1.0 + (learner_logprobs_M - learner_logprobs_M.detach())
+    counts_M = torch.where(clipped_M, bound_M, ratio_M * score_M)
+    return -(sampled.weight * advantage_M * counts_M).sum()
 
 
 class PolicyGradient:
@@ -50,10 +75,9 @@ class PolicyGradient:
         self._config = config
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
-        learner_M, sampled, config = values.learned_logprobs_M, supervision.sampled, self._config
+        learner_M = values.learned_logprobs_M
         assert learner_M is not None
-        ratio_M = truncated_ratio(learner_M, sampled.engine_logprobs, cap=config.ratio_cap)
-        loss = policy_gradient_loss(ratio_M, sampled.advantage, sampled.weight, clip_low=config.clip_low, clip_high=config.clip_high)
+        loss = policy_gradient_loss(learner_M, supervision.sampled, self._config)
         return ObjectiveLoss(self._weight * loss, (loss.detach(),))
 
 

@@ -6,6 +6,7 @@ Its own routes are used directly: token-in/token-out for rollouts and canary, th
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,15 +18,15 @@ from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusE
 from rollout_actors.backends.remote_engine import RemoteEngine, ServerFacts
 from rollout_actors.backends.stock_command import stock_command
 from rollout_actors.backends.stock_messages import Generated, probe_body, read_answer, read_probe, rollout_body
-from rollout_actors.backends.stock_routes import STOCK_SERVER, UNVERIFIED, RouteError, StockRoutes, disagreements
+from rollout_actors.backends.stock_routes import STOCK_SERVER, UNVERIFIED, RouteError, StockRoutes, disagreements, missing_guards
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.repeat_rule import engine_rule, require_guard
+from rollout_actors.repeat_rule import engine_rule, guard_call, require_guard
 from rollout_actors.transfer_group import TransferGroup
 from rollout_actors.weight_intake import WeightIntake
 from shared.canary import CanaryProbe, Scores
-from shared.errors import RolloutError
+from shared.errors import Limit, RolloutError, WeightSyncError, late
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import SyncPhase
+from shared.weight_sync import SyncPhase, phase_limit
 from shared.weight_terms import AdapterTerms, offer_for
 
 GENERATE = "/inference/v1/generate"
@@ -44,16 +45,19 @@ class StockClient(RemoteEngine):
         group = TransferGroup(self._engine, transport=expected.transport, rank_offset=1)
         self._intake = WeightIntake(name, self._engine, group, score=self._score, adapter=NoAdapters())
         self._intake.shut = "it was not started"
-        self._rule = engine_rule(expected)
+        self._rule = engine_rule(expected.repeat_guard, expected.model_path)
 
     async def inspect(self) -> ServerFacts:
-        """Raises RolloutError also naming what opens a route that is closed, and for a repeat guard other than the run's."""
+        """Raises RolloutError also naming what opens a route that is closed."""
         await self._check_routes()
         with self._saying("start"):
             world_size, info = await self._engine.world_size(), await self._engine.info()
             problems = tuple(disagreements(info, self._expected, world_size=world_size))
-            if not problems:  # without the worker extension nobody could say what guards
-                require_guard(await self._engine.collective_rpc("active_guard"), self._expected.repeat_guard, self._http.name)
+            # Without the worker extension nobody could say what guards. Asked of every server: an
+            # engine that is stuck does not answer.
+            if not problems:
+                guards = await self._engine.collective_rpc("active_guard")
+                problems = () if self._expected.repeat_guard is None else tuple(missing_guards(guards))
         return ServerFacts(world_size, 0, "", None, problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
@@ -71,6 +75,14 @@ class StockClient(RemoteEngine):
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """By the server's own routes, each called once: a phase is not what it was once it has been tried."""
+        if phase is SyncPhase.RENDEZVOUS:
+            # Here, because nothing is generated: requests that another run sent were waited for by
+            # the pause, and those that it still sends get labels of this run's weights, which it
+            # refuses.
+            try:
+                await self._guard(phase, phase_limit(offer, SyncPhase.PAUSE))
+            except RolloutError as error:
+                raise WeightSyncError(error.message, actor=self._http.name, phase=phase) from error
         return await self._intake.run(phase, offer_for(offer, self._index))
 
     @property
@@ -112,7 +124,23 @@ class StockClient(RemoteEngine):
                 return
             await self._engine.resume_generation()
             await self._engine.update_weight_version(str(self.version))
+        limit = Limit(self._http.address.timeout_s, "rollout_matching.vllm.server.timeout_s")
+        await self._guard("start", limit)
         self._intake.shut = ""
+
+    async def _guard(self, phase: str, limit: Limit) -> None:
+        """Have the server's workers guard by the run's rule. Raises RolloutError(phase) where one
+        of them does not, or none has answered by the limit."""
+        settings = self._expected.repeat_guard
+        method, fields = guard_call(settings)
+        with self._saying(phase):
+            try:
+                async with asyncio.timeout(limit.seconds):
+                    answers = await self._engine.collective_rpc(method, args=(fields,))
+            except TimeoutError as error:
+                told = late("its workers about the run's repeat guard", limit, "the server's log")
+                raise self._http.error(told, phase) from error
+        require_guard(answers, settings, self._http.name)
 
     @contextmanager
     def _saying(self, phase: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError, another_answer
 from rollout_actors.backends.remote_engine import too_few_sequences
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.engine_settings import GUARD_PROCESSOR, EngineSettings
 from rollout_actors.transfer_group import InitRequest
 from rollout_actors.weight_intake import UpdateRequest
 
@@ -195,6 +195,19 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
         told = "no weights can be sent to it" if engine.weight_transfer_config is None else f"its weights come over {engine.weight_transfer_config.backend}"
         yield f"{told}, the learner sends over {expected.transport}: --weight-transfer-config '{backend}'"
     yield from too_few_sequences(engine.scheduler_config.max_num_seqs, expected, world_size=world_size, remedy="--max-num-seqs ")
+
+
+def missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:
+    """Name each worker without the repeat guard, with the argument of `vllm serve` that loads it.
+
+    `answers`: of `rollout_actors.repeat_guard_vllm.GuardedWorker.active_guard`, one per worker.
+    """
+    for rank, answer in enumerate(answers):
+        if not answer["is_loaded"]:
+            yield (
+                f"the {answer['runner']} model runner of worker {rank} holds no repeat guard, and rollout_matching.repeat_terminate asks for one: "
+                f"--logits-processors {GUARD_PROCESSOR}"
+            )
 
 
 def _num_images(part: MultiModalPart | None) -> int | None:

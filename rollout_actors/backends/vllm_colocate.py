@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_actors.answer import Started
 from rollout_actors.engine_settings import EngineSettings, engine_environment
+from rollout_actors.vllm_import import explained_import
 from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.protocols import BackendHost
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -68,8 +69,8 @@ class ColocatedBackend:
     """A `RolloutBackend` whose engine shares process and device with its host.
 
     The host is offloaded (`rollout_matching.offload`) while the engine is loaded, while it generates and while it takes an adapter. While it takes full
-    weights, the host's model stays where it is, because that is where they are read. The engine sleeps from the end of a `generate` to the next sync or
-    `generate`.
+    weights, the host's model stays where it is, because that is where they are read. The engine sleeps from the end of a sync
+    or a `generate` to the next of them: the host may learn after either.
     """
 
     def __init__(self, host: BackendHost, name: str, settings: EngineSettings, *, sleep: bool) -> None:
@@ -108,8 +109,11 @@ class ColocatedBackend:
         # Full weights are read where they lie; an adapter comes with the offer.
         with self._host.offloaded(model=offer.sends_adapter), self._context.entered():
             llm = self._engine
-            self._wake_for_sync(llm)
-            return llm.take_weights(offer, self._host.weights())
+            self._of_sync(SyncPhase.PAUSE, "wake", lambda: llm.wake_for(offer))
+            report = llm.take_weights(offer, self._host.weights())
+            # The host may learn before anything is generated. Behind a failed sync it does not.
+            self._of_sync(SyncPhase.CANARY, "sleep", llm.fall_asleep)
+            return report
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """What this method of the engine's workers returns, one for each device."""
@@ -135,14 +139,15 @@ class ColocatedBackend:
         assert self._llm is not None, "start comes first"
         return self._llm
 
-    def _wake_for_sync(self, llm: ColocatedLLM) -> None:
+    def _of_sync(self, phase: SyncPhase, what: str, work: Callable[[], None]) -> None:
         try:
-            self._guarded("wake", llm.wake)
+            self._guarded(what, work)
         except RolloutError as error:
-            raise WeightSyncError(error.message, actor=self._name, phase=SyncPhase.PAUSE) from error
+            raise WeightSyncError(error.message, actor=self._name, phase=phase) from error
 
     def _load(self) -> ColocatedLLM:
-        from rollout_actors.colocated_llm import ColocatedLLM
+        with explained_import(self._name):
+            from rollout_actors.colocated_llm import ColocatedLLM
 
         return ColocatedLLM(self._name, self._settings, sleep=self._sleep, require_going_on=self._host.require_going_on)
 

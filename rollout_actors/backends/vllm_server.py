@@ -7,7 +7,6 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rollout_actors.backends.http_client import WATCH_S, HttpClient, HttpStatusError, ServerAddress, UnansweredError, all_answers, another_answer
 from rollout_actors.backends.infer_calls import infer_calls
@@ -17,8 +16,8 @@ from rollout_actors.engine_settings import EngineSettings, model_type
 from rollout_actors.server import messages
 from shared.errors import WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import CLIENT_MARGIN_S, SyncPhase
-from shared.weight_terms import offer_for, terms_of
+from shared.weight_sync import CLIENT_MARGIN_S, SyncPhase, phase_limit
+from shared.weight_terms import offer_for
 
 
 class ServerClient(RemoteEngine):
@@ -26,7 +25,8 @@ class ServerClient(RemoteEngine):
 
     def __init__(self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings, watch_s: float = WATCH_S) -> None:
         """`watch_s`: between two questions to `/health/` while a call without a limit is waited for."""
-        http = HttpClient(name, address, command=serve_command(expected, address.base_url), watch_s=watch_s)
+        # Without the guard: the run brings its rule with every call.
+        http = HttpClient(name, address, command=serve_command(replace(expected, repeat_guard=None), address.base_url), watch_s=watch_s)
         super().__init__(http, index=index, expected=expected)
         self._version = 0
         # By which the server tells this run's weights and requests from another's.
@@ -49,7 +49,8 @@ class ServerClient(RemoteEngine):
         if not requests:
             return []
         try:
-            bodies = [call.body() for call in infer_calls(requests, self._limits, run=self._run, version=self._version)]
+            calls = infer_calls(requests, self._limits, run=self._run, version=self._version, guard=self._expected.repeat_guard)
+            bodies = [call.body() for call in calls]
         except ValueError as error:
             raise self._http.error(str(error), "generate") from error
         answers, attempt = await self._http.asked_twice(lambda: self._infer(bodies))
@@ -60,14 +61,13 @@ class ServerClient(RemoteEngine):
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         """One HTTP call, never repeated: a phase is not what it was once it has been tried. The weights themselves travel by the process group."""
-        is_rendezvous = phase is SyncPhase.RENDEZVOUS
         # The server keeps the phase's limit itself and can say more.
-        limit_s = terms_of(offer).timeout_s + CLIENT_MARGIN_S
+        limit_s = phase_limit(offer, phase).seconds + CLIENT_MARGIN_S
         try:
             answer = await self._http.post(
-                "/init_communicator/" if is_rendezvous else f"/sync/{phase}/",
+                "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/",
                 messages.SyncCall.of(phase, offer_for(offer, self._index), self._run).body(),
-                timeout_s=min(limit_s, self._http.address.timeout_s) if is_rendezvous else limit_s,
+                timeout_s=limit_s,
             )
         except UnansweredError as error:
             raise self._sync_error(f"{error}; check that the server is alive, and that it reaches the learner's node", phase) from error
@@ -140,18 +140,9 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
         )
     if info.transport != expected.transport:
         yield f"its weights come over {info.transport}, the learner sends over {expected.transport}: start it with transport={expected.transport}"
-    if info.repeat_guard != expected.repeat_guard:
-        yield (
-            f"its repeat guard is {_told(info.repeat_guard)}, rollout_matching.repeat_terminate is {_told(expected.repeat_guard)}: "
-            "start it with repeat_terminate=JSON, the run's subtree"
-        )
     if expected.enable_lora and not (info.enable_lora and info.max_lora_rank >= expected.max_lora_rank):
         serves = f"of rank {info.max_lora_rank}" if info.enable_lora else "none"
         yield (
             f"the adapters it serves are {serves}, the run's are of rank {expected.max_lora_rank}: start it with enable_lora=true "
             f"max_lora_rank={expected.max_lora_rank}, or set rollout_matching.vllm.sync.mode: full"
         )
-
-
-def _told(guard: Any) -> str:
-    return "off (repeat_terminate was not given at its start)" if guard is None else str(guard)

@@ -6,7 +6,7 @@ from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, stop, teardown
 from rollout_actors.environments.loading import load_environment
-from rollout_actors.environments.messages import cleanup_messages, concat_messages, sanitize_messages
+from rollout_actors.environments.messages import cleanup_messages, concat_messages, sanitize_messages, sanitize_tool_calls
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs
 from rollout_actors.environments.parsers import Parser, XMLParser
@@ -16,11 +16,22 @@ from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.tool import StatefulToolEnv, ToolEnv, ToolRubric
 from rollout_actors.environments.tool_schema import convert_tool_to_oai_format
 from rollout_actors.environments.training_examples import merge_trajectories_for_training, process_trajectories_for_training
-from rollout_actors.environments.types import Message, Messages, RolloutInput, RolloutTiming, SamplingArgs, State, TrajectoryStep, TrajectoryStepTokens
+from rollout_actors.environments.types import (
+    BaseRolloutInput,
+    Message,
+    Messages,
+    RolloutInput,
+    RolloutTiming,
+    SamplingArgs,
+    State,
+    TrajectoryStep,
+    TrajectoryStepTokens,
+)
 from shared.trajectory import TrainingExample
 
 __all__ = [
     "AsyncBatchGenerator",
+    "BaseRolloutInput",
     "EnvGroup",
     "Environment",
     "GenerateMetadata",
@@ -54,6 +65,7 @@ __all__ = [
     "parse_response_tokens",
     "process_trajectories_for_training",
     "sanitize_messages",
+    "sanitize_tool_calls",
     "stop",
     "teardown",
 ]

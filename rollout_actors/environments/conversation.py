@@ -20,6 +20,7 @@ from shared.errors import RolloutError
 from shared.records import ImageRef
 from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
+from shared.trajectory import ModelCall
 
 IMAGE = "<|image_pad|>"
 """The placeholder of an image, as the templates of Qwen's models write it. In a text it is the same token."""
@@ -80,8 +81,17 @@ class Conversation:
     `state["num_splits"]` counts: its tokens are read by the model and never learned.
     """
 
-    def __init__(self, place: RolloutPlace, reading: Reading, generate: Generate, state: State) -> None:
+    def __init__(
+        self,
+        place: RolloutPlace,
+        reading: Reading,
+        generate: Generate,
+        state: State,
+        calls: dict[tuple[str, int], ModelCall],
+    ) -> None:
+        """Begin without a call. `calls` is where each is noted, by its path and turn."""
         self._place, self._reading, self._generate, self._state = place, reading, generate, state
+        self._calls = calls
         # Another client may count its own there.
         self._state.setdefault("num_splits", 0)
         self.num_splits = 0
@@ -160,12 +170,15 @@ class Conversation:
             return None
         decode = replace(self._reading.decode, max_new_tokens=min(max_tokens, room))
         request = self._place.request(self._turn, prompt, decode)
+        call = ModelCall(self._place.path, self._turn, request.seed)
+        self._calls[call.path, call.turn] = call
         try:
             rollout = await self._generate(request)
         except RolloutError as error:
             if prompt.images and says_overlong(error.message):
                 return None
             raise
+        self._calls[call.path, call.turn] = replace(call, engine=rollout.actor)
         require_own_prompt(rollout, request)
         if len(rollout.prompt_token_ids) + len(Sampled.of(rollout).token_ids) > self._reading.max_model_len:
             # The engine takes longer ones than this client may, and only now it is known that it did.

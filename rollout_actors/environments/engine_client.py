@@ -17,6 +17,7 @@ from rollout_actors.environments.types import State
 from rollout_actors.environments.waits import waiting
 from shared.errors import UnreachableError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
+from shared.trajectory import ModelCall
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class EngineClient:
         self._reading = Reading(tokens, arguments, tool_calls, decode, max_model_len)
         self._engines, self._run_seed, self._step, self._max_under_way = engines, run_seed, step, max_under_way
         self._begun = count()
+        self._calls: dict[int, dict[tuple[str, int], ModelCall]] = {}
         # A semaphore belongs to the event loop that first waits for it, and callers may run one after another.
         self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, list[asyncio.Semaphore]] = WeakKeyDictionary()
 
@@ -83,7 +85,13 @@ class EngineClient:
         given = (state.get("input", {}) if of is None else of).get("position")
         position = numbered if given is None else int(given)
         place = RolloutPlace(self._run_seed, self._step, position, str(state.get("example_id", position)), path)
-        return Conversation(place, self._reading, self._generate, state)
+        noted = self._calls.setdefault(position, {})
+        return Conversation(place, self._reading, self._generate, state, noted)
+
+    def calls(self, position: int) -> tuple[ModelCall, ...]:
+        """Return what was asked so far in the rollout of this position, by path and turn."""
+        noted = self._calls.get(position, {})
+        return tuple(noted[key] for key in sorted(noted))
 
     @property
     def chat(self) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -17,10 +18,18 @@ from tqdm import tqdm
 from rollout_actors.environments.begun import Begun, Inside, begins, call_begins, require_state, scores, whole
 from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.failures import FAILURES, in_own_task, raise_if_for_all, told
-from rollout_actors.environments.inputs import Examples, placed, require_own_positions
+from rollout_actors.environments.inputs import Examples, placed, require_one_row_per_id, require_own_positions
 from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
-from rollout_actors.environments.rubric import Rubric, compare_rollouts, credit, groups_of, lent, settle
+from rollout_actors.environments.rubric import (
+    Rubric,
+    compare_rollouts,
+    credit,
+    groups_of,
+    lent,
+    scored_by,
+    settle,
+)
 from rollout_actors.environments.turns import Turn
 from rollout_actors.environments.types import RolloutInput, State
 from rollout_actors.environments.waits import WAITED, Stopwatch
@@ -67,7 +76,9 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
         rollouts = _Rollouts(environment, examples, call, bar)
         await rollouts.run()
     states = rollouts.states
-    scored = [state["reward"] for state in states if state["reward"] is not None]
+    # The reward 0 of a rollout that failed was never measured.
+    sound = [state for state in states if state["error"] is None]
+    scored = [state["reward"] for state in sound if state["reward"] is not None]
     names = dict.fromkeys(name for state in states for name in state["metrics"] or {})
     metadata = GenerateMetadata(
         env_id=environment.name,
@@ -79,14 +90,25 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
         num_errors=sum(state["error"] is not None for state in states),
         num_truncated=sum(bool(state["is_truncated"]) for state in states),
         avg_reward=mean(scored),
-        # Of the rollouts that have it: those of another environment of a group do not.
+        # Those that failed do not have it, nor do those of another environment of a group.
         avg_metrics={name: mean([state["metrics"][name] for state in states if name in (state["metrics"] or {})]) for name in names},
         time_ms=1000 * (time.perf_counter() - began_s),
         date=started.isoformat(timespec="seconds"),
+        num_reward_errors=dict(Counter(name for state in states for name in state.get("reward_errors", {}))),
     )
     if metadata.num_errors:
         first = next(state for state in states if state["error"] is not None)
         _LOGGER.warning("%d of %d rollouts failed, the first of example %r: %s", metadata.num_errors, len(states), first["example_id"], first["error"])
+    for name, number in metadata.num_reward_errors.items():
+        first = next(state for state in states if name in state.get("reward_errors", {}))
+        _LOGGER.warning(
+            "reward function %s failed for %d of %d rollouts, the first of example %r: %s",
+            name,
+            number,
+            len(states),
+            first["example_id"],
+            first["reward_errors"][name],
+        )
     return GenerateOutputs.of(states, metadata)
 
 
@@ -97,6 +119,7 @@ class _Rollouts:
         self._environment, self._call, self._bar = environment, call, bar
         self._inside = call_begins()
         self._inputs = placed(examples)
+        require_one_row_per_id(examples, self._inputs)
         if knows_rollouts(call.client):
             require_own_positions(self._inputs)
         self._generation = _bounded(call.concurrency.generation)
@@ -111,18 +134,23 @@ class _Rollouts:
     async def run(self) -> None:
         places = range(len(self._inputs))
         groups = groups_of((one["task"], one["example_id"]) for one in self._inputs)
-        # What is scored at once: a rollout by itself, or where rollouts are compared, an example's.
-        units = sorted(unit for group in groups for unit in ([group] if self._rubric(group).compares_rollouts else [[place] for place in group]))
         if not self._call.scores:
             await _all(self._generate(place, is_last=True) for place in places)
             return
         if self._call.interleaves:
-            await _all(self._generate_and_score(unit) for unit in units)
+            await _all(self._generate_and_score(unit) for unit in self._units(places))
         else:
             await _all(self._generate(place) for place in places)
-            await _all(self._score(unit) for unit in units)
+            for together in groups_of(id(self._rubric([place])) for place in places):
+                await self._score_all(together)
         for group in groups:
             compare_rollouts([self._state(place) for place in group])
+
+    def _units(self, places: Sequence[int]) -> list[list[int]]:
+        """Return what is scored at once: a rollout, or where they are compared, an example's."""
+        named = groups_of((self._inputs[place]["task"], self._inputs[place]["example_id"]) for place in places)
+        groups = [[places[number] for number in group] for group in named]
+        return sorted(unit for group in groups for unit in ([group] if self._rubric(group).compares_rollouts else [[place] for place in group]))
 
     def _rubric(self, unit: Sequence[int]) -> Rubric:
         """Of rollouts of one example."""
@@ -178,28 +206,98 @@ class _Rollouts:
         return state
 
     async def _score(self, unit: Sequence[int]) -> None:
-        states, rubric = [self._state(place) for place in unit], self._rubric(unit)
-        turn = Turn(self._scoring)
+        """Score a rollout, or those of an example, as soon as they are generated."""
+        if sound := self._set_failed_apart(unit):
+            await self._score_unit(self._rubric(unit), sound, self._scoring)
+        self._finish(unit)
+
+    async def _score_all(self, places: Sequence[int]) -> None:
+        """Score the rollouts of one rubric by its `score_rollouts`, when all are generated."""
+        rubric, bound = self._rubric(places), self._call.concurrency.scoring
+        sound = self._set_failed_apart(places)
+        states = [self._state(place) for place in sound]
+        place_of = {id(state): place for state, place in zip(states, sound, strict=True)}
+        is_overridden = rubric.scores_all_at_once
+        in_units = set[int]()
+
+        async def score_unit(by: Rubric, of_unit: Sequence[State], turns: asyncio.Semaphore | None) -> None:
+            unit = [place_of[id(state)] for state in of_unit]
+            await self._score_unit(by, unit, turns)
+            in_units.update(unit)
+            if not is_overridden:  # or else what it does with them may come after this
+                self._finish(unit)
+
+        parser, began_s = self._environment.member(self._inputs[places[0]]["task"]).parser, time.perf_counter()
+        try:
+            with lent(parser), scored_by(score_unit):
+                most = -1 if bound is None else bound
+                await in_own_task(awaited(rubric.score_rollouts(states, most)))
+        except FAILURES as error:  # of the rubric's own, as in a unit
+            raise_if_for_all(error)
+            _LOGGER.debug("score_rollouts failed", exc_info=error)
+            self._note_unscored(sound, error)
+        took_ms = 1000 * (time.perf_counter() - began_s)
+        if not is_overridden:
+            self._finish(place for place in places if place not in in_units)
+            return
+        for unit in self._units(sound):
+            self._settle(rubric, unit)
+        for place in sound:
+            if place not in in_units:
+                # Nobody knows each one's part of it.
+                self._state(place)["timing"]["scoring_ms"] = took_ms
+        self._finish(places)
+
+    async def _score_unit(self, rubric: Rubric, unit: Sequence[int], turns: asyncio.Semaphore | None) -> None:
+        """Score rollouts that have not failed: one, or where they are compared, an example's."""
+        states, one, inside = [self._state(place) for place in unit], self._inputs[unit[0]], self._inside_at(unit[0])
+        turn = Turn(turns)
         async with turn.taken():
-            sound = [state for state in states if state["error"] is None]
             try:
-                if sound:
-                    one = self._inputs[unit[0]]
-                    with lent(self._environment.member(one["task"]).parser), scores(one, self._inside_at(unit[0])):
-                        await in_own_task(awaited(rubric.score_group(sound) if rubric.compares_rollouts else rubric.score_rollout(sound[0])))
-                settle(sound, rubric)
+                with lent(self._environment.member(one["task"]).parser), scores(one, inside), scored_by(None):
+                    await in_own_task(awaited(rubric.score_group(states) if rubric.compares_rollouts else rubric.score_rollout(states[0])))
             except FAILURES as error:  # of one unit, as above
                 raise_if_for_all(error)
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
-                for state in sound:
-                    state["error"] = told(error)
-        scoring_ms = 1000 * turn.ran_s
-        for place, state in zip(unit, states, strict=True):
-            if state["error"] is not None:
-                state["metrics"] = dict.fromkeys(rubric.reward_names, 0.0)
-                credit(state, 0.0)
+                self._note_unscored(unit, error)
+        self._settle(rubric, unit)
+        for state in states:
+            # Each rubric of a group may have had its turn.
+            state["timing"]["scoring_ms"] += 1000 * turn.ran_s
+
+    def _settle(self, rubric: Rubric, unit: Sequence[int]) -> None:
+        states = [self._state(place) for place in unit]
+        try:
+            settle([state for state in states if state["error"] is None], rubric)
+        except FAILURES as error:  # of what a rubric of the user's has left
+            raise_if_for_all(error)
+            self._note_unscored(unit, error)
+
+    def _note_unscored(self, places: Iterable[int], error: BaseException) -> None:
+        """Nobody knows what a rubric that failed itself had still to do: nothing of it stays."""
+        for state in map(self._state, places):
+            state["error"], state["metrics"] = told(error), {}
+            state.pop("reward_errors", None)
+
+    def _set_failed_apart(self, places: Sequence[int]) -> list[int]:
+        """Return those to be scored. A rollout that failed has no metrics: nobody has judged it."""
+        sound = []
+        for place in places:
+            state = self._state(place)
+            if state["error"] is None:
+                sound.append(place)
+            else:
+                state["metrics"] = {}
+        return sound
+
+    def _finish(self, places: Iterable[int]) -> None:
+        """Close what is scored, or has failed."""
+        for place in places:
+            state = self._state(place)
             timing = state["timing"]
-            timing["scoring_ms"], timing["total_ms"] = scoring_ms, timing["generation_ms"] + scoring_ms
+            if state["error"] is not None:
+                credit(state, 0.0)
+            timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
             self._tell(place)
 
     def _inside_at(self, place: int) -> Inside | None:

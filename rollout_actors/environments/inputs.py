@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Protocol, overload
 
 from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, copied
+from rollout_actors.environments.results_file import digest
 from rollout_actors.environments.types import Messages, RolloutInput
 
 
@@ -47,6 +48,10 @@ class PromptFormat:
         the nulls that a table filled into `oai_tools` (see `cleanup_tools`)."""
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(f"row {index} has neither prompt nor question, only {', '.join(sorted(row)) or 'nothing'}; give it one of the two")
+        for column in ("example_id", "id"):
+            # As tables fill a gap. It is not even equal to itself.
+            if isinstance(row.get(column), Real) and row[column] != row[column]:
+                raise ValueError(f"{column}: of row {index} is NaN; give every row one, or leave the column out")
         example_id = next((row[key] for key in ("example_id", "id") if row.get(key) is not None), index)
         made: RolloutInput = {"prompt": copied(self.prompt(row)), "example_id": example_id, "task": row.get("task") or self.task}
         if row.get("id") is not None:
@@ -84,6 +89,14 @@ class Examples(Sequence[RolloutInput]):
     def __iter__(self) -> Iterator[RolloutInput]:
         return (self[index] for index in range(len(self)))
 
+    def names_group(self, index: int) -> bool:
+        """Return whether the row at this place says by an `example_id` with which others its rollouts are compared.
+
+        One that is its `id` says no more than that.
+        """
+        row = self._rows[self._order[index]]
+        return row.get("example_id") is not None and repr(row["example_id"]) != repr(row.get("id"))
+
     def select(self, order: Sequence[int]) -> Examples:
         """Those at these places."""
         return Examples(self._rows, self._form, [self._order[place] for place in order])
@@ -105,6 +118,45 @@ def require_own_positions(inputs: Sequence[RolloutInput]) -> None:
         first = taken.setdefault(int(position), number)
         if first != number:
             raise ValueError(f"position: inputs {first} and {number} both have {position}, and their seeds would be the same; {remedy}")
+
+
+def require_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> None:
+    """Refuse different rows of one name: their rollouts would be compared with each other.
+
+    The same row may be there several times, as often as it is rolled out. Rows that were given one
+    `example_id` as such are one group because somebody has said so.
+
+    Args:
+        inputs: those of `examples`, in order.
+
+    Raises:
+        ValueError: two inputs of a task have one `example_id`, at least one of them by its `id` or
+            by its number in the data, and other prompts, answers or infos.
+    """
+    taken: dict[str, int] = {}
+    digests: dict[int, str] = {}
+    for number, one in enumerate(inputs):
+        first = taken.setdefault(repr((one["task"], one["example_id"])), number)
+        if first == number:
+            continue
+        if first not in digests:
+            digests[first] = _digest(inputs[first])
+        if _digest(one) == digests[first]:
+            continue
+        implicit = [place for place in (first, number) if not examples.names_group(place)]
+        if implicit:
+            unnamed = [place for place in implicit if inputs[place].get("id") is None]
+            raise ValueError(
+                f"id: inputs {first} and {number} both have {one['example_id']!r}"
+                + "".join(f" (input {place} by its number in the data, for it has none)" for place in unnamed)
+                + " and are different rows, whose rollouts would be compared as those of one; "
+                "give every row an id of its own, or leave the column out"
+            )
+
+
+def _digest(one: RolloutInput) -> str:
+    """Return the same for the same row, which may hold arrays: those have no truth value."""
+    return digest({key: one.get(key) for key in ("prompt", "answer", "info")})
 
 
 def rows_of(inputs: Any) -> Rows:

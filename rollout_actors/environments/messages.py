@@ -114,19 +114,31 @@ def _is_constant_null(schema: Mapping[str, Any]) -> bool:
 
 
 def sanitize_messages(messages: Messages) -> Messages:
-    """As a table stores them, of prompt and completion alike: plain mappings, with every tool call as one JSON text, because no two tools' arguments have the
-    same columns. `cleanup_messages` reads them back."""
+    """Return messages as a table stores them, of prompt and completion alike.
+
+    Each is a plain mapping with a `content`, and its tool calls are those of `sanitize_tool_calls`.
+    `cleanup_messages` reads them back.
+    """
     if isinstance(messages, str):
         return messages
-    return [_sanitized(message) for message in messages]
+    return sanitize_tool_calls([{"content": None, **as_mapping(message)} for message in messages])
 
 
-def _sanitized(message: Any) -> Message:
-    one = {"content": None, **as_mapping(message)}
-    if one.get("tool_calls"):
-        one["tool_calls"] = [call if isinstance(call, str) else json.dumps(as_mapping(call), ensure_ascii=False) for call in one["tool_calls"]]
-    else:
-        one.pop("tool_calls", None)
+def sanitize_tool_calls(messages: Messages) -> Messages:
+    """Return messages with every tool call as one JSON text, and without empty lists of them.
+
+    No two tools' arguments have the same columns, so that a table could not hold the calls as they
+    are. The given messages stay as they were.
+    """
+    if isinstance(messages, str):
+        return messages
+    return [_with_calls_as_text(as_mapping(message)) for message in messages]
+
+
+def _with_calls_as_text(message: Mapping[str, Any]) -> Message:
+    one = {key: value for key, value in message.items() if key != "tool_calls"}
+    if calls := message.get("tool_calls"):
+        one["tool_calls"] = [call if isinstance(call, str) else json.dumps(as_mapping(call), ensure_ascii=False) for call in calls]
     return one
 
 

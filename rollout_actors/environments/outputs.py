@@ -32,14 +32,17 @@ class GenerateMetadata:
     """Rollouts that failed; `state["error"]` says of what."""
     num_truncated: int
     avg_reward: float
-    """NaN where nothing was scored."""
+    """Mean over the rollouts that did not fail; NaN where there is none, or nothing was scored."""
     avg_metrics: dict[str, float]
+    """Means over the rollouts that have the metric."""
     time_ms: float
     """Wall time."""
     date: str
     """ISO 8601, at the start."""
     state_columns: list[str] = field(default_factory=list)
     path_to_save: Path | None = None
+    num_reward_errors: dict[str, int] = field(default_factory=dict)
+    """Rollouts for which a reward function failed, by its name; `state["reward_errors"]` says why."""
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

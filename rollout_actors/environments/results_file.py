@@ -49,6 +49,8 @@ class FinishedRollout(BaseModel):
     reward: float | None
     metrics: dict[str, float]
     error: str | None
+    reward_errors: dict[str, str] = {}
+    """What reward functions failed of, by their names."""
     stop_condition: str | None
     is_truncated: bool
     timing: dict[str, Any]
@@ -81,6 +83,7 @@ class FinishedRollout(BaseModel):
             reward=None if state["reward"] is None else float(state["reward"]),
             metrics={name: float(value) for name, value in (state["metrics"] or {}).items()},
             error=plain(state["error"]),
+            reward_errors=plain(state.get("reward_errors", {})),
             stop_condition=state["stop_condition"],
             is_truncated=bool(state["is_truncated"]),
             timing=plain(state["timing"]),
@@ -110,6 +113,8 @@ class FinishedRollout(BaseModel):
             error=self.error,
             timing=dict(self.timing),
         )
+        if self.reward_errors:
+            state["reward_errors"] = dict(self.reward_errors)
         state.update({path: value for path, value in self.columns.items() if path not in state})
         state["trajectory"] = self.columns.get("trajectory", [])
         return state

@@ -3,6 +3,10 @@
 A reward function is called with the arguments that it names: any field of the state (`prompt`, `completion`, `answer`, `info`, `task`, ...), `state` itself,
 `parser`, or whatever `class_objects` holds; with `**kwargs`, all of them. One that names `states`, or another plural, is of a group: it is called once with
 the rollouts of one example, and returns a reward for each. Plain functions run in a thread, so that they do not hold up the others.
+
+A function that raises, or returns no finite number, loses only its own figure: `state["metrics"]`
+goes without it, and `state["reward_errors"]` says by name what was wrong. Where its weight is not 0
+there is no reward either: `state["error"]` says so, and the rollout counts as one that failed.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -18,6 +22,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
+from rollout_actors.environments.failures import FAILURES, raise_if_for_all, told
 from rollout_actors.environments.functions import bare
 from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.parsers import Parser
@@ -36,6 +41,21 @@ PLURALS = {
 
 _PARSER: ContextVar[Parser | None] = ContextVar("parser", default=None)
 """Of the environment whose rollouts are being scored."""
+
+
+ScoreUnit = Callable[["Rubric", Sequence[State], asyncio.Semaphore | None], Awaitable[None]]
+"""Scores a rollout by a rubric, or an example's where it compares them, in a turn of its own."""
+_SCORE_UNIT: ContextVar[ScoreUnit | None] = ContextVar("score_unit", default=None)
+
+
+@contextmanager
+def scored_by(score_unit: ScoreUnit | None) -> Iterator[None]:
+    """Have `Rubric.score_rollouts` score each unit by this meanwhile; None: by the rubric alone."""
+    token = _SCORE_UNIT.set(score_unit)
+    try:
+        yield
+    finally:
+        _SCORE_UNIT.reset(token)
 
 
 @contextmanager
@@ -96,8 +116,13 @@ class Rubric:
     def _needs_group(self) -> bool:
         return any(reward.is_of_group for reward in self._rewards)
 
+    @property
+    def scores_all_at_once(self) -> bool:
+        """Whether `score_rollouts` is a subclass's own, and rewards are final only behind it."""
+        return type(self).score_rollouts is not Rubric.score_rollouts
+
     async def score_rollout(self, state: State) -> None:
-        """Write the state's `reward` and `metrics`, and the reward of the steps that have none. Raises what a function raises."""
+        """Write the state's `reward` and `metrics`, and the reward of the steps that have none."""
         if self._needs_group:
             # Without an advantage: there is nothing to compare with, and a subclass's `score_group` that calls this compares them itself.
             await self._score([state])
@@ -106,21 +131,27 @@ class Rubric:
 
     async def _score_alone(self, state: State) -> None:
         objects = self._objects()
-        values = [await reward.of_rollout(state, objects) for reward in self._rewards]
-        self._credit(state, values)
+        figures = [await reward.of_rollout(state, objects) for reward in self._rewards]
+        self._credit(state, figures)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
-        """Many rollouts, so many at a time (-1: all): each by itself, or where functions compare them, those of each example together. Raises the first error
-        when none is scored any more.
+        """Score many rollouts: each by itself, or where they are compared, those of an example.
 
-        For calls by hand. `Environment.generate` has turns of its own: it calls `score_rollout`, or where rollouts are compared, `score_group`; a subclass that
-        scores in another way overrides one of those.
+        `Environment.generate` calls this with `interleave_scoring=False`, when all rollouts are
+        generated: a subclass that scores all of them at once overrides it. Interleaved, `generate`
+        calls `score_rollout`, or where rollouts are compared, `score_group`, and never this.
+
+        Args:
+            max_concurrent: most rollouts that are scored at a time; -1: all.
         """
-        examples = groups_of((state.get("task"), state.get("example_id")) for state in states)
-        units = examples if self.compares_rollouts else [[place] for place in range(len(states))]
+        units = _examples_of(states) if self.compares_rollouts else [[state] for state in states]
         places = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else None
+        score_unit = _SCORE_UNIT.get()
 
         async def scored(unit: Sequence[State]) -> None:
+            if score_unit is not None:
+                await score_unit(self, unit, places)
+                return
             async with Turn(places).taken():
                 if self.compares_rollouts:
                     await awaited(self.score_group(unit))
@@ -128,10 +159,10 @@ class Rubric:
                     await awaited(self.score_rollout(unit[0]))
             settle(unit, self)
 
-        await each([scored([states[place] for place in unit]) for unit in units])
+        await each([scored(unit) for unit in units])
 
     async def score_group(self, states: Sequence[State]) -> None:
-        """Of all rollouts of one example: the same, and their `advantage`, which is the reward without the group's mean."""
+        """Score all rollouts of one example, and write their `advantage`: see `give_advantages`."""
         await self._score(states)
         give_advantages(states)
 
@@ -145,13 +176,26 @@ class Rubric:
         parser = _PARSER.get()
         return {**self._lent, **({} if parser is None else {"parser": parser}), **self.class_objects}
 
-    def _credit(self, state: State, values: Sequence[float]) -> None:
-        state["metrics"] = dict(zip(self.reward_names, values, strict=True))
-        credit(state, sum((reward.weight * value for reward, value in zip(self._rewards, values, strict=True)), 0.0))
+    def _credit(self, state: State, figures: Sequence[Figure]) -> None:
+        reward, metrics, failed, error = 0.0, {}, {}, None
+        for function, figure in zip(self._rewards, figures, strict=True):
+            if isinstance(figure, Failed):
+                failed[function.name] = figure.told
+                if function.weight and error is None:
+                    error = figure.told
+            else:
+                metrics[function.name] = figure
+                reward += function.weight * figure
+        state["metrics"] = metrics
+        _note_reward_errors(state, failed, error)
+        credit(state, reward if error is None else 0.0)
 
 
 class RubricGroup(Rubric):
-    """Several rubrics as one: rewards are added. Where two have a metric of the same name, it is their sum."""
+    """Several rubrics as one: rewards are added.
+
+    Where two have a metric of the same name, it is their sum, which needs both.
+    """
 
     def __init__(self, rubrics: Sequence[Rubric]) -> None:
         if not rubrics:
@@ -184,22 +228,94 @@ class RubricGroup(Rubric):
             # A member has compared it with itself.
             _give(state, "advantage", None)
 
+    @property
+    def scores_all_at_once(self) -> bool:
+        own = type(self).score_rollouts is not RubricGroup.score_rollouts
+        return own or any(rubric.scores_all_at_once for rubric in self.rubrics)
+
+    async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
+        """Add what the rubrics' own `score_rollouts` give, one rubric after the other.
+
+        Where none of them has one, rollouts or examples are scored one by one, as in any rubric.
+        A rollout that a rubric leaves unsound has failed (`state["error"]`), and the next ones are
+        not asked for it; what a `score_rollouts` raises is raised.
+        """
+        if not any(rubric.scores_all_at_once for rubric in self.rubrics):
+            await super().score_rollouts(states, max_concurrent)
+            return
+
+        async def score(rubric: Rubric, sound: Sequence[State]) -> None:
+            await awaited(rubric.score_rollouts(sound, max_concurrent))
+            examples = _examples_of(sound)
+            for unit in examples if rubric.compares_rollouts else [[state] for state in sound]:
+                together = [state for state in unit if state.get("error") is None]
+                try:
+                    settle(together, rubric)
+                except FAILURES as error:
+                    raise_if_for_all(error)
+                    for state in together:
+                        state["error"] = told(error)
+
+        await self._add_up(states, score)
+        if self.compares_rollouts:
+            for example in _examples_of(states):
+                give_advantages(example)
+
     async def _score(self, states: Sequence[State]) -> None:
+        async def score(rubric: Rubric, sound: Sequence[State]) -> None:
+            if rubric.compares_rollouts:
+                await awaited(rubric.score_group(sound))
+            else:
+                await each([awaited(rubric.score_rollout(state)) for state in sound])
+            settle(sound, rubric)
+
+        await self._add_up(states, score)
+
+    async def _add_up(
+        self,
+        states: Sequence[State],
+        score: Callable[[Rubric, Sequence[State]], Awaitable[None]],
+    ) -> None:
+        """Write the sums of what each rubric gives when it is asked by `score`."""
         totals = [0.0] * len(states)
         metrics: list[dict[str, float]] = [{} for _ in states]
+        failed: list[dict[str, str]] = [{} for _ in states]
+        errors: list[str | None] = [None] * len(states)
+        sound = list(range(len(states)))
         for rubric in self.rubrics:
-            if rubric.compares_rollouts:
-                await awaited(rubric.score_group(states))
-            else:
-                await each([awaited(rubric.score_rollout(state)) for state in states])
-            settle(states, rubric)
-            for place, state in enumerate(states):
+            for place in sound:
+                # What this one leaves out is not there, rather than what the one before it gave.
+                _note_reward_errors(states[place], {}, None)
+                states[place].update(reward=None, metrics=None)
+            former = [state.get("error") for state in states]
+            await score(rubric, [states[place] for place in sound])
+            for place in list(sound):
+                state = states[place]
+                own, error = state.get("reward_errors", {}), state.get("error")
+                if error != former[place] and error not in own.values():
+                    sound.remove(place)  # it has failed as a whole
+                    continue
                 totals[place] += state["reward"]
                 for name, value in (state.get("metrics") or {}).items():
                     metrics[place][name] = metrics[place].get(name, 0.0) + value
+                failed[place] |= own
+                if error in own.values():
+                    errors[place] = errors[place] or error
         for place, state in enumerate(states):
-            state["metrics"] = metrics[place]
-            credit(state, totals[place])
+            if place not in sound:
+                state["metrics"] = {}
+                state.pop("reward_errors", None)
+                credit(state, 0.0)
+                continue
+            there = [name for name in metrics[place] if name not in failed[place]]
+            state["metrics"] = {name: metrics[place][name] for name in there}
+            _note_reward_errors(state, failed[place], errors[place])
+            credit(state, totals[place] if errors[place] is None else 0.0)
+
+
+def _examples_of(states: Sequence[State]) -> list[list[State]]:
+    examples = groups_of((state.get("task"), state.get("example_id")) for state in states)
+    return [[states[place] for place in example] for example in examples]
 
 
 def groups_of(names: Iterable[Any]) -> list[list[int]]:
@@ -237,27 +353,48 @@ def credit(state: State, reward: float) -> None:
 
 
 def give_advantages(states: Sequence[State]) -> None:
-    """To the rollouts of one example, and to those of their steps that have none."""
-    rewards = [state["reward"] for state in states]
-    for state, advantage in zip(states, group_advantages(rewards), strict=True):
+    """Give the rollouts of one example their reward minus the mean, and so their steps without one.
+
+    The reward 0 of a rollout that failed is no judgement of what the model did: it is not in the
+    mean of the others, and its own advantage is None.
+    """
+    sound = [state for state in states if state.get("error") is None]
+    rewards = [state["reward"] for state in sound]
+    for state, advantage in zip(sound, group_advantages(rewards), strict=True):
         _give(state, "advantage", advantage, rewards)
+    for state in states:
+        if state.get("error") is not None:
+            _give(state, "advantage", None)
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
-    """`give_advantages` among the rollouts of one example that have not failed, unless a rubric of its own kind has given them all theirs.
-
-    The reward 0 of a rollout that failed is no judgement of what the model did: it is not in the mean of the others, and its own advantage is None.
-    """
-    sound = [state for state in states if state["error"] is None]
-    if any(state["advantage"] is None for state in sound):
-        give_advantages(sound)
+    """`give_advantages`, unless a rubric of its own kind has given all sound rollouts theirs."""
+    if any(state["advantage"] is None for state in states if state["error"] is None):
+        give_advantages(states)
     for state in states:
         if state["error"] is not None:
             _give(state, "advantage", None)
 
 
-def relative_steps(state: State) -> list[int]:
-    """Steps whose advantage is the rollout's among those of its example, and none that a rubric or somebody else has set."""
+def _note_reward_errors(state: State, failed: Mapping[str, str], error: str | None) -> None:
+    """Write which functions failed, by name, and where one with a weight did, the rollout's error."""
+    former = state.pop("reward_errors", {})
+    if state.get("error") in former.values():
+        state["error"] = None  # it was of an earlier scoring
+    if failed:
+        state["reward_errors"] = dict(failed)
+    if error is not None:
+        state["error"] = error
+
+
+def relative_steps(state: State) -> list[int] | None:
+    """List the steps whose advantage is the rollout's among those of its example.
+
+    The advantage of the others was set by a rubric, or by somebody else. None: the rollout has not
+    been given any advantage.
+    """
+    if "advantage" not in state.get("_inherited", {}):
+        return None
     return _inheriting(state, "advantage") if _given(state, "advantage").compared else []
 
 
@@ -320,6 +457,22 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
+class Failed(NamedTuple):
+    """The end of a reward function that has no figure for a rollout."""
+
+    told: str
+    """The error that it raised, and where."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        """Keep what is the function's failure; raise again what is not."""
+        raise_if_for_all(error)
+        return cls(told(error))
+
+
+Figure = float | Failed
+
+
 @dataclass(frozen=True, slots=True)
 class _Reward:
     """A reward function and how it is called."""
@@ -354,12 +507,30 @@ class _Reward:
         is_of_group = any(argument in PLURALS for argument in named)
         return cls(function, name, float(weight), named, required, takes_all, frozenset(bound), is_of_group, is_nameless)
 
-    async def of_rollout(self, state: State, objects: Mapping[str, Any]) -> float:
-        return _number(await self._called({**_fields(state), "state": state, **objects}), self.name)
+    async def of_rollout(self, state: State, objects: Mapping[str, Any]) -> Figure:
+        try:
+            value = await self._called({**_fields(state), "state": state, **objects})
+        except FAILURES as error:
+            return Failed.of(error)
+        return self._figure(value)
 
-    async def of_group(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[float]:
+    async def of_group(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[Figure]:
         if not self.is_of_group:
             return await each([self.of_rollout(state, objects) for state in states])
+        try:
+            values = await self._of_all(states, objects)
+        except FAILURES as error:
+            return [Failed.of(error)] * len(states)
+        return [self._figure(value) for value in values]
+
+    def _figure(self, value: Any) -> Figure:
+        """Return a rollout's figure; what is no finite number is that rollout's failure alone."""
+        try:
+            return _number(value, self.name)
+        except FAILURES as error:
+            return Failed.of(error)
+
+    async def _of_all(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[Any]:
         rows = [_fields(state) for state in states]
         columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
         values = await self._called({**columns, "states": states, **objects})
@@ -367,7 +538,7 @@ class _Reward:
             raise ValueError(f"reward function {self.name} returned {values!r} for a group of {len(states)} rollouts; return a list with one reward for each")
         if len(values) != len(states):
             raise ValueError(f"reward function {self.name} returned {len(values)} rewards for a group of {len(states)} rollouts; return one for each")
-        return [_number(value, self.name) for value in values]
+        return list(values)
 
     async def _called(self, there: Mapping[str, Any]) -> Any:
         if missing := [name for name in self.required if name not in there]:

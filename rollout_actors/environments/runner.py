@@ -30,7 +30,7 @@ from rollout_actors.environments.types import RolloutInput, State, TrajectorySte
 from rollout_actors.environments.watched_engines import WatchedEngines
 from shared.errors import RolloutError
 from shared.records import ImageRef
-from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, ExampleGroup, TrainingExample
+from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, ExampleGroup, ModelCall, TrainingExample
 
 Answer = tuple[EnvironmentRollout, ...]
 """To one request, in the order of positions."""
@@ -143,11 +143,20 @@ class EnvironmentRunner:
             learned[made.rollout].append(replace(made, rollout=inputs.places[made.rollout].position, images=shown))
         keeps = settings.keeps_messages or request.is_held_out
         return [
-            self._rollout(state, place, examples, started_s, keeps_messages=keeps)
+            self._rollout(state, place, examples, client.calls(place.position), started_s, keeps_messages=keeps)
             for state, place, examples in zip(states, inputs.places, learned, strict=True)
         ]
 
-    def _rollout(self, state: State, place: _Place, learned: list[TrainingExample], started_s: float, *, keeps_messages: bool) -> EnvironmentRollout:
+    def _rollout(
+        self,
+        state: State,
+        place: _Place,
+        learned: list[TrainingExample],
+        calls: tuple[ModelCall, ...],
+        started_s: float,
+        *,
+        keeps_messages: bool,
+    ) -> EnvironmentRollout:
         trajectory = state["trajectory"]
         tokens = [step["tokens"] for step in trajectory if step["tokens"] is not None]
         return EnvironmentRollout(
@@ -167,6 +176,8 @@ class EnvironmentRunner:
             actor=self._name,
             started_s=started_s,
             generate_s=state["timing"]["total_ms"] / 1000,
+            reward_errors=dict(state.get("reward_errors", {})),
+            calls=calls,
         )
 
 
@@ -236,6 +247,9 @@ class _Placed(Examples):
     def __getitem__(self, index: Any) -> Any:
         row, position = self.places[index]
         return {**self._dataset[row], "position": position}
+
+    def names_group(self, index: int) -> bool:
+        return self._dataset.names_group(self.places[index].row)
 
 
 def _members(environment: Environment) -> Sequence[Environment]:

@@ -38,6 +38,8 @@ def process_trajectories_for_training(states: Sequence[State], mask_prompts: boo
                     advantage=_first_of(step.get("advantage"), rollout.state.get("advantage")),
                     weight_version=_weight_version(step),
                     steps=(number,),
+                    token_is_relative=None if rollout.relative is None else [int(number in rollout.relative)] * len(mask),
+                    step_ends=(_length(tokens),),
                     engine=_engine([step]),
                     **rollout.described,
                 )
@@ -46,7 +48,13 @@ def process_trajectories_for_training(states: Sequence[State], mask_prompts: boo
 
 
 def merge_trajectories_for_training(states: Sequence[State], mask_prompts: bool = True) -> MergedExamples:
-    """An example for as many calls of a rollout as extend each other, so that what they share is read once.
+    """Make one example of the calls of a rollout that extend each other.
+
+    Tokens that calls share are read once. With `mask_prompts=True` what is learned stays: loss and
+    gradient are those of `process_trajectories_for_training`, since every sampled token is learned
+    once, behind the tokens that the engine had read before it, and counts as a token of its own
+    call (`step_ends`). With `mask_prompts=False` they differ: tokens that a later prompt repeats
+    are learned once here, and there once for every call that read them.
 
     A call goes on with the example whose tokens its prompt begins with, the longest if there are several; else it begins one. What was sampled is learned in
     the example of its own call alone: where a later prompt repeats it in another one, it is masked. A rollout that failed has no example, and no split.
@@ -74,6 +82,8 @@ class _Rollout:
     state: State
     steps: list[tuple[int, TrajectoryStep, TrajectoryStepTokens]]
     """Those with tokens, numbered as in the trajectory."""
+    relative: list[int] | None
+    """The steps whose advantage is the group's; None: nobody has noted whose it is."""
     described: dict[str, Any]
     """What all of its examples have in common."""
 
@@ -117,8 +127,9 @@ class _Merged:
             advantage=own if differs else self.advantages[0],
             weight_version=min(versions, default=None),
             token_advantages=self._by_token() if differs else None,
-            token_is_relative=self._relative(state) if differs else None,
+            token_is_relative=self._relative(rollout),
             steps=tuple(number for number, _, _ in self.steps),
+            step_ends=tuple(end for _, _, end in self.steps),
             engine=_engine([step for _, step, _ in self.steps]),
             **rollout.described,
         )
@@ -129,8 +140,10 @@ class _Merged:
             values += [0.0 if advantage is None else advantage] * (end - len(values))
         return [value if is_learned else 0.0 for value, is_learned in zip(values, self.mask, strict=True)]
 
-    def _relative(self, state: State) -> list[int]:
-        flags, relative = list[int](), set(relative_steps(state))
+    def _relative(self, rollout: _Rollout) -> list[int] | None:
+        if rollout.relative is None:
+            return None
+        flags, relative = list[int](), set(rollout.relative)
         for number, _, end in self.steps:
             flags += [int(number in relative)] * (end - len(flags))
         return flags
@@ -149,7 +162,12 @@ def _rollouts(states: Sequence[State]) -> list[_Rollout]:
     rollouts = []
     for place, state in sound:
         steps = [(number, step, tokens) for number, step in enumerate(state.get("trajectory") or ()) if (tokens := step["tokens"]) is not None]
-        rollouts.append(_Rollout(state, steps, {"example_id": state.get("example_id", 0), "rollout": place, "group_rewards": groups[_group(state)]}))
+        described = {
+            "example_id": state.get("example_id", 0),
+            "rollout": place,
+            "group_rewards": groups[_group(state)],
+        }
+        rollouts.append(_Rollout(state, steps, relative_steps(state), described))
     return rollouts
 
 

@@ -13,13 +13,15 @@ SamplingArgs = Mapping[str, Any]
 """Keyword arguments of the OpenAI API: `temperature`, `max_tokens`, `extra_body`, ..."""
 
 
-class _RequiredInput(TypedDict):
+class BaseRolloutInput(TypedDict):
+    """The fields that every input of a rollout has."""
+
     prompt: Messages
     example_id: Any
     task: str
 
 
-class RolloutInput(_RequiredInput, total=False):
+class RolloutInput(BaseRolloutInput, total=False):
     """One row of a dataset, as a rollout begins with it."""
 
     id: Any

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rollout_actors.server.service import ServedEngine
 from shared.protocols import CLOSED_S
+from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
@@ -38,6 +39,9 @@ class EngineThread:
             return await work(made)
 
         return await self._there(there())
+
+    async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
+        await self._there(self._made.guard_by(settings))
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         return await self._there(self._made.generate(requests))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Self, TypeVar
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from shared.canary import CanaryProbe
 from shared.config.base import dotted
+from shared.config.repeat_terminate import RepeatTerminateSection
 from shared.errors import RolloutError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -45,10 +46,22 @@ class InferCall(Message):
     """Who asks; null: nobody in particular. See `SyncCall.run`."""
     version: int | None = None
     """Of the weights that are to answer; null: any."""
+    repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
+    """The run's `rollout_matching.repeat_terminate`, whole: which of these responses are ended for
+    repeating themselves."""
 
     @classmethod
-    def of(cls, requests: Sequence[RolloutRequest], *, run: str | None = None, version: int | None = None) -> InferCall:
-        return cls(requests=tuple(requests), seed=requests[0].seed, run=run, version=version)
+    def of(
+        cls,
+        requests: Sequence[RolloutRequest],
+        *,
+        run: str | None = None,
+        version: int | None = None,
+        guard: RepeatGuardSettings | None = None,
+    ) -> InferCall:
+        """Make the call of these requests; `guard` None: none of them is guarded."""
+        rule = RepeatTerminateSection() if guard is None else RepeatTerminateSection(enabled=True, **asdict(guard))
+        return cls(requests=tuple(requests), seed=requests[0].seed, run=run, version=version, repeat_terminate=rule)
 
 
 class InferAnswer(Message):
@@ -157,7 +170,6 @@ class ServerInfo(Message):
     transport: str
     world_size: int
     max_images_per_prompt: int
-    repeat_guard: RepeatGuardSettings | None
     enable_lora: bool
     max_lora_rank: int
     limits: CallLimits

@@ -29,7 +29,7 @@ def request_problems(requests: Sequence[RolloutRequest], settings: EngineSetting
         bounds = {
             "temperature": (decode.temperature >= 0, decode.temperature, "at least 0"),
             "top_p": (0 < decode.top_p <= 1, decode.top_p, "within (0, 1]"),
-            "top_k": (decode.top_k == -1 or decode.top_k >= 1, decode.top_k, "-1 (no limit) or at least 1"),
+            "top_k": (decode.top_k >= -1, decode.top_k, "-1 or 0 (no limit) or at least 1"),
             "repetition_penalty": (decode.repetition_penalty > 0, decode.repetition_penalty, "above 0"),
             "max_new_tokens": (decode.max_new_tokens >= 1, decode.max_new_tokens, "at least 1"),
         }

@@ -17,9 +17,11 @@ from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server import messages
 from rollout_actors.server.door import Door, RefusalError
 from rollout_actors.server.request_checks import request_problems
+from shared.config.repeat_terminate import RepeatTerminateSection
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
 from shared.records import ImageRef
+from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport
 from shared.weight_sync import SyncPhase
 
@@ -38,7 +40,13 @@ class Admission:
 
 
 class ServedEngine(RolloutEngine, Protocol):
-    """An engine that tells how far it is."""
+    """An engine that tells how far it is, and takes the repeat guard's rule from whoever asks for
+    rollouts."""
+
+    async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
+        """Guard what begins from now on by these settings; None: not at all. Raises RolloutError
+        where it cannot."""
+        ...
 
     @property
     def shut(self) -> str:
@@ -64,6 +72,11 @@ class RolloutService:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
+        self._guard: RepeatTerminateSection | None = None
+        """By which the engine guards what is asked for by `infer`; None: not known."""
+        self._num_guarded = 0
+        """Requests of `infer` under way, all of which are guarded by that."""
+        self._guard_turn = asyncio.Lock()
         self._num_arrivals = 0
         """Of weights, whether they were completed or not."""
         self._door = Door()
@@ -112,7 +125,6 @@ class RolloutService:
             transport=settings.transport,
             world_size=self.world_size,
             max_images_per_prompt=settings.max_images_per_prompt,
-            repeat_guard=settings.repeat_guard,
             enable_lora=settings.enable_lora,
             max_lora_rank=settings.max_lora_rank,
             limits=self.limits,
@@ -129,15 +141,36 @@ class RolloutService:
         if wrong:
             raise RefusalError(400, "\n".join(wrong[:MAX_PROBLEMS]))
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
-        with self.running(len(requests)):
-            try:
+        await self._guard_by(call.repeat_terminate)
+        # Nothing may be awaited in between: whoever brings another rule looks at these numbers.
+        self._num_guarded += len(requests)
+        try:
+            with self.running(len(requests)):
                 rollouts = await self._engine.generate(requests)
-            except RolloutError:
-                # A sync may have begun while the images were read.
-                self._check_open(call.run, call.version)
-                raise
+        except RolloutError:
+            # A sync may have begun while the images were read.
+            self._check_open(call.run, call.version)
+            raise
+        finally:
+            self._num_guarded -= len(requests)
         admission.check()
         return rollouts
+
+    async def _guard_by(self, rule: RepeatTerminateSection) -> None:
+        """Have the engine guard by a call's rule. RefusalError while it answers calls with another
+        one."""
+        async with self._guard_turn:
+            if rule == self._guard:
+                return
+            if self._num_guarded:
+                raise RefusalError(
+                    409,
+                    f"repeat_terminate: {self._name} answers {self._num_guarded} requests under another one; give every run servers of its own, or ask when "
+                    "these are done",
+                )
+            self._guard = None  # until the engine has said so: this call may be given up on the way
+            await self._engine.guard_by(rule.settings())
+            self._guard = rule
 
     def admit(self, run: str | None = None, version: int | None = None) -> Admission:
         """Let in a call that names these. Raises RefusalError while no rollouts are served, or others than of this run and version."""

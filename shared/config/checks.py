@@ -52,11 +52,6 @@ def _parts(run: RunConfig) -> Iterator[Problem]:
         yield Problem("training.parts.language_model.frozen", "true, and model.adapter, all that is trained, is in it", "unfreeze it, or remove model.adapter")
 
 
-def _flash_attention(run: RunConfig) -> Iterator[Problem]:
-    if run.model.attn_implementation == "flash_attention_2" and run.model.dtype != "bfloat16":
-        yield Problem("model.attn_implementation", f"'flash_attention_2' does not compute in {run.model.dtype}", "set model.dtype: bfloat16, or sdpa or eager")
-
-
 def _modules_once_per_channel(run: RunConfig) -> Iterator[Problem]:
     pipeline = run.rollout_matching.pipeline
     for path, entries in ((f"{_PIPELINE}.objective", pipeline.objective), (f"{_PIPELINE}.diagnostics", pipeline.diagnostics)):
@@ -138,9 +133,11 @@ CHECKS: tuple[Check, ...] = (
     Check(trajectory_checks.groups_are_whole, (_VARIANT, "environment.rollouts_per_example", _BUDGET, *_BATCH)),
     Check(variant_checks.only_its_objective, (_VARIANT, _PIPELINE)),
     Check(engine_checks.staleness_has_queue, ("rollout_matching.max_staleness", "stage2_ab.channel_b.enable_pipeline", _VARIANT, _SCHEDULE)),
-    Check(engine_checks.adapter_sync, (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", *_ENGINES, f"{_VLLM}.server", "model.adapter", "learner.world_size")),
+    Check(
+        engine_checks.adapter_sync,
+        (f"{_VLLM}.sync.mode", f"{_VLLM}.enable_lora", *_ENGINES, f"{_VLLM}.server", "model.adapter", "model.path", "learner.world_size"),
+    ),
     Check(_parts, ("training.parts", "model.adapter")),
-    Check(_flash_attention, ("model.attn_implementation", "model.dtype")),
     Check(engine_checks.servers_or_actors, (*_ENGINES, f"{_VLLM}.server")),
     Check(engine_checks.servers_are_listed, (*_ENGINES, f"{_VLLM}.server")),
     Check(engine_checks.queue_has_devices_of_its_own, ("stage2_ab.channel_b.enable_pipeline", *_ENGINES)),
@@ -165,6 +162,6 @@ CHECKS: tuple[Check, ...] = (
     Check(_held_out, (_VARIANT, "training.eval_steps", "checkpoint.keep_best", "data.val", "environment")),
     Check(engine_checks.transport_leads_there, (f"{_VLLM}.sync.transport", *_ENGINES)),
     Check(engine_checks.colocated_devices, (f"{_VLLM}.tensor_parallel_size", *_ENGINES)),
-    Check(engine_checks.offload_moves_something, ("rollout_matching.offload",)),
+    Check(engine_checks.temperature_suits_vllm, ("rollout_matching.rollout_backend", f"{_SAMPLING}.temperature")),
     Check(engine_checks.actor_devices, (f"{_VLLM}.actors.gpus_per_actor", f"{_VLLM}.actors.tensor_parallel_size")),
 )

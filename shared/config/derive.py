@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 from shared.chunking import chunk_size
@@ -11,6 +12,7 @@ from shared.config.base import Section
 from shared.config.custom import TrainerVariant
 from shared.config.run import RunConfig
 from shared.config.server import ServerSection
+from shared.fresh_tokens import FILE, FreshTokens
 
 
 class EnginePlace(StrEnum):
@@ -99,12 +101,26 @@ def engine_devices(run: RunConfig) -> tuple[int, ...] | None:
             return None
 
 
+def tokens_beside_adapter(run: RunConfig) -> FreshTokens | None:
+    """Return the checkpoint's fresh tokens where they are trained with the run's adapter.
+
+    vLLM takes no adapter that has rows of embeddings, so they are sent in full weights.
+    """
+    return None if run.model.adapter is None else FreshTokens.of(Path(run.model.path))
+
+
 def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
     """What a sync sends (spec: weight sync modes): `auto` is `adapter` where the engines serve the learner's adapters and can (LoRA, one rank)."""
-    adapter, vllm = run.model.adapter, run.rollout_matching.vllm
+    vllm = run.rollout_matching.vllm
     if vllm.sync.mode != "auto":
         return vllm.sync.mode
-    return "adapter" if vllm.enable_lora and adapter is not None and adapter.kind == "lora" else "full"
+    can = _serves_lora(run) and tokens_beside_adapter(run) is None
+    return "adapter" if can else "full"
+
+
+def _serves_lora(run: RunConfig) -> bool:
+    adapter = run.model.adapter
+    return run.rollout_matching.vllm.enable_lora and adapter is not None and adapter.kind == "lora"
 
 
 def may_send_full(run: RunConfig) -> bool:
@@ -120,6 +136,26 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
         found.append(f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises and the schedule after it never comes")
     if run.rollout_matching.vllm.server is not None and rollout_servers(run) is None:
         found.append("rollout_matching.vllm.server: no effect, because the learner generates itself; servers need rollout_backend: vllm and vllm.mode: server")
+    if run.rollout_matching.offload.enabled and not (run.rollout_matching.rollout_backend == "vllm" and run.rollout_matching.vllm.mode == "colocate"):
+        found.append(
+            "rollout_matching.offload: no effect, because nothing shares the learner's device; only rollout_backend: vllm with vllm.mode: colocate has it"
+        )
+    decoding = run.rollout_matching.decoding
+    if decoding.effective_temperature != decoding.temperature:
+        found.append(f"rollout_matching.decoding.temperature: {decoding.temperature:g} is sampled at {decoding.effective_temperature:g}, vLLM's lowest")
+    tokens = FreshTokens.of(Path(run.model.path))
+    if tokens is not None and run.model.adapter is None and run.training.parts.language_model.frozen:
+        found.append(
+            f"training.parts.language_model.frozen: the embeddings of {tokens.count:,} tokens in "
+            f"{run.model.path} were made and not learned ({FILE}), and stay so; unfreeze the part, "
+            "or set model.adapter"
+        )
+    if tokens is not None and _serves_lora(run) and run.rollout_matching.vllm.sync.mode == "auto":
+        found.append(
+            "rollout_matching.vllm.sync.mode: auto is full, because the fresh embeddings of "
+            f"{tokens.count:,} tokens in {run.model.path} ({FILE}) are trained with the adapter, "
+            "and vLLM takes no adapter with such rows"
+        )
     if run.environment is not None:
         idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))
         if idle:

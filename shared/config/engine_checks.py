@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shared.chunking import chunk_size
 from shared.config.base import Problem
 from shared.config.custom import TrainerVariant
-from shared.config.derive import EnginePlace, engine_devices, engines_in, is_sharded, resolved_sync_mode
+from shared.config.derive import EnginePlace, engine_devices, engines_in, is_sharded, resolved_sync_mode, tokens_beside_adapter
 from shared.config.pipeline import PolicyGradientEntry
 from shared.config.run import RunConfig
 from shared.lora import LORA_RANKS
@@ -16,6 +16,8 @@ from shared.rollouts import DecodeMode
 _MODE = "rollout_matching.decode_mode"
 _VLLM = "rollout_matching.vllm"
 
+HIGHEST_VLLM_TEMPERATURE = 2.0
+"""vLLM refuses requests of higher ones."""
 MAX_VLLM_BEAMS = 10
 """vLLM's beam search asks for the log-probabilities of twice as many tokens, and an engine gives 20 (its default `max_logprobs`)."""
 
@@ -164,6 +166,13 @@ def adapter_sync(run: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{_VLLM}.sync.mode", "'adapter' needs engines that serve adapters", f"set {_VLLM}.enable_lora: true, or {_VLLM}.sync.mode: full")
         if adapter is not None and adapter.kind == "dora":
             yield Problem(f"{_VLLM}.sync.mode", "'adapter' cannot carry DoRA, which vLLM does not serve unmerged", f"set {_VLLM}.sync.mode: full or auto")
+        if (tokens := tokens_beside_adapter(run)) is not None:
+            yield Problem(
+                f"{_VLLM}.sync.mode",
+                f"'adapter' cannot carry the embeddings of the {tokens.count:,} fresh tokens of "
+                "model.path, which are trained with it and which vLLM takes in full weights only",
+                f"set {_VLLM}.sync.mode: full or auto",
+            )
     if ranks > 1 and resolved_sync_mode(run) == "adapter":
         yield Problem(
             f"{_VLLM}.sync.mode",
@@ -182,10 +191,14 @@ def _engine_adapters(run: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{_VLLM}.sync.mode", f"'adapter', {nobody}", remedy)
 
 
-def offload_moves_something(run: RunConfig) -> Iterator[Problem]:
-    offload = run.rollout_matching.offload
-    if offload.enabled and not (offload.offload_model or offload.offload_optimizer):
-        yield Problem("rollout_matching.offload.enabled", "true, and nothing is to be moved away", "set offload_model, offload_optimizer or both, or remove it")
+def temperature_suits_vllm(run: RunConfig) -> Iterator[Problem]:
+    temperature = run.rollout_matching.decoding.temperature
+    if run.rollout_matching.rollout_backend == "vllm" and temperature > HIGHEST_VLLM_TEMPERATURE:
+        yield Problem(
+            "rollout_matching.decoding.temperature",
+            f"{temperature:g} is above {HIGHEST_VLLM_TEMPERATURE:g}, the highest at which vLLM samples",
+            "lower it, or set rollout_matching.rollout_backend: hf",
+        )
 
 
 def colocated_devices(run: RunConfig) -> Iterator[Problem]:

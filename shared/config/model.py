@@ -10,7 +10,10 @@ from shared.config.base import Section
 
 
 class AdapterSection(Section):
-    """Low-rank adaptation (peft) of the language model's linear layers; everything else is frozen."""
+    """Low-rank adaptation (peft) of the language model's linear layers; everything else is frozen.
+
+    Where `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are trained too.
+    """
 
     kind: Literal["lora", "dora"]
     """LoRA, or LoRA with learned magnitudes (DoRA), which vLLM cannot serve unmerged."""
@@ -40,8 +43,12 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of the weights in every forward, of the learner and of the engines. Under bfloat16 the optimizer keeps float32 master weights."""
 
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention of the learner's forward. flash_attention_2 needs bfloat16 and its package."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention of the learner's forward.
+
+    auto: segment by segment, by one flash kernel where the GPU computes in bfloat16. sdpa, eager:
+    transformers' own, with a mask of every token of a row with every other.
+    """
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory for about a third more time."""

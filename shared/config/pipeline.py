@@ -1,6 +1,6 @@
 """`rollout_matching.pipeline`: the objective, and nothing but what is declared here (DESIGN 5, decision 2, and section 8).
 
-Every entry is written out in full: none of its keys has a default.
+Every entry is written out in full: none of its keys has a default, but for `advantage_epsilon`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXAMPLE_POLICY_GRADIENT = {
     "enabled": True,
     "weight": 1.0,
     "channels": ["B"],
-    "config": {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "segment", "advantage_std": True},
+    "config": {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "step", "advantage_std": True},
 }
 """All that trajectories are learned by."""
 
@@ -58,6 +58,15 @@ def _b_alone(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
     if channels != (Channel.B,):
         raise refusal(f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has a policy gradient", "write [B]")
     return channels
+
+
+def _not_by_segment(normalize: Any) -> Any:
+    if normalize == "segment":
+        raise refusal(
+            "'segment' was removed: it depended on which calls of the model had been merged",
+            "use step, where each call is an example, or rollout, where each rollout weighs 1",
+        )
+    return normalize
 
 
 def _module_name(entry: Any) -> str | None:
@@ -195,13 +204,21 @@ class PolicyGradientConfig(Section):
     """One with a positive advantage while its ratio is at most 1 plus this."""
 
     ratio_cap: Annotated[float, Field(gt=1.0)]
-    """No ratio counts for more, whatever the advantage."""
+    """A ratio above this counts as this: in the loss, and as the factor of the gradient."""
 
-    normalize: Literal["segment", "constant"]
-    """A segment's sum over its sampled tokens is divided by their number, or by `rollout_matching.max_new_tokens`."""
+    normalize: Annotated[Literal["step", "rollout", "constant"], BeforeValidator(_not_by_segment)]
+    """What a sampled token's term is divided by: the sampled tokens of its call of the model
+    (`step`: each call is an example), those of its rollout (`rollout`), or
+    `rollout_matching.max_new_tokens` (`constant`). The sum over a step is then divided by the
+    number of its rollouts."""
 
     advantage_std: bool
-    """Divide the advantage, the reward minus its group's mean, by the standard deviation of the group's rewards."""
+    """Divide the advantage, the reward minus its group's mean, by the standard deviation of the
+    group's rewards plus `advantage_epsilon`."""
+
+    advantage_epsilon: NonNegativeFloat = 1e-4
+    """Keeps rewards that hardly differ from being told apart as sharply as others. In units of the
+    rewards; no effect without `advantage_std`. The default is that of TRL's GRPO."""
 
 
 class PolicyGradientEntry(PipelineEntry):

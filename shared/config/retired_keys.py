@@ -45,6 +45,7 @@ RETIRED: tuple[Retired, ...] = (
     _moved("custom.extra.stage2_ab", "stage2_ab"),
     _unknown("custom.extra", "remove it: rollout settings are keys of rollout_matching, those of the channels keys of stage2_ab"),
     _gone("custom.coord_soft_ce_w1", "declare a coord_reg entry in rollout_matching.pipeline.objective, with soft_ce_weight and w1_weight in its config"),
+    _moved("model.attn_implementation", "model.attention"),
     _moved("template.max_length", "global_max_length"),
     _moved("training.packing_length", "global_max_length"),
     _moved("stage2_ab.pipeline", "rollout_matching.pipeline"),

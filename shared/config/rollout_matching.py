@@ -14,17 +14,12 @@ from shared.records import GeometryKind
 from shared.rollouts import DecodeMode, DecodeSettings
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises a positive temperature under this one to it, and the learner's log-probabilities would be of another distribution."""
+"""vLLM samples lower positive temperatures at this one; so does every backend, and the learner
+reads their log-probabilities as of this one."""
 HIGHEST_TEMPERATURE = 5.0
 """Ids are banned by a logit bias of -100, which the temperature divides: here e^-20 of a token's probability is left, at 50 it is e^-2."""
 DEDICATED_MEMORY_UTILIZATION = 0.85
 """Fraction of the device's memory for an engine that does not share it."""
-
-
-def _some_or_no_limit(top_k: int) -> int:
-    if top_k != -1 and top_k < 1:
-        raise refusal(f"must be -1 (no limit) or at least 1, got {top_k}", "write -1 to sample from every token")
-    return top_k
 
 
 def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]:
@@ -33,25 +28,27 @@ def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]
     return kinds
 
 
-def _greedy_or_within_engines(temperature: float) -> float:
-    if temperature != 0 and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
-        raise refusal(
-            f"must be 0 or within [{LOWEST_TEMPERATURE:g}, {HIGHEST_TEMPERATURE:g}], got {temperature:g}: vLLM samples lower ones at {LOWEST_TEMPERATURE:g}, "
-            "and higher ones let banned token ids through",
-            "write 0.0 for greedy decoding, or a temperature of that range",
-        )
+def _keeps_bans(temperature: float) -> float:
+    if temperature > HIGHEST_TEMPERATURE:
+        raise refusal(f"must be at most {HIGHEST_TEMPERATURE:g}, got {temperature:g}: higher ones let banned token ids through", "lower it")
     return temperature
 
 
 class DecodingSection(Section):
-    temperature: Annotated[NonNegativeFloat, AfterValidator(_greedy_or_within_engines)] = 0.0
-    """0: greedy; 0.01 to 5: sampling."""
+    temperature: Annotated[NonNegativeFloat, AfterValidator(_keeps_bans)] = 0.0
+    """0: greedy; above, to 2 with vLLM and to 5 without: sampling, under 0.01 as at 0.01."""
 
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with at least this probability."""
 
-    top_k: Annotated[int, AfterValidator(_some_or_no_limit)] = -1
-    """Sample from the this many most probable tokens; -1: no limit."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample from the this many most probable tokens; -1 or 0: no limit."""
+
+    @property
+    def effective_temperature(self) -> float:
+        """The temperature that is sampled at: `LOWEST_TEMPERATURE` in place of lower positive
+        ones."""
+        return max(self.temperature, LOWEST_TEMPERATURE) if self.temperature > 0 else 0.0
 
 
 class ActorsSection(Section):
@@ -81,12 +78,16 @@ class SyncSection(Section):
     No placement has more than one that works, and auto takes it. Any other value chooses nothing: it says which it has to be, and other runs are refused.
     """
 
-    bucket_bytes: PositiveInt = 16 * 2**20
-    """Bytes of one packed bucket on the wire. On CPU larger ones are slower: the system takes their memory back after each and hands it out page by page."""
+    bucket_bytes: PositiveInt | None = None
+    """Bytes of one packed bucket; null: 256 MiB between GPUs (nccl, ipc), where the engine's loader
+    is called once for each, and 16 MiB on CPU, where larger ones are slower: the system takes their
+    memory back after each and hands it out page by page."""
 
     canary_tolerance: PositiveFloat | None = None
-    """Largest absolute difference of a canary log-probability, in nats, between the learner and an engine; null: by `model.dtype`, 1e-4 for float32
-    and 0.5 for bfloat16."""
+    """Largest absolute difference of a canary log-probability, in nats, between the learner and an
+    engine. null: 1e-4 for float32; for bfloat16 mean and share beyond a bound are compared instead,
+    by the noise that is measured before the first sync (on record in the run's
+    `canary_noise.json`), and never beyond 0.1 for the mean and 0.5 for a token."""
 
 
 class VllmSection(Section):
@@ -139,13 +140,23 @@ class OffloadSection(Section):
     """What leaves the learner's device while rollouts are generated. Only mode `colocate` has it: elsewhere it is ignored."""
 
     enabled: bool = False
-    """Move away what the other two keys name."""
+    """Move away what the other two keys name; both where they name nothing."""
 
     offload_model: bool = False
     """The learner's weights."""
 
     offload_optimizer: bool = False
     """The optimizer's state."""
+
+    @property
+    def moves_model(self) -> bool:
+        """Whether the learner's weights leave the device."""
+        return self.enabled and (self.offload_model or not self.offload_optimizer)
+
+    @property
+    def moves_optimizer(self) -> bool:
+        """Whether the optimizer's state leaves the device."""
+        return self.enabled and (self.offload_optimizer or not self.offload_model)
 
 
 class RolloutMatchingSection(Section):
@@ -231,7 +242,7 @@ class RolloutMatchingSection(Section):
         """How every response of the run is decoded, given the ids that end one and the ids that may not occur in one."""
         return DecodeSettings(
             mode=self.resolved_decode_mode,
-            temperature=self.decoding.temperature,
+            temperature=self.decoding.effective_temperature,
             top_p=self.decoding.top_p,
             top_k=self.decoding.top_k,
             repetition_penalty=self.repetition_penalty,

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, PositiveFloat
 
 from shared.config.base import Section, refusal
+from shared.errors import Limit
 
 _CHARACTERS = re.compile(r"[A-Za-z0-9._~:/!$&'()*+,;=%\[\]-]+")
 """Of URLs. A name in other letters is written in its ASCII form, `xn--...`."""
@@ -97,3 +98,8 @@ class ServerSection(Section):
 
     token_env: Annotated[str, Field(min_length=1)] | None = None
     """Name of the environment variable that holds the servers' bearer token; null: they ask for none."""
+
+    @property
+    def join_limit(self) -> Limit:
+        """The longest that a server may take to join the communicator of the weight transfer."""
+        return Limit(self.timeout_s, "rollout_matching.vllm.server.timeout_s")

@@ -22,7 +22,8 @@ class TimeoutsSection(Section):
     """Learning one round, or finishing a step. Also a wait of learner ranks for each other, held-out requests and scores, and saving."""
 
     sync_phase_s: PositiveFloat = 60.0
-    """Each phase of a weight sync."""
+    """Each phase of a weight sync; the joining of servers has
+    `rollout_matching.vllm.server.timeout_s`."""
 
     interrupt_s: PositiveFloat = 60.0
     """From Ctrl-C, SIGTERM or a failed rollout or sync until the weights of the last finished update are saved: the row that is being learned, the token that

@@ -62,9 +62,7 @@ class Entry(NamedTuple):
     value: tuple[int, int] | None
     """Span of `{...}`; None where the value is not an object."""
     separated: bool
-    """One separator in front of the key and one colon behind it."""
-    aside: tuple[int, int] | None = None
-    """What stands between the entry before, or the container's opening, and the separator of this one: other members, or what was to be some."""
+    """One separator directly in front of the key and one colon behind it."""
     plain: PlainFields | None = None
     """None where the entry is not plain."""
 
@@ -83,7 +81,7 @@ def plain_entries(text: bytes, position: int, *, first: bool) -> tuple[list[Entr
             break
         plain = PlainFields(kind, found.span(_DESC_BEFORE if before else _DESC_BEHIND), found.span(array))
         number = int(found[_INDEX])
-        entries.append(Entry(f"object_{number}", number, found.start(_INDEX) - _KEY_START, found.span(_BRACES), True, None, plain))
+        entries.append(Entry(f"object_{number}", number, found.start(_INDEX) - _KEY_START, found.span(_BRACES), True, plain))
         position, pattern = found.end(), _NEXT_ENTRY
     return entries, position
 

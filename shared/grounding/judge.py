@@ -47,9 +47,10 @@ def _plain_shape(plain: PlainFields, response: Response) -> ValidValue | None:
 
 def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
     """The same for any entry; whether its kind is wanted is not asked here."""
-    if entry.value is None or not entry.separated or (entry.aside is not None and _members(entry.aside, response, braced=False) is None):
+    if entry.value is None or not entry.separated:
         return DropReason.MALFORMED
-    members = _members(entry.value, response, braced=True)
+    raw = response.text[slice(*entry.value)]
+    members = read_members(raw, response.coord_spans(entry.value)) if _is_utf8(raw) else None
     if members is None:
         return DropReason.MALFORMED
     reason = _judge_keys(members)
@@ -78,14 +79,6 @@ def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
     if kind is GeometryKind.BBOX and not _is_box(bins):
         return DropReason.BBOX_INVALID
     return ValidValue(kind, desc, desc_span, tuple([response.coord_positions[coord] for coord in coords]), tuple(bins))
-
-
-def _members(span: tuple[int, int], response: Response, *, braced: bool) -> Members | None:
-    """The members of the object at a span, or (not `braced`) those that stand there without its braces; None where they are not sound."""
-    raw = response.text[slice(*span)]
-    if not _is_utf8(raw):
-        return None
-    return read_members(raw if braced else b"{%b}" % raw, response.coord_spans(span, span[0] if braced else span[0] - 1))
 
 
 def _judge_keys(members: Members) -> DropReason | None:

@@ -12,7 +12,7 @@ class DropReason(StrEnum):
     """Why a complete entry is not an object. An entry has the first reason, in this order, that holds."""
 
     MALFORMED = "malformed"
-    """Not JSON apart from unquoted coord tokens, or not an object; or what stands between it and the entry before is not JSON."""
+    """Not JSON apart from unquoted coord tokens, not an object, or without one comma in front of it."""
     KEY_INVALID = "key_invalid"
     """A key that does not belong there, `desc` twice, two geometries, or a nested object."""
     UNKNOWN_GEOM = "unknown_geom"
@@ -47,8 +47,10 @@ class ParsedObject:
     """One per entry of `bins`."""
     span: tuple[int, int]
     """Half-open range of the tokens that overlap the value `{...}`."""
-    desc_positions: tuple[int, ...] = ()
-    """The tokens that overlap the value of `desc`, between its quotes."""
+    value: tuple[int, int] = (0, 0)
+    """Half-open range of the prefix's bytes that the value `{...}` takes."""
+    desc_value: tuple[int, int] = (0, 0)
+    """Half-open range of the prefix's bytes that the value of `desc` takes, between its quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,13 @@ class ParsedRollout:
     max_object_index: int | None
     """The largest n of an `object_{n}` key in the prefix; None where it has none."""
     truncated: bool
-    """The response ended before its container closed."""
+    """No container closed: the response ended before, or it held none (prose, an empty answer)."""
     fallback: bool
     """Nothing could be kept: the prefix is `{`."""
     num_unchanged: int = 0
     """How many leading prefix tokens are the response's own; the replaced end of a fused token, and the fallback's `{`, are not."""
+    next_objects: tuple[int | None, ...] = ()
+    """For each of `objects`, the index of the one that follows it; None where something else follows, or nothing that is kept.
+
+    Something else is a dropped entry or a member that is no entry.
+    """

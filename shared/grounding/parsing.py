@@ -39,19 +39,37 @@ def parse_rollout(token_ids: Sequence[int], codec: TokenCodec, *, geometry: froz
     if GeometryKind.BBOX not in geometry:
         raise ValueError(f"geometry {sorted(geometry)} lacks {GeometryKind.BBOX}; boxes are always read, add {GeometryKind.BBOX}")
     response = Response.read(token_ids, codec)
-    container = scan_container(response.text) or Container((), closed=bool(response.text.strip(b" \t\n\r")))
+    container = scan_container(response.text) or Container((), closed=False)
     prefix = _prefix(response, container.entries, codec)
+    entries = [entry for entry in container.entries if entry.start < prefix.cut]
     objects: list[ParsedObject] = []
     dropped: list[DroppedObject] = []
-    entries = [entry for entry in container.entries if entry.start < prefix.cut]
-    for entry in entries:
+    next_objects: list[int | None] = []
+    for number, entry in enumerate(entries):
         shape = judge(entry, response, geometry)
         if isinstance(shape, DropReason):
             dropped.append(DroppedObject(entry.key, shape))
             continue
         assert entry.value is not None
-        span, desc = _tokens(prefix.ends, entry.value), tuple(range(*_tokens(prefix.ends, shape.desc_span)))
-        objects.append(ParsedObject(entry.key, entry.number, shape.kind, shape.desc, shape.bins, shape.coord_positions, span, desc))
+        if objects and objects[-1].value == entries[number - 1].value:
+            between = response.text[objects[-1].value[1] : entry.start]
+            if between.strip(b" \t\n\r") == b",":
+                next_objects[-1] = len(objects)
+        next_objects.append(None)
+        span = _tokens(prefix.ends, entry.value)
+        objects.append(
+            ParsedObject(
+                entry.key,
+                entry.number,
+                shape.kind,
+                shape.desc,
+                shape.bins,
+                shape.coord_positions,
+                span,
+                entry.value,
+                shape.desc_span,
+            )
+        )
 
     return ParsedRollout(
         prefix_token_ids=tuple(prefix.token_ids),
@@ -62,6 +80,7 @@ def parse_rollout(token_ids: Sequence[int], codec: TokenCodec, *, geometry: froz
         truncated=not container.closed,
         fallback=not prefix.cut,
         num_unchanged=prefix.num_unchanged,
+        next_objects=tuple(next_objects),
     )
 
 

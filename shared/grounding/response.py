@@ -44,12 +44,12 @@ class Response:
         """The coord tokens that end in a span of bytes, as a slice of the lists by coord token."""
         return slice(bisect_right(self.coord_ends, span[0]), bisect_right(self.coord_ends, span[1]))
 
-    def coord_spans(self, span: tuple[int, int], origin: int) -> dict[tuple[int, int], int]:
-        """Byte span, counted from `origin`, of each coord token that ends in `span`; to its index in the lists by coord token."""
+    def coord_spans(self, span: tuple[int, int]) -> dict[tuple[int, int], int]:
+        """Byte span, counted from the start of `span`, of each coord token that ends in it; to its index in the lists by coord token."""
         spans: dict[tuple[int, int], int] = {}
         coords = self.coords_in(span)
         for coord in range(coords.start, coords.stop):
             position = self.coord_positions[coord]
             start = self.ends[position - 1] if position else 0
-            spans[start - origin, self.ends[position] - origin] = coord
+            spans[start - span[0], self.ends[position] - span[0]] = coord
         return spans

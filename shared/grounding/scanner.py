@@ -18,7 +18,6 @@ _LEXEME = re.compile(SPACE + rb"(?:(" + _STRING + rb')|([{}\[\]:,])|[^ \t\n\r"{}
 _TO_BRACE = re.compile(rb'[^"{}]*+(?>(?:' + _STRING + rb'[^"{}]*+)*)([{}])', re.DOTALL)
 _NO_BRACE = re.compile(rb'[^"{}]*+(?>(?:' + _STRING + rb'[^"{}]*+)*)', re.DOTALL)
 _COLON_FOLLOWS = re.compile(SPACE + rb":")
-_SEPARATOR = re.compile(SPACE + rb"[{,]" + SPACE)
 _ALLOWED = re.compile(STRING_CHARACTERS)
 _OBJECT_KEY = re.compile(KEY_INDEX)
 _KEY_OR_STRING = re.compile(rb'"' + KEY_INDEX + rb'"' + SPACE + rb":|" + _STRING, re.DOTALL)
@@ -72,16 +71,15 @@ class _Scan:
         self.closed = False
         self._text = text
         self._position = opening + 1
-        self._earlier, self._last, self._last_start = b"", b"{", opening  # the last two symbols
+        self._earlier, self._last = b"", b"{"  # the last two symbols
         self._awaited: Entry | None = None  # has its key, not yet its value
         self._brackets = 0  # open `[` since the last key: commas and strings inside them belong to an array
-        self._lead = opening  # where the separator of the next entry is looked for
         while not self.closed and self._step():
             pass
 
     def _step(self) -> bool:
         """Takes the plain entries and the one symbol that follow; False at the end of the text."""
-        if self._last == b"{" or self._position == self._lead:  # nothing since the opening or an entry
+        if self._awaited is None and self._last in (b"{", _OBJECT_VALUE):
             self._take_plain_entries()
         lexeme = _lexeme(self._text, self._position)
         if lexeme is None:
@@ -92,13 +90,13 @@ class _Scan:
             symbol = _ENTRY_KEY
         self._end_awaited(symbol, start)
         if index is not None and symbol == _ENTRY_KEY:
-            self._awaited = Entry(f"object_{index}", index, start, None, *self._separation(start))
+            self._awaited = Entry(f"object_{index}", index, start, None, self._is_separated())
             self._brackets = 0
         elif symbol == b"[":
             self._brackets += 1
         elif symbol == b"]":
             self._brackets = max(self._brackets - 1, 0)
-        self._earlier, self._last, self._last_start = self._last, symbol, start
+        self._earlier, self._last = self._last, symbol
         self.closed = symbol == b"}"
         return True
 
@@ -107,11 +105,18 @@ class _Scan:
         if plain:
             self.entries += plain
             self._brackets, self._earlier, self._last = 0, b":", _OBJECT_VALUE
-            self._lead = self._position = end
+            self._position = end
 
     def _is_key(self) -> bool:
         """Whether a string `object_{n}` that was just read is one: it stands where a key belongs, or has a colon behind it."""
         return (self._last in (b"{", b",", _OBJECT_VALUE) and not self._brackets) or _COLON_FOLLOWS.match(self._text, self._position) is not None
+
+    def _is_separated(self) -> bool:
+        """Whether one separator stands directly in front of a key that was just read.
+
+        What lies before it, other members that may be damaged included, is not asked.
+        """
+        return self._last == b"{" or (self._last == b"," and self._earlier not in (b"{", b","))
 
     def _end_awaited(self, symbol: bytes, start: int) -> None:
         """Reports the entry whose value is awaited where `symbol` is that value, or shows that there is none."""
@@ -120,27 +125,10 @@ class _Scan:
         if symbol == _OBJECT_VALUE and not self._brackets:
             colon = (self._earlier, self._last) == (_ENTRY_KEY, b":")
             self.entries.append(self._awaited._replace(value=(start, self._position), separated=self._awaited.separated and colon))
-            self._awaited, self._lead = None, self._position
-        elif symbol == _ENTRY_KEY:
-            self._drop_awaited(self._last_start if self._last == b"," else start)
-        elif symbol == b"}" or (symbol == b"," and not self._brackets):
-            self._drop_awaited(start)
-
-    def _drop_awaited(self, lead: int) -> None:
-        if self._awaited is not None:
+            self._awaited = None
+        elif symbol in (_ENTRY_KEY, b"}") or (symbol == b"," and not self._brackets):
             self.entries.append(self._awaited)
-            self._awaited, self._lead = None, lead
-
-    def _separation(self, key_start: int) -> tuple[bool, tuple[int, int] | None]:
-        """`separated` and `aside` of the entry whose key starts there."""
-        separator = _SEPARATOR.match(self._text, self._lead, key_start)
-        if separator is None:
-            return False, None
-        if separator.end() == key_start:
-            return True, None
-        aside = separator.end(), self._last_start
-        # A comma counts once: not behind the opening brace, not behind another comma.
-        return self._last == b"," and aside[0] < aside[1], aside
+            self._awaited = None
 
 
 def _lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:

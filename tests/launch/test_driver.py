@@ -121,7 +121,7 @@ class LearnerOfFixedLatency:
         self.world.note("sync", offer.version)
         return done(SendReport({"wire": 0.0}))
 
-    def sync_done(self):
+    def sync_done(self, noise):
         pass
 
 

@@ -23,7 +23,7 @@ OBJECTIVE = {
     "enabled": True,
     "weight": 1.0,
     "channels": ["B"],
-    "config": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 5.0, "normalize": "segment", "advantage_std": False},
+    "config": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 5.0, "normalize": "step", "advantage_std": False},
 }
 # Two steps of four examples with four rollouts each, of a model that knows nothing, on a reward that even it earns now and then: the length of what it says.
 STEPS = {

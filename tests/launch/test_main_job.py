@@ -56,6 +56,7 @@ ALIGNED = {
 }
 
 
+@pytest.mark.engines_extra
 def test_the_aligned_variant_learns_polygons_and_carries_segments_alike_on_1_and_3_actors(engine_pool, warm_checkpoint, polygon_data, tmp_path_factory):
     jobs = []
     for num_actors in (1, 3):
@@ -137,6 +138,7 @@ def test_every_rollout_of_a_step_has_that_steps_weight_version(greedy_jobs):
     assert {(rollout.step, rollout.weight_version) for rollout in greedy_jobs[3].rollouts} == {(0, 1), (1, 2)}
 
 
+@pytest.mark.engines_extra
 def test_rollout_and_learner_overlap_within_a_step(job):
     """Scenario: generation of round k + 1 intersects the learning of round k."""
     of_three_rounds = {"rollout_matching__decode_batch_size": 2, "stage2_ab__channel_b__rollouts_per_step": 18, "training__packing_window": 2}

@@ -1,5 +1,8 @@
 """The estimate of a run's memory, against the model itself."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from config_support import configuration
@@ -10,8 +13,10 @@ from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.data_checks import ImageNeeds
 from launch.device_memory import DeviceMemory, Needs, container_limits, device_memory
 from launch.memory_estimate import (
+    CUDA_CONTEXT,
     Estimate,
     ModelShape,
+    VisionShape,
     engine_estimate,
     learner_estimate,
     num_trainable,
@@ -23,7 +28,7 @@ from launch.placement import Resources, plan_placement
 from launch.run_engines import settings_of_run
 from learner.loading import load_model
 from shared.errors import ConfigError
-from shared.transports import Device
+from shared.transports import Device, Transport
 
 
 @pytest.fixture
@@ -76,16 +81,125 @@ def test_bfloat16_halves_the_weights_and_adds_float32_masters(config, shape):
 
 def test_sharding_divides_all_but_the_activations(config, shape):
     whole, shared = (learner_estimate(config(learner__world_size=2, learner__parallel=parallel), shape).parts for parallel in ("ddp", "fsdp"))
+    divided = {"weights", "master weights", "gradients", "optimizer"}
+    assert divided < set(whole)
     for name in whole:
-        assert shared[name] == (whole[name] if name.startswith("activations") else whole[name] // 2)
+        assert shared[name] == (whole[name] // 2 if name in divided else whole[name])
 
 
 def test_recomputing_activations_keeps_one_layer_and_the_inputs_of_the_others(config, shape):
-    (kept,), (recomputed,) = (
+    kept, recomputed = (
         [size for name, size in learner_estimate(config(model__gradient_checkpointing=value), shape).parts.items() if name.startswith("activations")]
         for value in (False, True)
     )
-    assert recomputed < kept
+    assert len(kept) == 2, "of the language model and of the vision tower"
+    assert all(less < more for less, more in zip(recomputed, kept, strict=True))
+
+
+def test_the_vision_tower_keeps_its_layers_for_every_patch_of_a_row_of_images(config, shape):
+    # Hidden 128, 3 layers, intermediate 512, 4 patches to a token, float32, rows of 512 tokens.
+    layer = (10 * 128 + 4 * 512) * 512 * 4 * 4
+    assert learner_estimate(config(), shape).parts["activations of its images"] == 3 * layer
+    recomputed = learner_estimate(config(model__gradient_checkpointing=True), shape).parts["activations of its images"]
+    assert recomputed == 3 * 128 * 512 * 4 * 4 + layer
+    for frozen in ({"training__parts": {"vision_tower": {"frozen": True}}}, {"model__adapter": {"kind": "lora", "rank": 4}}):
+        assert learner_estimate(config(**frozen), shape).parts["activations of its images"] == layer, "nothing is kept for a backward"
+    assert learner_estimate(config(), replace(shape, vision=None)).parts["activations of its images"] == 0
+
+
+def test_with_attention_by_mask_a_packed_row_has_one_of_its_length_squared_twice_and_its_keys_and_values_repeated(config, shape):
+    # One byte a pair, and a number that is added; 4 heads of 32.
+    masked = learner_estimate(config(model__attention="sdpa"), shape)
+    repeated = 2 * 4 * 32 * 512 * 4
+    assert masked.parts["attention masks"] == 512 * 512 * (1 + 4) + 3 * repeated, "of 3 layers"
+    recomputed = learner_estimate(config(model__attention="sdpa", model__gradient_checkpointing=True), shape)
+    assert recomputed.parts["attention masks"] == 512 * 512 * (1 + 4) + repeated
+    unpacked = learner_estimate(config(model__attention="sdpa", training__packing=False), shape)
+    assert unpacked.parts["attention masks"] == 0
+    assert learner_estimate(config(), shape).parts["attention masks"] == 0, "segment by segment"
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_eager_attention_keeps_the_softmax_of_every_head_of_each_layer_that_is_not_recomputed(config, shape, is_packed):
+    # 4 heads of 32 over rows of 512 tokens, in float32 and once more in the model's dtype.
+    of_layer = 4 * 512 * 512 * (4 + 4) + 2 * 4 * 32 * 512 * 4
+    for recomputes, layers in ((False, 3), (True, 1)):
+        run = config(model__attention="eager", model__gradient_checkpointing=recomputes, training__packing=is_packed)
+        assert learner_estimate(run, shape).parts["attention masks"] == 512 * 512 * (1 + 4) + layers * of_layer
+    half = config(model__attention="eager", model__dtype="bfloat16", training__packing=is_packed)
+    softmax, repeated = 4 * 512 * 512 * (2 + 4), 2 * 4 * 32 * 512 * 2
+    assert learner_estimate(half, shape).parts["attention masks"] == 512 * 512 * (1 + 2) + 3 * (softmax + repeated)
+
+
+def test_an_engine_may_be_given_any_fraction_of_a_gpu_that_leaves_room_for_a_syncs_buckets(config, shape):
+    """vLLM's fraction holds what its process needs, and what allocators leave unused."""
+    card = 80 * 2**30
+    there = DeviceMemory(Device.CUDA, card)
+    small = Estimate("learner rank", {"weights": 1})
+
+    def problems(**vllm):
+        run = config(rollout_matching__vllm={"mode": "actors", **vllm})
+        return there.problems(Needs(small, 1, engine_estimate(run, shape, 1, Device.CUDA, card, Transport.NCCL), 1))
+
+    assert [problems(gpu_memory_utilization=fraction) for fraction in (0.85, 0.90, 0.92)] == [[], [], []]
+    (problem,) = problems(gpu_memory_utilization=1.0)
+    assert problem.startswith("rollout_matching.vllm.gpu_memory_utilization: engine device: 80.0") and "a GPU has 80.00 GiB" in problem
+    # Nobody but the reserve holds the rest of an engine whose cache is given.
+    assert problems(kv_cache_memory_bytes=70 * 2**30) == []
+    (problem,) = problems(kv_cache_memory_bytes=75 * 2**30)
+    assert problem.startswith("rollout_matching.vllm.kv_cache_memory_bytes: ") and "8% are reserved" in problem
+
+
+@pytest.mark.parametrize(("mode", "most"), [("actors", 2048), ("colocate", 16384)])
+def test_an_engine_needs_a_layers_activations_in_a_forward_of_what_vllm_batches(config, shape, mode, most):
+    """In the vision tower: hidden 128, intermediate 512, 4 patches to a token, float32."""
+    run = config(rollout_matching__vllm={"mode": mode}, rollout_matching__decode_batch_size=64, stage2_ab__channel_b__enable_pipeline=False)
+    assert engine_estimate(run, shape, 1, Device.CUDA, 2**34).parts["activations of a forward"] == (10 * 128 + 4 * 512) * 4 * most * 4
+    one = config(rollout_matching__vllm={"mode": mode}, rollout_matching__decode_batch_size=1, stage2_ab__channel_b__enable_pipeline=False)
+    text = replace(shape, vision=None)
+    shorter = engine_estimate(one, text, 1, Device.CUDA, 2**34).parts["activations of a forward"]
+    assert shorter == text.layer_numbers_per_token * 512 * 4, "of one sequence"
+
+
+def test_on_a_gpu_cuda_takes_its_part_of_every_process(config, shape):
+    learner = {device: learner_estimate(config(), shape, device).parts["CUDA context"] for device in Device}
+    assert learner == {Device.CPU: 0, Device.CUDA: CUDA_CONTEXT}
+    given = config(rollout_matching__vllm__kv_cache_memory_bytes=2**20)
+    assert engine_estimate(given, shape, 1, Device.CUDA, 2**34).parts["CUDA context"] == CUDA_CONTEXT
+    assert engine_estimate(given, shape, 1, Device.CPU, 2**34).parts["CUDA context"] == 0
+
+
+def test_both_ends_of_a_sync_between_gpus_hold_copies_of_buckets(config, shape):
+    """Of 256 MiB and the largest tensor at the most; a small model fits into one. The sender has no
+    row meanwhile."""
+    run, everything = config(), 4 * shape.num_parameters
+    assert engine_estimate(run, shape, 1, Device.CUDA, 2**34, Transport.NCCL).parts["buckets of a sync"] == 2 * everything
+    assert engine_estimate(run, shape, 1, Device.CUDA, 2**34, Transport.IPC).parts["buckets of a sync"] == everything
+    assert engine_estimate(run, shape, 1, Device.CPU, 2**34, Transport.GLOO).parts["buckets of a sync"] == 0
+    small = config(rollout_matching__vllm__sync={"bucket_bytes": 1000})
+    largest = max(4 * math.prod(sizes) for sizes in shape.parameters.values())
+    assert engine_estimate(small, shape, 1, Device.CUDA, 2**34, Transport.NCCL).parts["buckets of a sync"] == 2 * (1000 + largest)
+    assert learner_estimate(run, shape, Device.CUDA, Transport.NCCL).parts["buckets of a sync"] == 0, "the row's activations are more"
+    many = replace(shape, parameters=dict(shape.parameters) | {f"model.language_model.layers.{i}.w.weight": (10**9,) for i in (7, 8)})
+    parts = learner_estimate(run, many, Device.CUDA, Transport.NCCL).parts
+    of_a_row = sum(size for name, size in parts.items() if name.startswith(("activations", "attention")))
+    assert parts["buckets of a sync"] == 2 * ((256 << 20) + 4 * 10**9) - of_a_row
+
+
+def test_a_learner_of_78_gib_is_refused_on_a_gpu_of_80(config, shape):
+    """Qwen3-VL-4B with float32 masters, rows of 12,000 tokens: what CUDA and the vision tower take
+    has no room there."""
+    run = config(model__dtype="bfloat16", model__gradient_checkpointing=True).model_copy(update={"global_max_length": 12_000})
+    matrices = {f"model.language_model.layers.{layer}.mlp.up_proj.weight": (2560, 43_965) for layer in range(36)}
+    large = ModelShape(
+        matrices | {"model.language_model.embed_tokens.weight": (152_936, 2560)}, 2560, 36, 9728, 32, 8, 128, 152_936, VisionShape(1024, 24, 4096, 4)
+    )
+    learner = learner_estimate(run, large, Device.CUDA, Transport.NCCL)
+    assert large.num_parameters == pytest.approx(4.44e9, rel=1e-3)
+    assert sum(size for name, size in learner.parts.items() if "images" not in name and "masks" not in name and "CUDA" not in name) < 79 * 2**30
+    (problem,) = DeviceMemory(Device.CUDA, 80 * 2**30).problems(Needs(learner, 1))
+    assert "of a GPU's 80.00 GiB 73.60 GiB can be planned (8% are reserved)" in problem
+    assert DeviceMemory(Device.CUDA, 141 * 10**9).problems(Needs(learner, 1)) == []
 
 
 def test_the_cache_holds_as_many_sequences_as_its_bytes_allow(config, shape):
@@ -144,6 +258,16 @@ def test_a_learner_and_an_engine_on_one_gpu_need_the_most_that_either_leaves_the
     assert shared_device_estimate(run, shape, LEARNER, ENGINE).total == total
 
 
+def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_while_weights_pass(config, shape):
+    run = config(rollout_matching__vllm={"mode": "colocate"}, stage2_ab__channel_b__enable_pipeline=False)
+    learner, engine = (Estimate(one.what, {**one.parts, "CUDA context": 7}) for one in (LEARNER, ENGINE))
+    learning = shared_device_estimate(run, shape, replace(learner, parts={**learner.parts, "activations of a row of 9 tokens": 10**12}), engine)
+    assert learning.total == 10**12 + 90 + 7 + 7
+    working = shared_device_estimate(run, shape, learner, engine, Transport.IPC)
+    assert working.parts["buckets of a sync"] == 4 * shape.num_parameters
+    assert working.total == 90 + 60 + 7 + 7 + 4 * shape.num_parameters
+
+
 def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, shape):
     colocate = {"rollout_matching__vllm": {"mode": "colocate"}, "stage2_ab__channel_b__enable_pipeline": False}
     run = config(**colocate, model__adapter={"kind": "dora", "rank": 4, "target_modules": ["q_proj"]})
@@ -157,7 +281,7 @@ def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, sh
 
 def test_what_a_gpu_cannot_hold_is_refused_together_where_it_is_shared_and_else_alone():
     shared = Estimate("learner rank and engine on one GPU, while the engine works", {"weights": 150})
-    small, middle, large = (DeviceMemory(Device.CUDA, size) for size in (50, 130, 150))
+    small, middle, large = (DeviceMemory(Device.CUDA, size) for size in (50, 131, 164))
     together, apart = Needs(LEARNER, 1, ENGINE, 1, shared), Needs(LEARNER, 1, ENGINE, 1)
     assert [problem.split(": ")[0] for problem in middle.problems(together)] == ["learner.gpus"]
     assert "learner rank and engine on one GPU" in middle.problems(together)[0]

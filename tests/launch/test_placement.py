@@ -201,6 +201,7 @@ def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(given, second
     section = ServerSection.model_validate({"servers": servers, "timeout_s": 240.0, "infer_timeout_s": given})
     timeouts = server_timeouts(section, TimeoutsSection(start_s=300.0))
     assert timeouts.start == Limit(540.0, "rollout_matching.vllm.server.timeout_s + timeouts.start_s")
+    assert timeouts.join == Limit(240.0, "rollout_matching.vllm.server.timeout_s")
     assert timeouts.generate == (None if seconds is None else Limit(seconds, "2 x rollout_matching.vllm.server.infer_timeout_s + 60"))
 
 

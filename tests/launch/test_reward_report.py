@@ -33,7 +33,7 @@ ROLLOUT = EnvironmentRollout(
     started_s=100.0,
     generate_s=0.5,
 )
-FAILED = replace(ROLLOUT, position=2, example=2, reward=0.0, metrics={"first": 0.0, "last": 0.0}, error="ValueError: no", completion=None, num_turns=0)
+FAILED = replace(ROLLOUT, position=2, example=2, reward=0.0, metrics={}, error="ValueError: no", completion=None, num_turns=0)
 ROLLOUTS = (ROLLOUT, replace(ROLLOUT, position=1, example=1, reward=0.25, metrics={"first": 0.5, "last": 0.0}, is_truncated=True, num_turns=1), FAILED)
 
 
@@ -41,14 +41,15 @@ def report(*rollouts: EnvironmentRollout) -> RewardReport:
     return RewardReport(Evaluation(20, 21, rollouts or ROLLOUTS, wall_s=1.5))
 
 
-def test_the_mean_reward_counts_a_rollout_that_failed_as_0() -> None:
-    assert report().reward == pytest.approx(1 / 3)
+def test_the_mean_reward_is_of_the_rollouts_that_did_not_fail() -> None:
+    assert report().reward == 0.5
+    assert report(FAILED).reward == 0.0, "a score by which checkpoints are kept is a number"
     assert (report().headline.name, report().headline.value) == ("mean reward", report().reward)
     assert (report().num_failed, report(ROLLOUT).num_failed) == (1, 0)
 
 
 def test_the_line_has_the_reward_functions_and_how_many_failed() -> None:
-    assert report().describe() == "mean reward 0.333 (first 0.500, last 0.167), 1 failed"
+    assert report().describe() == "mean reward 0.500 (first 0.750, last 0.250), 1 failed"
     assert report(ROLLOUT).describe() == "mean reward 0.750 (first 1.000, last 0.500)"
     assert report(replace(ROLLOUT, metrics={})).describe() == "mean reward 0.750"
 
@@ -56,12 +57,13 @@ def test_the_line_has_the_reward_functions_and_how_many_failed() -> None:
 def test_the_figures_are_those_of_the_evaluations_line() -> None:
     assert report().metrics() == pytest.approx(
         {
-            "val/reward": 1 / 3,
+            "val/reward": 0.5,
             "val/num_failed": 1,
+            "val/num_reward_errors": 0,
             "val/num_truncated": 1,
             "val/turns": 1.0,
-            "val/reward/first": 0.5,
-            "val/reward/last": 1 / 6,
+            "val/reward/first": 0.75,
+            "val/reward/last": 0.25,
         }
     )
 
@@ -81,7 +83,7 @@ def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_mode
     write_reward_report(folder, report())
     figures = json.loads((folder / "report.json").read_text())
     assert (figures["step"], figures["weight_version"], figures["num_samples"], figures["wall_s"]) == (20, 21, 3, 1.5)
-    assert figures["val/reward"] == pytest.approx(1 / 3)
+    assert figures["val/reward"] == pytest.approx(0.5)
     assert [row["example"] for row in rows(folder)] == [0, 1, 2]
     assert rows(folder)[0] == json.loads(json.dumps(line_of(20, ROLLOUT)))
     assert rows(folder)[0]["completion"] == [{"role": "assistant", "content": "4\ud800 猫"}]

@@ -49,13 +49,18 @@ class Run:
         token_ids: list[int] = []
         mask: list[int] = []
         advantages: list[float] = []
+        ends: list[int] = []
         for text, advantage in parts:
+            if advantage is READ and any(mask):
+                ends.append(len(token_ids))
             of_part = self.tokenizer.encode(text, add_special_tokens=False)
             token_ids += of_part
             mask += [int(advantage is not READ)] * len(of_part)
             advantages += [float(advantage)] * len(of_part)
         logprobs = [-0.5 if learned else 0.0 for learned in mask]
         given = {"reward": 0.75, "advantage": 0.5, "token_advantages": advantages, "weight_version": 5, "engine": "actor-2", "steps": (0,)}
+        if len(fields.get("steps", ())) > 1:
+            given["step_ends"] = (*ends, len(token_ids))
         return TrainingExample(token_ids, logprobs, mask, **{**given, **fields})
 
     def rollout(self, *examples: TrainingExample, **changes: Any) -> EnvironmentRollout:
@@ -269,8 +274,15 @@ def test_a_rollout_without_examples_says_so(run: Run) -> None:
     assert "Nothing: no call of the model has left tokens." in text_of(run.page_of(run.rollout()))
 
 
+def test_a_reward_function_that_failed_is_told_beside_the_figures_of_the_others(run: Run) -> None:
+    failed = run.rollout(merged(run), reward_errors={"judge": "TimeoutError: 60 s"})
+    assert "judge failed: TimeoutError: 60 s" in text_of(run.page_of(failed))
+
+
 def test_the_objective_is_named(run: Run) -> None:
-    assert "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize segment)" in run.page_of(run.rollout(merged(run)))
+    assert "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize step, advantage_epsilon 0.0001)" in run.page_of(
+        run.rollout(merged(run))
+    )
 
 
 def test_what_the_objective_makes_of_the_advantages_is_told(tmp_path: Path, language_model: Path) -> None:

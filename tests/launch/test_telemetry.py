@@ -13,6 +13,7 @@ from rich.console import Console
 from scene_support import guess, png, scene, truth
 
 from launch.telemetry import Telemetry
+from shared.canary_noise import Differences
 from shared.config.batch_algebra import batch_algebra
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
@@ -103,6 +104,15 @@ def test_server_mode_logs_reproducibility_metadata(tmp_path):
     ]
     for step, plan in ((25, first), (26, second)):
         assert all(call["seed"] == request_seed(17, step, call["first_position"]) for round_ in plan["calls"] for call in round_)
+
+
+def test_the_noise_that_the_first_sync_measures_is_kept_in_the_runs_folder(config):
+    noise = Differences(mean=0.0041, largest=0.11)
+    with placed(config) as telemetry:
+        telemetry.sync(SyncReport(1, 1, {"wire": 0.01}, 0.0, canary_noise=noise))
+        assert Differences.kept(config.telemetry.run_dir) == noise
+        telemetry.sync(SyncReport(2, 1, {"wire": 0.01}, 0.0))
+    assert Differences.kept(config.telemetry.run_dir) == noise
 
 
 def test_of_several_learner_ranks_the_plan_says_which_positions_each_learns_in_each_round(tmp_path):

@@ -468,7 +468,7 @@ def test_a_failed_rollout_is_data_and_resume_makes_it_again(place, endpoint, url
     endpoint.reply = lambda text: 400 if text == "word 1" else text
     done = place.run("echo_env.py", "-b", url, "-n", "3", "-r", "1", "-s")
     assert done.returncode == 0
-    assert cell(done.stdout, "errors") == "1, each with reward 0"
+    assert cell(done.stdout, "errors") == "1, not in the means"
     assert "refused with 400" in done.stdout
     assert [line["reward"] for line in sorted(place.lines, key=lambda line: line["example"])] == [1.0, 0.0, 1.0]
     assert "1 of 3 rollouts failed" in done.stderr
@@ -485,7 +485,7 @@ def test_where_every_rollout_fails_the_status_says_so(place, endpoint, url):
     endpoint.reply = lambda text: 400
     done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1")
     assert done.returncode == 1
-    assert cell(done.stdout, "errors") == "2, each with reward 0"
+    assert cell(done.stdout, "errors") == "2, not in the means"
     assert len(place.lines) == 2
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import safetensors.torch
 import torch
 from config_support import configuration
 from learner_support import make_learner
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.adapter_sender import AdapterSender
 from learner.adapters import apply_adapter
@@ -17,7 +19,9 @@ from shared.canary import CanaryProbe
 from shared.config.model import AdapterSection
 from shared.config.pipeline import Channel
 from shared.errors import WeightSyncError
+from shared.fresh_tokens import FreshTokens
 from shared.schedule import StepPlan
+from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 from shared.transports import Transport
 from shared.weight_terms import AdapterTerms, FullTerms
 
@@ -38,10 +42,11 @@ SMALL = {
 def learner(demo_checkpoint, demo_data, tmp_path):
     learners = []
 
-    def make(kind="lora", mode="adapter", **changes):
+    def make(kind="lora", mode="adapter", checkpoint=demo_checkpoint, **changes):
         adapter = {"kind": kind, "rank": 4, "alpha": 8.0}
         sync = {f"{VLLM}__enable_lora": mode != "full", f"{VLLM}__sync": {"mode": mode}}
-        learners.append(make_learner(configuration(demo_checkpoint, demo_data, tmp_path / "run", model__adapter=adapter, **SMALL, **sync, **changes)))
+        changes = {"model__adapter": adapter, **SMALL, **sync, **changes}
+        learners.append(make_learner(configuration(checkpoint, demo_data, tmp_path / "run", **changes)))
         return learners[-1]
 
     yield make
@@ -68,6 +73,37 @@ def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_check
     after = weights(one)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if ".lora_" in name}
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_fresh_tokens_of_the_checkpoint_are_learned_offered_and_saved(learner, demo_checkpoint, tmp_path, gradient_checkpointing):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "fresh")
+    vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+    fresh = FreshTokens(vocabulary[COORD_TOKENS[0]], NUM_BINS)
+    fresh.save(folder)
+    one = learner(mode="auto", checkpoint=folder, model__gradient_checkpointing=gradient_checkpointing)
+    embedding = "model.language_model.embed_tokens.weight"
+    before = dict(one.parallel.weights.tensors())[embedding].clone()
+    list(steps(one, 2))
+    after = dict(one.parallel.weights.tensors())[embedding]
+    assert (after != before).any(dim=1).nonzero()[:, 0].tolist() == list(fresh.ids)
+    offer = one.publisher.offer()
+    assert offer.transport == Transport.GLOO
+    assert embedding in {tensor.name for tensor in FullTerms.of(offer).tensors}
+    one.publisher.done()
+    one.publisher.save(tmp_path / "saved")
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(saved.get_input_embeddings().weight, after)
+    assert saved.lm_head.weight is saved.get_input_embeddings().weight
+    assert FreshTokens.of(tmp_path / "saved") == fresh
+
+
+def test_a_checkpoint_of_a_run_that_trains_the_embeddings_has_no_fresh_tokens(learner, demo_checkpoint, tmp_path):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "fresh")
+    FreshTokens(100, 1000).save(folder)
+    one = learner(mode="full", checkpoint=folder, model__adapter=None)
+    one.publisher.save(tmp_path / "saved")
+    assert FreshTokens.of(tmp_path / "saved") is None
 
 
 def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learner):

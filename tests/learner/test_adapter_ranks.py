@@ -1,11 +1,14 @@
 """Several ranks train an adapter as one rank does, whole or sharded, and write the same checkpoint (DESIGN 9)."""
 
+import shutil
+
 import pytest
 import rank_jobs
 import safetensors.torch
 import torch
 
 from learner.place import LearnerPlace, ReceiverGroup
+from shared.fresh_tokens import FreshTokens
 
 pytestmark = pytest.mark.processes
 
@@ -13,27 +16,38 @@ ALONE = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 2, 4
 
 
-def adapter(kind):
-    return {"model__adapter": {"kind": kind, "rank": 4, "alpha": 8.0}, "training__learning_rate": 1e-2}
+@pytest.fixture(scope="module")
+def with_fresh_tokens(demo_checkpoint, tmp_path_factory):
+    folder = shutil.copytree(demo_checkpoint, tmp_path_factory.mktemp("fresh") / "model")
+    FreshTokens(300, 1000).save(folder)
+    return folder
+
+
+def adapter(kind, folder):
+    section = {"kind": kind, "rank": 4, "alpha": 8.0}
+    return {"model__path": str(folder), "model__adapter": section, "training__learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module", params=["dora", "lora"])
-def alone(request, rank_config, tmp_path_factory):
+def alone(request, rank_config, tmp_path_factory, with_fresh_tokens):
     """The adapter's kind, what one rank has learned, and its checkpoint."""
     folder = tmp_path_factory.mktemp("alone") / "checkpoint"
-    config = rank_config(**adapter(request.param))
+    config = rank_config(**adapter(request.param, with_fresh_tokens))
     learned = rank_jobs.learn(ALONE, None, config, STEPS, CHUNK, folder)
     start = rank_jobs.learn(ALONE, None, config, 0, CHUNK)
     assert any((weight - start.weights[name]).abs().max() > 1e-3 for name, weight in learned.weights.items())
     return request.param, learned, folder
 
 
-def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(two_ranks, rank_config, tmp_path, alone):
-    """Lora is dora without magnitudes: sharded, which is where an adapter is gathered, both are looked at."""
+def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(two_ranks, rank_config, tmp_path, alone, with_fresh_tokens):
+    """Lora is dora without magnitudes: sharded, which is where an adapter is gathered, both are looked at.
+
+    Rows of the embedding, of fresh tokens, are trained beside it.
+    """
     kind, one_rank, saved = alone
     for parallel in {"dora": ("ddp", "fsdp"), "lora": ("fsdp",)}[kind]:
         folder = tmp_path / parallel
-        config = rank_config(**adapter(kind), learner__world_size=2, learner__parallel=parallel)
+        config = rank_config(**adapter(kind, with_fresh_tokens), learner__world_size=2, learner__parallel=parallel)
         ranks = two_ranks.run(rank_jobs.learn, config, STEPS, CHUNK // 2, folder)
         assert ranks[0].weights.keys() == one_rank.weights.keys()
         for name, weight in one_rank.weights.items():
@@ -43,3 +57,4 @@ def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(two_ranks, rank
             assert one.keys() == several.keys()
             for name, tensor in one.items():
                 torch.testing.assert_close(several[name], tensor, rtol=0, atol=1e-5)
+        assert "base_model.model.model.language_model.embed_tokens.token_adapter.trainable_tokens_delta" in several

@@ -11,13 +11,20 @@ import pytest
 import safetensors.torch
 import torch
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3Config, Qwen3ForCausalLM
 
-from learner.adapters import adapted_layers, adapter_files, apply_adapter, without_adapter
+from learner.adapters import (
+    adapted_layers,
+    adapter_files,
+    apply_adapter,
+    embeddings_with_trained_rows,
+    without_adapter,
+)
 from learner.checkpoint import save_checkpoint
 from learner.weight_source import CheckpointWeights
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
+from shared.fresh_tokens import FreshTokens
 from shared.weight_terms import AdapterTerms
 
 KINDS = ("lora", "dora")
@@ -28,10 +35,14 @@ def load(checkpoint: Path):
     return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-def adapted(checkpoint: Path, kind: str = "lora", *, seed: int = 3, trained: bool = True, **section):
+def adapted(checkpoint: Path, kind: str = "lora", *, seed: int = 3, trained: bool = True, token_ids=(), tied=True, **section):
     """The demo's model with an adapter that has learned something: noise in place of every trained tensor's start."""
     model = load(checkpoint)
-    apply_adapter(model, AdapterSection(kind=kind, **{"rank": 4, "alpha": 8.0} | section), base_path=str(checkpoint), seed=seed)
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(0.5 * model.lm_head.weight.detach())
+        model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+    section = AdapterSection(kind=kind, **{"rank": 4, "alpha": 8.0} | section)
+    apply_adapter(model, section, base_path=str(checkpoint), seed=seed, token_ids=token_ids)
     if trained:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -47,6 +58,16 @@ def trainable(model):
 def logits(model):
     with torch.no_grad():
         return model(input_ids=TOKENS_1T, use_cache=False).logits
+
+
+def test_a_text_model_is_adapted_like_a_language_model_beside_a_vision_tower():
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
+    expected = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    apply_adapter(model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path="text", seed=3)
+    assert len(adapted_layers(model)) == 2 * 7
+    assert same(dict(CheckpointWeights(model).tensors()), expected), "merged, and under the same names"
 
 
 def snapshot(model):
@@ -199,3 +220,90 @@ def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwar
     assert not torch.equal(with_it, logits(load(demo_checkpoint)))
     assert same(snapshot(model), before)
     assert trainable(model), "what is trained stays trained"
+
+
+FRESH = range(100, 131)
+HEAD = ("model.language_model.embed_tokens.weight", "lm_head.weight")
+
+
+def learn(model):
+    """Take two steps of AdamW over everything that is trained, on text with fresh tokens in it."""
+    ids_1T = torch.tensor([[5, 17, *FRESH, 41, 7]])
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2, weight_decay=0.0)
+    for _ in range(2):
+        logits = model(input_ids=ids_1T, use_cache=False).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, ids_1T[0, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_rows_are_trained_with_the_adapter_and_no_other_row_is(demo_checkpoint, kind, tied):
+    model = adapted(demo_checkpoint, kind, trained=False, token_ids=FRESH, tied=tied)
+    before = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    learn(model)
+    after = dict(CheckpointWeights(model).tensors())
+    assert list(before) == list(after)
+    matrices = HEAD[:1] if tied else HEAD
+    assert {name for name in HEAD if name in after} == set(matrices)
+    for name in matrices:
+        rows = (after[name] != before[name]).any(dim=1).nonzero()[:, 0].tolist()
+        assert rows == list(FRESH), name
+    elsewhere = {name for name in after if not torch.equal(after[name], before[name])} - set(matrices)
+    assert elsewhere == {f"{path}.weight" for path in adapted_layers(model)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_sent_and_saved_of_fresh_rows_is_what_the_learner_computes_with(demo_checkpoint, tmp_path, tied):
+    model = adapted(demo_checkpoint, token_ids=FRESH, tied=tied)
+    ordinary = load(demo_checkpoint)
+    names = [name for name, _ in ordinary.named_parameters()] + ([] if tied else ["lm_head.weight"])
+    source = CheckpointWeights(model)
+    merged = dict(source.tensors())
+    assert list(merged) == names
+    assert list(source.specs()) == [(name, tensor.dtype, tensor.shape) for name, tensor in merged.items()]
+    if not tied:
+        ordinary.lm_head.weight = torch.nn.Parameter(ordinary.lm_head.weight.detach().clone())
+        ordinary.config.tie_word_embeddings = ordinary.config.text_config.tie_word_embeddings = False
+    ordinary.load_state_dict(merged, strict=False)
+    ids_1T = torch.tensor([[5, *FRESH, 7]])
+    with torch.no_grad():
+        expected = model(input_ids=ids_1T, use_cache=False).logits
+        torch.testing.assert_close(ordinary(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+
+
+def test_a_tied_head_has_the_rows_of_the_embedding(demo_checkpoint):
+    model = adapted(demo_checkpoint, token_ids=FRESH)
+    learn(model)
+    assert model.lm_head.token_adapter.base_layer.weight is model.get_input_embeddings().token_adapter.base_layer.weight
+    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+    assert len([name for name in trainable(model) if "trainable_tokens" in name]) == 1
+    assert set(embeddings_with_trained_rows(model)) == {
+        "model.language_model.embed_tokens.token_adapter",
+        "lm_head.token_adapter",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_holds_the_fresh_rows_merged_and_in_the_adapter_to_the_bit(demo_checkpoint, tmp_path, tied):
+    base = load(demo_checkpoint)
+    if not tied:
+        base.lm_head.weight = torch.nn.Parameter(0.5 * base.lm_head.weight.detach())
+        base.config.tie_word_embeddings = base.config.text_config.tie_word_embeddings = False
+    model = adapted(demo_checkpoint, token_ids=FRESH, tied=tied)
+    learn(model)
+    sent = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    fresh = FreshTokens(FRESH[0], len(FRESH))
+    processor = AutoProcessor.from_pretrained(demo_checkpoint)
+    save_checkpoint(model, processor, tmp_path / "saved", adapter=adapter_files(model), fresh=fresh)
+    saved, information = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32, output_loading_info=True)
+    assert not any(information.values())
+    assert same(dict(saved.named_parameters()), sent)
+    assert (saved.lm_head.weight is saved.get_input_embeddings().weight) == tied
+    restored = PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter").eval()
+    assert torch.equal(logits(restored), logits(model))
+    weights = dict(CheckpointWeights(restored.base_model.model).tensors())
+    assert same(weights, sent)
+    assert FreshTokens.of(tmp_path / "saved") == fresh, "who goes on from here trains them too"

@@ -9,6 +9,7 @@ from learner.targets import Reading
 from shared.grounding.matching import MatchResult
 from shared.grounding.objects import ParsedRollout
 from shared.rollouts import FinishReason, Rollout
+from shared.trajectory import EnvironmentRollout
 
 ROLLOUT = Rollout(0, 0, "scene", (), (1, 2), 9, None, None, FinishReason.STOP, (), 0, "actor", 0, 1, 0.1)
 READING = Reading(ParsedRollout((), "{", (), (), None, truncated=True, fallback=True), MatchResult((), (), (), 0), (), (), (), "")
@@ -21,3 +22,17 @@ def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> 
             tally.add_rollout(replace(ROLLOUT, finish_reason=reason), READING, num_ground_truth=0, staleness=0)
     counted = tally.totals.as_dict()
     assert (counted["rollout/num"], counted["rollout/num_repeat_terminated"], counted["rollout/num_length_limited"]) == (10, 3, 2)
+
+
+def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figures_there_are() -> None:
+    """Those of a rollout that failed itself are none: nobody has judged it."""
+    sound = EnvironmentRollout(0, 0, 0.5, {"right": 1.0, "judge": 0.25}, None, False, 1, 2, 0, 0, (), None, None, "env", 1.0, 0.5)
+    unjudged = replace(sound, metrics={"right": 0.5}, reward_errors={"judge": "TimeoutError"})
+    tally = StepTally(0, capacity=8, min_fill_ratio=0.5)
+    failed = replace(sound, error="ValueError", metrics={"right": 0.0, "judge": 0.0}, reward=0.0)
+    for rollout in (sound, unjudged, replace(unjudged, error="TimeoutError", reward=0.0), failed):
+        tally.add_environment_rollout(rollout)
+    counted = tally.totals.as_dict()
+    assert (counted["rollout/num_failed"], counted["rollout/num_reward_errors"]) == (2, 2)
+    assert counted["rollout/reward"] == 0.5
+    assert (counted["reward/right"], counted["reward/judge"]) == (2.0 / 3, 0.25)

@@ -27,14 +27,17 @@ from shared.errors import LearnerError
 IMAGE_SIZES = ((96, 64), (80, 112), (64, 64), (144, 48))
 
 
-@pytest.fixture(scope="module", params=[(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")], ids="-".join)
+CASES = [(family, attention) for family in FAMILIES for attention in ("auto", "sdpa", "eager")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def parts(request, demo_data, tmp_path_factory):
     """Configuration, model and segments whose images differ in size."""
     family, attention = request.param
     folder = tmp_path_factory.mktemp(family)
     make_stock_model(folder / "stock", family)
     make_coord_model(AddOptions(model=folder / "stock", out=folder / "model"))
-    config = configuration(folder / "model", demo_data, folder, model__attn_implementation=attention)
+    config = configuration(folder / "model", demo_data, folder, model__attention=attention)
     loaded = load_model(config, torch.device("cpu"))
     samples = load_dataset(config.data.train, on_bad_row="error", sort_objects=True, check_images=True)[: len(IMAGE_SIZES)]
     encoder = PromptEncoder(loaded.processor, system_prompt=None, user_prompt=config.data.user_prompt)
@@ -107,17 +110,31 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
             start += len(alone)
 
 
+def canary_of(parts):
+    config, loaded, segments = parts
+    response = segments[0].target.token_ids[:8]
+    return Canary(
+        loaded,
+        segments[0].prompt,
+        (),
+        response,
+        tolerance=1e-4,
+        proves_adapter=False,
+        run_dir=config.telemetry.run_dir,
+    )
+
+
 def test_the_canary_reads_the_same_model(parts):
-    _, loaded, segments = parts
-    probe = Canary(loaded, segments[0].prompt, (), segments[0].target.token_ids[:8], tolerance=1e-4, proves_adapter=False).probe()
+    probe = canary_of(parts).probe()
+    assert probe.placeholder_ids == (parts[1].model.config.image_token_id,)
     assert len(probe.expected_logprobs) == len(probe.expanded_token_ids) - 1
     assert all(np.isfinite(probe.expected_logprobs))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_have_diverged_are_the_learners_error(parts, value):
-    _, loaded, segments = parts
-    canary = Canary(loaded, segments[0].prompt, (), segments[0].target.token_ids[:8], tolerance=1e-4, proves_adapter=False)
+    _, loaded, _ = parts
+    canary = canary_of(parts)
     weight = next(parameter for name, parameter in loaded.model.named_parameters() if "language_model.norm" in name)
     before = weight[0].item()
     with torch.no_grad():

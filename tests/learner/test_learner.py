@@ -55,7 +55,7 @@ def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(config):
     report, _ = channel_b_step(settings, [range(16), range(16, 32)])
     assert report.metrics["rollout/num"] == report.metrics["packing/num_segments"] == 32
     assert report.metrics["packing/num_rows"] <= 8
-    assert report.metrics["packing/fill_ratio"] > 0.8
+    assert report.metrics["packing/fill_ratio"] > 0.75
 
 
 def test_without_packing_every_segment_is_a_row_and_the_loss_is_the_same(config):

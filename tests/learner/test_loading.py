@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from config_support import configuration
@@ -12,6 +14,7 @@ from learner.master_weights import MasterWeights
 from learner.parts import Part, part_of
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError
+from shared.fresh_tokens import FreshTokens
 from shared.schedule import RunSchedule
 
 pytestmark = pytest.mark.slow
@@ -75,10 +78,13 @@ def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
     assert {name for name in start if part_of(name) is Part.LANGUAGE_MODEL} <= moved
 
 
-def test_flash_attention_that_is_not_installed_is_refused_with_the_remedy(config):
-    with pytest.raises(ConfigError, match=r"model\.attn_implementation: flash_attention_2 is not installed here, .* set sdpa"):
-        load_model(config(model__dtype="bfloat16", model__attn_implementation="flash_attention_2"), torch.device("cpu"))
-
-
 def test_float32_has_no_second_copy_of_its_weights(config):
     assert MasterWeights(load_model(config(), torch.device("cpu")).model.parameters()).own_masters() == []
+
+
+def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(config, demo_checkpoint, tmp_path):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
+    FreshTokens(first_id=7, count=1_000_000).save(folder)
+    told = r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on, of a "
+    with pytest.raises(ConfigError, match=told):
+        load_model(config(model__path=str(folder)), torch.device("cpu"))

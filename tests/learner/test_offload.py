@@ -161,6 +161,14 @@ def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(configured
     assert untouched.moves == []
 
 
+def test_enabled_alone_moves_the_model_and_the_optimizer(configured: Configured, model: Tied) -> None:
+    optimizer = SpyOptimizer()
+    held = StorageWeakRef(model.turned.untyped_storage())
+    with offloaded(configured(**ON | {"rollout_matching__offload": {"enabled": True}}), model, optimizer, CPU, with_model=True):
+        assert held.expired()
+    assert optimizer.moves == [CPU, CPU]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

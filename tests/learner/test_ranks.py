@@ -7,12 +7,15 @@ import rank_jobs
 import torch
 from rank_support import RankProcesses
 
+from learner.device import LearnerDevice
 from learner.place import LearnerPlace
 from learner.ranks import OneRank
 from learner.rendezvous import Rendezvous, join_ranks
 from shared.errors import CollectiveError, LearnerError
 
 pytestmark = pytest.mark.slow
+
+CPU = LearnerDevice(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,8 @@ def test_the_rendezvous_is_bound_to_its_address_alone_before_it_is_published():
 
 
 def test_one_rank_asks_nobody():
-    ranks = join_ranks(LearnerPlace("rollmatch_gloo", ()), None, timeout_s=1.0, sums_in_backward=False)
+    place = LearnerPlace("rollmatch_gloo", ())
+    ranks = join_ranks(place, None, CPU, timeout_s=1.0, sums_in_backward=False)
     assert isinstance(ranks, OneRank)
     assert ranks.any_of([True, False]) == [True, False]
     assert (ranks.sum(3), ranks.max(3), ranks.first_difference([1]), ranks.meet(False), ranks.take_times()) == (3, 3, None, False, [])
@@ -67,7 +71,7 @@ def test_a_rank_that_does_not_come_is_missed_with_the_address_and_the_key():
     rendezvous = Rendezvous("127.0.0.1")
     place = LearnerPlace("rollmatch_gloo", (), rank=0, world_size=2, rendezvous=rendezvous.endpoint)
     with pytest.raises(CollectiveError, match=rf"rank 0 of 2: no answer from the other learner ranks at {rendezvous.endpoint} after timeouts\.learn_s = 1 s; "):
-        join_ranks(place, rendezvous, timeout_s=1.0, sums_in_backward=False)
+        join_ranks(place, rendezvous, CPU, timeout_s=1.0, sums_in_backward=False)
 
 
 def test_a_rank_whose_process_ends_is_missed_at_once_by_the_others():

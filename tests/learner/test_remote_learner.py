@@ -20,6 +20,7 @@ from shared.errors import ConfigError, LearnerError, RolloutError, WeightSyncErr
 from shared.protocols import CLOSED_S
 from shared.rollouts import WeightOffer
 from shared.schedule import StepPlan
+from shared.weight_terms import FullTerms
 
 pytestmark = pytest.mark.ray
 
@@ -95,7 +96,8 @@ def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken
 
 
 def test_a_failed_send_arrives_through_its_future(learner):
-    error = learner().send_weights(None).exception(timeout=30)
+    terms = FullTerms((), timeout_s=60.0, bucket_bytes=1, tensors=())
+    error = learner().send_weights(WeightOffer(1, "rollmatch_gloo", {"terms": terms}, None)).exception(timeout=30)
     assert type(error) is WeightSyncError
     assert error.phase == "rendezvous"
 

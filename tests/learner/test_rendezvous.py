@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
+from learner.device import LearnerDevice
 from learner.place import LearnerPlace
 from learner.ranks import Ranks
 from learner.rendezvous import Rendezvous, join_ranks
@@ -36,7 +37,8 @@ def test_ranks_on_gpus_meet_over_nccl_there_and_over_gloo_in_host_memory_with_on
 
     def join(rank: int) -> Ranks:
         place = LearnerPlace(Transport.NCCL, (), device=Device.CUDA, rank=rank, world_size=2, rendezvous=rendezvous.endpoint)
-        return join_ranks(place, None if rank else rendezvous, timeout_s=20.0, sums_in_backward=False)
+        hosted, device = None if rank else rendezvous, LearnerDevice(torch.device("cpu"))
+        return join_ranks(place, hosted, device, timeout_s=20.0, sums_in_backward=False)
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(join, range(2))

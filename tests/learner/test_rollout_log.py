@@ -90,8 +90,9 @@ def test_a_line_says_what_the_engine_answered_and_what_became_of_it(tmp_path, co
     reading = line["reading"]
     assert reading["prefix_text"] == kept
     assert (reading["truncated"], reading["fallback"], reading["max_object_index"]) == (True, False, 5)
-    assert text_of(line["target"]["token_ids"][: reading["num_prefix"]], codec) == kept
-    assert line["target"]["token_ids"][: reading["num_unchanged"]] == line["rollout"]["response_token_ids"][: reading["num_unchanged"]]
+    assert text_of(line["target"]["token_ids"][: reading["num_prefix"]], codec) == kept[:-1], "`},` holds appended text"
+    assert reading["num_kept_bytes"] == len(kept)
+    assert line["target"]["token_ids"][: reading["num_kept"]] == line["rollout"]["response_token_ids"][: reading["num_kept"]]
     assert [(one["key"], one["kind"], one["desc"], one["bins"]) for one in reading["objects"]] == [
         ("object_1", "bbox_2d", "six", [110, 90, 310, 290]),
         ("object_4", "bbox_2d", "nine", [0, 0, 9, 9]),

@@ -58,7 +58,7 @@ def parts(demo_checkpoint, demo_data, tmp_path_factory):
     # A response that found the first object only, a little shifted: matched slots, neutral text and an append in one target.
     responses = [ground_truth_target(sample, loaded.codec, rules).token_ids[:-2] for sample in samples]
     rollouts = [
-        Rollout(0, i, s.sample_id, (), r[: len(r) // len(s.objects)], None, None, None, FinishReason.LENGTH, (), 0, "a", 0, 1, 0.0)
+        Rollout(0, i, s.sample_id, (), r[: len(r) // len(s.objects) + 1], None, None, None, FinishReason.LENGTH, (), 0, "a", 0, 1, 0.0)
         for i, (s, r) in enumerate(zip(samples, responses, strict=True))
     ]
     targets = {
@@ -112,14 +112,14 @@ def test_loss_and_gradients_do_not_depend_on_packing_with_images(parts, channel)
 def test_a_policy_gradient_does_not_depend_on_packing_with_images(parts):
     """On tokens here and there of a target, as the turns of a trajectory are."""
     _, loaded, segments = parts
-    config = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "segment", "advantage_std": False}
+    config = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "step", "advantage_std": False}
     entry = {"name": "policy_gradient", **ON, "channels": ["B"], "config": config}
     objectives = build_objectives(PipelineSection.model_validate({"objective": [entry], "diagnostics": []}), Channel.B, loaded.coord_ids_C)
     draw, sampled = np.random.default_rng(0), []
     for segment in segments[Channel.A]:
         positions = np.flatnonzero(draw.random(len(segment.target.token_ids)) < 0.4).tolist()
         logprobs, advantages = draw.uniform(-8.5, -6.5, len(positions)), draw.choice([-1.0, 2.0], len(positions))
-        credit = Credit(tuple(positions), tuple(logprobs), tuple(advantages), 1.0 / len(positions))
+        credit = Credit(tuple(positions), tuple(logprobs), tuple(advantages), (1.0 / len(positions),) * len(positions))
         neutral = np.zeros_like(segment.target.roles)
         sampled.append(replace(segment, target=replace(segment.target, roles=neutral, coord_positions=(), coord_targets=(), box_slots=(), credit=credit)))
 
@@ -249,7 +249,7 @@ def test_prefix_coord_tokens_can_be_supervised_without_supervising_prefix_text_t
     segment = next(segment for segment in segments[Channel.B] if segment.target.reading.supervised and segment.target.reading.appended)
     target, prompt_length = segment.target, len(segment.prompt.token_ids)
     # As if every token of the prefix had been compared with the engine's: it is read, and not learned from.
-    prefix_length = len(target.reading.parsed.prefix_token_ids)
+    prefix_length = target.reading.num_prefix
     compared = replace(segment, target=replace(target, sampled_logprobs=(-1.0,) * prefix_length))
     row = collate([compared], text_weights=TextWeights(desc=0.0, matched_structure=0.0), rope_index=loaded.model.model.get_rope_index)
     hidden = torch.randn(1, row.num_tokens, loaded.model.config.text_config.hidden_size, requires_grad=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from called_rollouts import Call, examples_of
 from config_support import GROUP, trajectory_config
 from tiny_qwen import FAMILIES, make_stock_model
 from trajectory_support import begin, finish_step, make_learner, picture
@@ -169,7 +170,9 @@ def test_a_step_whose_environment_may_show_images_and_shows_none_is_one_of_text(
         return [whole.example(Part(f"user\n Locate {position // GROUP}."), Part(f"bbox {position}", is_learned=True))]
 
     with_images, without = Learned(config(), whole, text), Learned(config(environment__max_images_per_prompt=0), whole, text)
-    assert with_images.metrics["loss/total"] == without.metrics["loss/total"] != 0
+    # Of the first update: ratios of 1 and advantages whose sum is 0.
+    assert with_images.metrics["loss/total"] == without.metrics["loss/total"]
+    assert any(gradient.any() for gradient in with_images.gradients.values()), "it learns"
     assert not any(".visual." in name and gradient.any() for name, gradient in with_images.gradients.items())
 
 
@@ -187,6 +190,38 @@ def test_an_image_behind_the_last_learned_token_is_left_out(config, whole):
     short, long = Learned(config(), whole), Learned(config(), whole, followed)
     assert long.metrics["loss/total"] == pytest.approx(short.metrics["loss/total"], abs=1e-6)
     assert_same_gradients(long.gradients, short.gradients)
+
+
+def called(whole, position, *, merges):
+    """Examples of a rollout of two calls, of which the second shows an image more.
+
+    In every second rollout the second prompt goes on from the first call; the others' history is
+    rewritten.
+    """
+    row, own = picture(*SIZES[position // GROUP], seed=position // GROUP), picture(*SIZES[position % 2], seed=100 + position)
+    question, second = Part(f"user\n{IMAGE} Locate {position}.\n", (row,)), Part(f"user\nAnd of {IMAGE}?", (own,))
+    answer, other = Part(f'{{"object_{position}": ', is_learned=True), Part("bbox_2d", is_learned=True)
+    history = [question, answer] if position % 2 else [question]
+    calls = []
+    for parts in ([question, answer], [*history, second, other]):
+        read = whole.example(*parts)
+        size = len(read.token_ids) - len(whole.example(parts[-1]).token_ids)
+        calls.append(Call(read.token_ids[:size], read.token_ids[size:], read.logprobs[size:], read.images))
+    return examples_of(calls, merges=merges)
+
+
+@pytest.mark.parametrize("normalize", ["step", "rollout"])
+def test_merging_calls_with_images_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(config, whole, normalize):
+    steps = [
+        Learned(config(objective={"normalize": normalize}), whole, lambda position, merges=merges: called(whole, position, merges=merges))
+        for merges in (False, True)
+    ]
+    apart, merged = steps
+    assert [step.metrics["packing/num_segments"] for step in steps] == [2 * ROLLOUTS, 1.5 * ROLLOUTS]
+    assert merged.metrics["loss/total"] == pytest.approx(apart.metrics["loss/total"], abs=1e-6)
+    assert apart.gradients[PATCHES].any(), "the vision tower takes part"
+    for name, gradient in apart.gradients.items():
+        torch.testing.assert_close(merged.gradients[name], gradient, rtol=0, atol=1e-6)
 
 
 # What contradicts the learner

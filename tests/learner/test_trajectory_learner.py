@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from called_rollouts import Call, examples_of
 from config_support import GROUP, trajectory_config
 from trajectory_support import EXAMPLES, SCRIPTED, begin, finish_step, logprobs_of, make_learner, rollouts_for, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -96,7 +97,11 @@ def assert_same_update(one, other, atol=1e-6):
 
 
 def slowly(model, answers, config, num_samples):
-    """DESIGN 8, token by token: `-min(ratio A, clip(ratio) A)`, ratio truncated at `ratio_cap`; means within segments, segments over the step's rollouts."""
+    """DESIGN 8, token by token: the loss is `-A min(ratio, ratio_cap)` or that of the clip.
+
+    Its gradient is that of `log p` times `-A min(ratio, ratio_cap)`. Means are over calls or
+    rollouts, and the sum of a step is divided by its rollouts.
+    """
     rule = config.rollout_matching.pipeline.objective[0].config
     total = torch.zeros((), dtype=torch.float64)
     for rollout in (rollout for group in answers for rollout in group):
@@ -104,23 +109,33 @@ def slowly(model, answers, config, num_samples):
             rewards = [other.reward for group in answers for other in group if rollout in group and other.error is None]
             advantage = rollout.reward - fmean(rewards)
             if rule.advantage_std:
-                advantage /= pstdev(rewards)
+                advantage /= pstdev(rewards) + rule.advantage_epsilon
             learner = model(input_ids=torch.tensor([example.token_ids])).logits[0].double().log_softmax(-1)
-            terms = []
-            for place, token_id in enumerate(example.token_ids):
-                if example.mask[place]:
+            number = {
+                "rollout": sum(sum(one.mask) for one in rollout.examples),
+                "constant": config.rollout_matching.max_new_tokens,
+            }
+            begin = 0
+            for end in example.step_ends or (len(example.token_ids),):
+                number["step"] = sum(example.mask[begin:end])
+                for place in (place for place in range(begin, end) if example.mask[place]):
                     given = advantage if example.token_advantages is None else example.token_advantages[place]
-                    log_ratio = learner[place - 1, token_id] - example.logprobs[place]
-                    ratio = torch.exp(log_ratio) if log_ratio < math.log(rule.ratio_cap) else torch.tensor(rule.ratio_cap, dtype=torch.float64)
-                    clipped = min(max(ratio, torch.tensor(1 - rule.clip_low)), torch.tensor(1 + rule.clip_high))
-                    terms.append(-min(ratio * given, clipped * given))
-            divisor = len(terms) if rule.normalize == "segment" else config.rollout_matching.max_new_tokens
-            total = total + sum(terms) / divisor
+                    logprob = learner[place - 1, example.token_ids[place]]
+                    ratio = min(math.exp(logprob.item() - example.logprobs[place]), 1e9)
+                    truncated = min(ratio, rule.ratio_cap)
+                    if given > 0 and ratio > 1 + rule.clip_high:
+                        term = -given * (1 + rule.clip_high)
+                    elif given < 0 and ratio < 1 - rule.clip_low:
+                        term = -given * (1 - rule.clip_low)
+                    else:
+                        term = -given * truncated * (1 + logprob - logprob.item())
+                    total = total + term / number[rule.normalize]
+                begin = end
     return total / num_samples
 
 
 @pytest.mark.parametrize("advantage_std", [False, True])
-@pytest.mark.parametrize("normalize", ["segment", "constant"])
+@pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
 def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(config, demo_lm, normalize, advantage_std):
     settings = config(objective={"normalize": normalize, "advantage_std": advantage_std}, training__max_grad_norm=None, **STALE)
     step = Learned(settings, drift=2.0, fails={5})
@@ -134,6 +149,44 @@ def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(con
     assert step.metrics["optim/grad_norm"] > 0.1
     for name, gradient in gradients.items():
         torch.testing.assert_close(step.gradients[name], gradient, rtol=0, atol=2e-6)
+
+
+def rewritten(learner, *, merges):
+    """Examples of a position, by its remainder of 4.
+
+    Turns of 1 and 3 tokens; a history that is rewritten twice; two calls that go on from one; a
+    single call.
+    """
+
+    def call(prompt, sampled):
+        whole = [*prompt, *sampled]
+        return Call(prompt, sampled, logprobs_of(learner.loaded.model, whole, learner.loaded.banned_token_ids)[len(prompt) :])
+
+    def made(position):
+        ids = iter(range(3 * position, 3 * position + 12))
+        a, b, c, d, e, f, g, h = ([next(ids) % 14] for _ in range(8))
+        calls = (
+            [call(a, b), call(a + b + c, d + e + f)],
+            [call(a, b + b), call(a + c, d), call(e + a, f + g + h)],
+            [call(a, b + c), call(a + b + c + d, e), call(a + b + c + f, g + h)],
+            [call(a + b, c + d)],
+        )[position % 4]
+        return examples_of(calls, merges=merges)
+
+    return made
+
+
+@pytest.mark.parametrize("normalize", ["step", "rollout"])
+def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(config, normalize):
+    steps = []
+    for merges in (False, True):
+        settings = config(objective={"normalize": normalize}, training__max_grad_norm=None)
+        examples = rewritten(make_learner(settings), merges=merges)
+        steps.append(Learned(settings, examples_of=examples))
+    apart, merged = steps
+    assert [step.metrics["packing/num_segments"] for step in steps] == [3 * 9, 3 * 7]
+    assert apart.metrics["optim/grad_norm"] > 0.1
+    assert_same_update(apart, merged, atol=1e-6)
 
 
 def test_a_model_with_a_vision_tower_learns_trajectories_of_text_and_keeps_its_tower_as_it_is(config, demo_checkpoint):

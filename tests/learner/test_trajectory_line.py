@@ -16,7 +16,7 @@ from learner.trajectory_line import TrajectoryLine, checked_trajectory_line, lin
 from learner.trajectory_log import TrajectoryLog, read_step
 from shared.errors import RecordError
 from shared.records import ImageRef
-from shared.trajectory import EnvironmentRollout, TrainingExample
+from shared.trajectory import EnvironmentRollout, ModelCall, TrainingExample
 
 MERGED = TrainingExample(
     token_ids=[5, 6, 7, 8, 9],
@@ -27,6 +27,7 @@ MERGED = TrainingExample(
     weight_version=6,
     token_advantages=[0.0, 0.0, 0.5, 0.0, -0.25],
     steps=(0, 2),
+    step_ends=(3, 5),
     images=(ImageRef(None, b"one", "5e" * 32), ImageRef(None, b"two", "f0" * 32)),
     engine="actor-2",
 )
@@ -48,6 +49,8 @@ ROLLOUT = EnvironmentRollout(
     actor="environment-0",
     started_s=100.0,
     generate_s=1.5,
+    reward_errors={"judge": "TimeoutError: \ud800"},
+    calls=(ModelCall("", 0, 2**63 + 1, "actor-2"), ModelCall("/0", 0, 7)),
 )
 FAILED = replace(ROLLOUT, position=4, error="ValueError: no\udcff", reward=0.0, metrics={}, examples=(), prompt=None, completion=None)
 
@@ -66,6 +69,11 @@ def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
     assert line == json.loads(json.dumps(line_of(7, ROLLOUT)))
     assert (line["step"], line["position"], line["example"], line["reward"], line["num_splits"], line["generate_s"]) == (7, 3, 12, 0.75, 1, 1.5)
     assert (line["prompt"], line["completion"]) == (ROLLOUT.prompt, ROLLOUT.completion)
+    assert (line["metrics"], line["reward_errors"]) == (ROLLOUT.metrics, ROLLOUT.reward_errors)
+    assert line["calls"] == [
+        {"path": "", "turn": 0, "seed": 2**63 + 1, "engine": "actor-2"},
+        {"path": "/0", "turn": 0, "seed": 7, "engine": None},
+    ]
     assert line["examples"][0] == {
         "token_ids": [5, 6, 7, 8, 9],
         "mask": [0, 0, 1, 0, 1],

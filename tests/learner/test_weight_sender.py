@@ -10,22 +10,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from config_support import configuration
 from torch import nn
 
 from learner.canary import ComputedCanary
 from learner.gloo_wire import GlooWire
-from learner.place import ReceiverGroup
+from learner.place import LearnerPlace, ReceiverGroup
+from learner.publisher import make_senders
 from learner.weight_sender import WeightSender
 from learner.weight_source import CheckpointWeights
 from rollout_actors.gloo_group import WeightGroup, address_towards
 from shared.canary import CanaryProbe
 from shared.checksummed_weights import ChecksummedWeights
-from shared.errors import ConfigError, LearnerError, WeightSyncError
+from shared.errors import ConfigError, LearnerError, Limit, WeightSyncError
 from shared.shared_memory import NAME, this_machine
+from shared.transports import Transport
 from shared.weight_terms import CANARY as CANARY_TENSOR
 from shared.weight_terms import CHECKSUMS, FullTerms, Group, TensorSpec, offsets
 
@@ -43,8 +48,8 @@ class TiedModel(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def make_sender(model: nn.Module, timeout_s: float = 0.5) -> WeightSender:
-    return WeightSender(CheckpointWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=timeout_s, bucket_bytes=10)
+def make_sender(model: nn.Module, timeout_s: float = 0.5, join: Limit | None = None) -> WeightSender:
+    return WeightSender(CheckpointWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=timeout_s, join=join, bucket_bytes=10)
 
 
 def test_an_offer_names_every_parameter_once_with_its_size() -> None:
@@ -133,9 +138,10 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count(NAME)
 
 
-def join(group: Group, rank: int, timeout_s: float, *, is_elsewhere: bool = False) -> WeightGroup:
+def join(group: Group, rank: int, timeout_s: float, *, join_s: float | None = None, is_elsewhere: bool = False) -> WeightGroup:
     opened = {"machine": elsewhere} if is_elsewhere else {}
-    return WeightGroup(group.host, group.port, rank=rank, world_size=group.world_size, timeout_s=timeout_s, **opened)
+    limits = {"join_s": timeout_s if join_s is None else join_s, "timeout_s": timeout_s}
+    return WeightGroup(group.host, group.port, rank=rank, world_size=group.world_size, **limits, **opened)
 
 
 def receive(joined: WeightGroup, terms: FullTerms, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
@@ -237,6 +243,24 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
         joined = joining.result(timeout=20)
     opened = listening() - before
     assert {address for address, _ in opened} == {"127.0.0.2", address_towards("127.0.0.2", group.port)}
+    wire.close()
+    joined.close()
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_phase(who: str) -> None:
+    bound = socket.create_server(("127.0.0.1", 0))
+    group = Group("127.0.0.1", bound.getsockname()[1], world_size=2, key="a")
+    tensor = TensorSpec("t", "uint8", (4,), 4)
+    terms = FullTerms((group,), timeout_s=0.1, bucket_bytes=10, tensors=(tensor,), join=Limit(3600.0, "a key"))
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join, group, 1, 0.1, join_s=3600.0)
+        wire = GlooWire(terms, [bound])
+        joined = joining.result(timeout=20)
+    weights = [(spec.name, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in terms.sent]
+    waits = {"sender": lambda: wire.send(weights, terms), "receiver": lambda: list(joined.receive(terms.sent, terms.bucket_bytes))}
+    with pytest.raises(RuntimeError, match="Timed out waiting 100ms"):
+        waits[who]()
     wire.close()
     joined.close()
 
@@ -385,6 +409,35 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
     again, before = FullTerms.of(sender.offer(2, CANARY)).group, FullTerms.of(offer).group
     assert (again.port != before.port, again.key != before.key) == (True, True)
     sender.close()
+
+
+def test_the_joining_of_servers_has_a_limit_of_its_own() -> None:
+    join = Limit(0.05, "rollout_matching.vllm.server.timeout_s")
+    sender = make_sender(TiedModel(), timeout_s=3600.0, join=join)
+    offer = sender.offer(1, CANARY)
+    assert (FullTerms.of(offer).join, FullTerms.of(offer).timeout_s) == (join, 3600.0)
+    with pytest.raises(WeightSyncError, match="rendezvous on learner"):
+        sender.send(offer)
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "given", "bucket_bytes"),
+    [("nccl", None, 256 << 20), ("ipc", None, 256 << 20), ("rollmatch_gloo", None, 16 << 20), ("inproc", None, 16 << 20), ("nccl", 1 << 20, 1 << 20)],
+)
+def test_buckets_are_large_where_the_engines_loader_is_called_for_each(tmp_path: Path, transport: str, given: int | None, bucket_bytes: int) -> None:
+    config = configuration(tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "actors", "sync": {"bucket_bytes": given}})
+    parts: Any = SimpleNamespace(model=None, weights=CheckpointWeights(TiedModel()))
+    (sender,) = make_senders(config, LearnerPlace(Transport(transport), ()), parts, parts)
+    assert FullTerms.of(sender.offer(1, CANARY)).bucket_bytes == bucket_bytes
+
+
+def test_servers_are_waited_for_by_their_own_key(tmp_path: Path) -> None:
+    server = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}], "timeout_s": 7.0}
+    config = configuration(tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "server", "server": server})
+    parts: Any = SimpleNamespace(model=None, weights=CheckpointWeights(TiedModel()))
+    (sender,) = make_senders(config, LearnerPlace(Transport.GLOO, ()), parts, parts)
+    assert FullTerms.of(sender.offer(1, CANARY)).join == Limit(7.0, "rollout_matching.vllm.server.timeout_s")
 
 
 def test_an_unknown_transport_is_refused() -> None:

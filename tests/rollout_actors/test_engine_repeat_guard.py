@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
 
 SETTINGS = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=6)
 NUM_REQUESTS = 8
-LONGEST = 48
+LONGEST = 16
 
 
 @pytest.fixture(scope="module")

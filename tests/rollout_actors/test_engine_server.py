@@ -104,7 +104,7 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint:
     guarded = small_settings(demo_checkpoint, repeat_guard=RepeatGuardSettings(8, 4, 4, 3, None))
     with serve_process(serve_arguments(guarded, port=0), tmp_path) as one:
         pool = OneServer(ServerClient("server-0", one.address(), index=0, expected=guarded))
-        assert pool.start() == 1, "the guard of the command line is the run's"
+        assert pool.start() == 1
         pool.close()
         _, *children = one.family()
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]

@@ -34,6 +34,14 @@ def test_an_engine_without_lora_is_started_as_ever() -> None:
     assert lora_arguments(small_settings(Path("model"))) == {}
 
 
+@pytest.mark.parametrize(("given", "demanded"), [(None, 0.45), (1 << 30, 0.01)])
+def test_where_the_bytes_of_the_cache_are_given_vllm_demands_no_fraction_of_the_device(given: int | None, demanded: float) -> None:
+    """It would refuse a GPU with less than that free, which the learner beside it may have
+    taken."""
+    arguments = engine_arguments(small_settings(Path("model"), kv_cache_memory_bytes=given, gpu_memory_utilization=0.45))
+    assert (arguments["kv_cache_memory_bytes"], arguments["gpu_memory_utilization"]) == (given, demanded)
+
+
 def test_engines_on_cpu_and_their_neighbours_are_forked_from_a_server_with_an_engines_variables() -> None:
     settings = small_settings(Path("model"))
     own = engine_environment(settings)
@@ -48,6 +56,29 @@ def test_beside_engines_that_cannot_be_forked_an_actor_gets_its_own_variables_al
     settings = small_settings(Path("model"), **changes)
     assert neighbour_runtime_env(settings, OMP_NUM_THREADS="3") == {"env_vars": {"OMP_NUM_THREADS": "3"}}
     assert engine_runtime_env(settings, PLACE="here") == {"env_vars": engine_environment(settings) | {"PLACE": "here"}}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "precision"),
+    [
+        (Device.CUDA, "float32", "ieee"),
+        (Device.CUDA, "bfloat16", None),
+        (Device.CPU, "float32", None),
+    ],
+)
+def test_an_engine_in_float32_on_a_gpu_has_triton_multiply_in_float32(
+    device: Device,
+    dtype: str,
+    precision: str | None,
+) -> None:
+    settings = small_settings(Path("model"), device=device, dtype=dtype)
+    assert engine_environment(settings).get("TRITON_F32_DEFAULT") == precision
+
+
+def test_triton_knows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    assert knobs.language.fp32_default == "ieee"
 
 
 @pytest.mark.engine

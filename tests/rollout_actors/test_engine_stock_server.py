@@ -181,7 +181,6 @@ def test_a_cancelled_share_ends_in_the_server_too(client: StockClient, routes: S
         ({"max_num_seqs": 64}, "--max-num-seqs 64"),
         ({"max_images_per_prompt": 2}, "--limit-mm-per-prompt"),
         ({"transport": "nccl"}, "--weight-transfer-config"),
-        ({"repeat_guard": None}, "holds a repeat guard"),
     ],
 )
 def test_a_server_that_was_started_otherwise_is_refused(server: StockProcess, settings: EngineSettings, changes: dict[str, Any], said: str) -> None:

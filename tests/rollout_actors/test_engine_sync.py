@@ -109,6 +109,7 @@ def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: Engi
         assert engine_pool.generate([request], "actor-0")[0].response_token_ids == learner.greedy(request)[0]
 
 
+@pytest.mark.engines_extra
 def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_they_begin(engine_pool: EnginePool, demo_checkpoint: Path) -> None:
     """As under `max_staleness`: the next step's first round still runs when this step's weights are due."""
     limits = TimeoutsSection(sync_phase_s=4.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from dataclasses import asdict, dataclass, field
+import threading
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rollout_actors.engine_settings import GUARD_PROCESSOR, engine_arguments, guard_arguments
-from rollout_actors.repeat_rule import repeat_rule, require_guard
+from rollout_actors.engine_settings import GUARD_PROCESSOR, engine_arguments
+from rollout_actors.repeat_rule import guard_call, repeat_rule, require_guard
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 
@@ -47,9 +49,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def config(settings: RepeatGuardSettings, tokenizer: str = "", **changes: Any) -> Any:
+def config(tokenizer: str = "", **changes: Any) -> Any:
     return SimpleNamespace(
-        additional_config=guard_arguments(settings)["additional_config"],
         model_config=SimpleNamespace(tokenizer=tokenizer),
         speculative_config=None,
         parallel_config=SimpleNamespace(enable_batch_sharded_sampling=False),
@@ -108,7 +109,8 @@ def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(mo
     from vllm.v1.sample.logits_processor import BatchUpdateBuilder, MoveDirectionality
 
     rng = random.Random(3)
-    processor = module.RepeatGuardProcessor(config(settings, tokenizer), torch.device("cpu"), False)
+    processor = module.RepeatGuardProcessor(config(tokenizer), torch.device("cpu"), False)
+    processor.guard_by(settings)
     assert isinstance(processor, module.GuardV1)
     assert not processor.is_argmax_invariant()
     rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
@@ -190,7 +192,8 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: A
 
     rng = random.Random(4)
     runner = FakeRunner()
-    processor = module.RepeatGuardProcessor(config(settings, tokenizer), runner.state())
+    processor = module.RepeatGuardProcessor(config(tokenizer), runner.state())
+    processor.guard_by(settings)
     assert isinstance(processor, module.GuardV2)
     rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
     assert rule is not None
@@ -250,10 +253,12 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: A
     [({"speculative_config": object()}, "speculative decoding"), ({"parallel_config": SimpleNamespace(enable_batch_sharded_sampling=True)}, "batch-sharded")],
 )
 def test_v2_refuses_by_name_what_it_cannot_follow(module: Any, change: dict[str, Any], name: str) -> None:
-    asked = config(SETTINGS)
+    asked = config()
     vars(asked).update(change)
+    guard = module.RepeatGuardProcessor(asked, FakeRunner().state())
+    guard.guard_by(None)
     with pytest.raises(ValueError, match=f"V2 model runner with {name}"):
-        module.RepeatGuardProcessor(asked, FakeRunner().state())
+        guard.guard_by(SETTINGS)
 
 
 def test_both_runners_accept_the_one_name(module: Any) -> None:
@@ -263,19 +268,26 @@ def test_both_runners_accept_the_one_name(module: Any) -> None:
     assert _load_logitsprocs_by_fqcns([GUARD_PROCESSOR]) == _load_v2_logitsprocs_by_fqcns([GUARD_PROCESSOR]) == [module.RepeatGuardProcessor]
 
 
-@pytest.mark.parametrize(
-    ("additional", "problem"),
-    [
-        ({}, "loaded without settings"),
-        ({"repeat_terminate": {"enabled": False}}, "enabled is false"),
-        ({"repeat_terminate": {"enabled": True, "ngram": 3}}, "ngram"),
-    ],
-)
-def test_a_guard_without_usable_settings_does_not_start(module: Any, additional: dict[str, Any], problem: str) -> None:
-    asked = config(SETTINGS)
-    asked.additional_config = additional
-    with pytest.raises(ValueError, match=problem):
-        module.RepeatGuardProcessor(asked, torch.device("cpu"), False)
+@pytest.mark.parametrize("version", [V1, V2])
+def test_nothing_is_guarded_before_a_run_has_brought_its_rule_and_after_one_without_a_guard(module: Any, version: str) -> None:
+    guard = module.RepeatGuardProcessor(config(), *arguments_of(version))
+    for settings in (None, SETTINGS, None):
+        guard.guard_by(settings)
+        assert guard.settings == settings
+        repeats = Request(9, [1], [5] * 20)
+        logits = torch.zeros(1, VOCABULARY)
+        if version == V1:
+            from vllm.v1.sample.logits_processor import BatchUpdateBuilder
+
+            update = BatchUpdateBuilder()
+            update.added.append((0, repeats.params(), repeats.prompt, repeats.output))
+            guard.update_state(update.get_and_reset(1))
+            logits = guard.apply(logits)
+        else:
+            assert guard.add_request(0, repeats.params()) == (settings is not None)
+            guard.apply_staged_writes()
+            continue
+        assert bool(logits.any()) == (settings is not None)
 
 
 def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it_ignores_it(module: Any) -> None:
@@ -289,32 +301,115 @@ def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it
 
 def runner_of(version: str, processors: list[Any]) -> Any:
     if version == V1:
-        return SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=SimpleNamespace(all=iter(processors))))
+        return SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=SimpleNamespace(all=processors)))
     return SimpleNamespace(sampler=SimpleNamespace(logits_processors=processors))
 
 
 def answer(module: Any, version: str, processors: list[Any]) -> dict[str, Any]:
+    return worker_of(module, version, processors).active_guard()
+
+
+def worker_of(module: Any, version: str, processors: list[Any]) -> Any:
     worker = module.GuardedWorker()
     worker.use_v2_model_runner, worker.model_runner = version == V2, runner_of(version, processors)
-    return worker.active_guard()
+    return worker
+
+
+def arguments_of(version: str) -> tuple[Any, ...]:
+    """Of a processor, behind the configuration."""
+    return (torch.device("cpu"), False) if version == V1 else (FakeRunner().state(),)
 
 
 @pytest.mark.parametrize("version", [V1, V2])
 def test_an_engine_whose_every_worker_holds_the_guard_starts(module: Any, version: str) -> None:
-    arguments = (torch.device("cpu"), False) if version == V1 else (FakeRunner().state(),)
-    guard = module.RepeatGuardProcessor(config(SETTINGS), *arguments)
-    answers = [answer(module, version, [object(), guard])] * 2
+    guard = module.RepeatGuardProcessor(config(), *arguments_of(version))
+    worker = worker_of(module, version, [object(), guard])
+    assert worker.active_guard() == {"runner": version, "is_loaded": True, "settings": None}
+    method, told = guard_call(SETTINGS)
+    answers = [getattr(worker, method)(told)] * 2
     require_guard(answers, SETTINGS, "actor-0")
     with pytest.raises(RolloutError, match="'ngram_size': 2"):
         require_guard(answers, RepeatGuardSettings(5, 4, 3, 3, None), "actor-0")
 
 
 @pytest.mark.parametrize("version", [V1, V2])
+def test_a_rule_that_is_in_force_is_not_made_again(module: Any, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer takes seconds to load, and a stock server is told the rule in every sync."""
+    made: list[RepeatGuardSettings | None] = []
+
+    def rule_of(settings: RepeatGuardSettings | None, tokenizer: str) -> Any:
+        made.append(settings)
+        return repeat_rule(settings, lambda: None)
+
+    monkeypatch.setattr(module, "_rule", rule_of)
+    worker = worker_of(module, version, [module.RepeatGuardProcessor(config(), *arguments_of(version))])
+    other = replace(SETTINGS, ngram_size=SETTINGS.ngram_size + 1)
+    for settings in (None, SETTINGS, SETTINGS, other, other, None, None):
+        method, told = guard_call(settings)
+        assert getattr(worker, method)(told)["settings"] == told
+    assert made == [SETTINGS, other, None]
+
+
+class RefusingLLM:
+    """An `AsyncLLM` whose workers do not take a guard."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        if self._error is not None:
+            raise self._error
+        return [{"runner": V2, "is_loaded": True, "settings": args[0]}]
+
+
+def engine_over(llm: RefusingLLM) -> Any:
+    from engine_support import small_settings
+
+    from rollout_actors.vllm_engine import VllmEngine
+
+    engine: Any = VllmEngine("server-3", small_settings(Path("model")))
+    engine._llm = llm
+    return engine
+
+
+def test_a_guard_that_the_workers_refuse_names_the_server_and_what_to_switch_off() -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    said = "Call to collective_rpc method failed: the repeat guard cannot be active with speculative decoding; switch off one of them"
+    with pytest.raises(RolloutError, match=r"server-3: .*repeat_terminate.* with speculative decoding; switch off") as caught:
+        asyncio.run(engine_over(RefusingLLM(Exception(said))).guard_by(SETTINGS))
+    assert caught.value.actor == "server-3"
+    with pytest.raises(EngineDeadError):
+        asyncio.run(engine_over(RefusingLLM(EngineDeadError())).guard_by(SETTINGS))
+
+
+def test_an_engine_answers_other_calls_while_its_rule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer that it may need takes seconds to load."""
+    from rollout_actors import vllm_engine
+
+    goes_on = threading.Event()
+
+    def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> str:
+        assert goes_on.wait(5.0), "its event loop is held"
+        return "the rule"
+
+    monkeypatch.setattr(vllm_engine, "engine_rule", engine_rule)
+
+    async def guarded() -> Any:
+        engine = engine_over(RefusingLLM(None))
+        asyncio.get_running_loop().call_later(0.05, goes_on.set)
+        await engine.guard_by(SETTINGS)
+        return engine._rule
+
+    assert asyncio.run(guarded()) == "the rule"
+
+
+@pytest.mark.parametrize("version", [V1, V2])
 def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_path_is_missing(module: Any, version: str) -> None:
     without = answer(module, version, [object()])
-    assert without == {"runner": version, "settings": None}
+    assert without == {"runner": version, "is_loaded": False, "settings": None}
     with pytest.raises(RolloutError) as caught:
-        require_guard([{"runner": version, "settings": asdict(SETTINGS)}, without], SETTINGS, "actor-0")
+        require_guard([without | {"settings": asdict(SETTINGS)}, without], SETTINGS, "actor-0")
     said = str(caught.value)
     assert caught.value.phase == "start"
     assert f"the {version} model runner of worker 1 holds no repeat guard" in said
@@ -331,17 +426,16 @@ def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module:
     from shared.rollouts import DecodeMode, DecodeSettings
 
     guarded, free = (engine_arguments(small_settings(demo_checkpoint, repeat_guard=guard)) for guard in (SETTINGS, None))
-    assert {name: value for name, value in guarded.items() if name not in free} == guard_arguments(SETTINGS)
+    assert guarded == free, "always loaded: the rule comes after the start"
     assert guarded["logits_processors"] == [GUARD_PROCESSOR]
-    assert guarded["additional_config"] == {"repeat_terminate": {"enabled": True, **asdict(SETTINGS)}}
     params = sampling_params(DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 40, 1, (1,), (), return_logprobs=True), 7)
     assert (params.extra_args, params.repetition_detection) == (None, None)
 
 
 def test_an_engine_without_a_guard_is_asked_for_none() -> None:
-    assert guard_arguments(None) == {}
+    assert guard_call(None) == ("guard_by", None)
     assert repeat_rule(None, lambda: None) is None
-    require_guard([{"runner": V1, "settings": None}], None, "actor-0")
+    require_guard([{"runner": V1, "is_loaded": True, "settings": None}], None, "actor-0")
 
 
 def test_the_tokenizer_is_read_only_where_keys_are_counted() -> None:

@@ -17,9 +17,10 @@ from rollout_actors.receipt import Receipt
 from rollout_actors.transfer_group import InitRequest, TransferGroup
 from rollout_actors.weight_intake import UpdateRequest, WeightIntake
 from shared.canary import CanaryProbe, Scores
+from shared.canary_noise import Differences
 from shared.checksummed_weights import ChecksummedWeights
-from shared.errors import WeightSyncError
-from shared.rollouts import WeightOffer
+from shared.errors import Limit, WeightSyncError
+from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
 from shared.weight_sync import ENGINE_MARGIN_S, SyncPhase
 from shared.weight_terms import FullTerms
@@ -169,6 +170,27 @@ def test_an_engine_that_is_stuck_in_a_phase_is_waited_for_as_long_as_the_offer_s
     assert spent_s == pytest.approx(5.0 + ENGINE_MARGIN_S)
 
 
+def test_servers_have_a_limit_of_their_own_for_joining_the_communicator() -> None:
+    """Spec: `timeout_s` applies to communicator init. Shorter or longer than that of the other
+    phases."""
+
+    class Alone(FakeLLM):
+        async def init_weight_transfer_engine(self, request: InitRequest) -> None:
+            await asyncio.sleep(3600)
+
+    async def run() -> None:
+        engine = Engine()
+        group = TransferGroup(Alone(), transport=Transport.GLOO, rank_offset=1)
+        engine.intake = WeightIntake("server-0", engine.llm, group, score=engine.score, adapter=NoAdapters())
+        terms = replace(FullTerms.of(an_offer(timeout_s=5.0)), join=Limit(240.0, "rollout_matching.vllm.server.timeout_s"))
+        told = r"rendezvous on server-0: no answer from the engine after rollout_matching\.vllm\.server\.timeout_s = 240 s"
+        with pytest.raises(WeightSyncError, match=told):
+            await engine.intake.take(replace(an_offer(), rendezvous={"terms": terms}))
+
+    _, spent_s = counted(run())
+    assert spent_s == pytest.approx(240.0 + ENGINE_MARGIN_S)
+
+
 def test_an_adapter_is_no_longer_served_when_weights_arrive_into_which_it_is_merged() -> None:
     done: list[str] = []
 
@@ -232,3 +254,88 @@ def test_weights_over_another_transport_than_the_engines_are_refused() -> None:
     engine = Engine()
     with pytest.raises(WeightSyncError, match="pause on actor-0: the learner offers nccl, the engine was started for rollmatch_gloo"):
         asyncio.run(engine.intake.run(SyncPhase.PAUSE, replace(an_offer(), transport=Transport.NCCL)))
+
+
+IN_BFLOAT16 = replace(PROBE, tolerance=None)
+NOISY = ((-0.52, -0.26), (-0.5, -0.25), (-0.54, -0.25))
+
+
+class NoisyEngine(Engine):
+    """It answers with the next of `NOISY` each time, and notes what it was asked before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = list(NOISY)
+        self.asked_before: list[list[str]] = []
+
+    async def score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+        self.asked_before.append(list(self.llm.asked))
+        return (1, 2, 7), self.answers.pop(0)
+
+    def sync(self, version: int, probe: CanaryProbe) -> SyncReport:
+        return asyncio.run(self.intake.take(replace(an_offer(version), canary=probe)))
+
+
+def test_noise_is_measured_once_before_the_first_weights_and_bounds_every_later_sync() -> None:
+    engine = NoisyEngine()
+    report = engine.sync(1, IN_BFLOAT16)
+    assert report.canary_noise == Differences.of([0.52 - 0.5, 0.26 - 0.25])
+    assert report.canary_mean_abs == 0.0
+    before, after = engine.asked_before
+    assert (before, "receipt" in after) == ([], True)
+    report = engine.sync(2, IN_BFLOAT16)
+    assert (report.canary_noise, report.canary_mean_abs) == (None, pytest.approx(0.02))
+    assert len(engine.asked_before) == 3
+    engine.answers = [(-0.6, -0.3)]
+    with pytest.raises(WeightSyncError, match=r"on average by 0\.0750 \(0\.0450 is allowed\)"):
+        engine.sync(3, IN_BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("version", "probe"),
+    [
+        (1, replace(IN_BFLOAT16, noise=Differences(0.004, 0.02))),  # the run is resumed
+        (7, IN_BFLOAT16),  # the engine was restarted: its checkpoint is not what the learner has
+        (1, PROBE),  # float32
+    ],
+)
+def test_noise_is_not_measured_where_it_is_known_or_would_be_more_than_noise(version: int, probe: CanaryProbe) -> None:
+    engine = NoisyEngine()
+    engine.answers = [probe.expected_logprobs or ()]
+    assert engine.sync(version, probe).canary_noise is None
+    assert len(engine.asked_before) == 1
+
+
+def test_the_noise_of_a_run_ends_with_it_on_a_server_that_goes_on() -> None:
+    engine = NoisyEngine()
+    engine.sync(1, IN_BFLOAT16)
+    other_run = replace(IN_BFLOAT16, expected_logprobs=(-0.7, -0.25))
+    engine.answers = [(-0.58, -0.25)]
+    assert engine.sync(1, other_run).canary_mean_abs == pytest.approx(0.06)
+    engine.answers = [(-0.58, -0.13)]
+    with pytest.raises(WeightSyncError, match=r"\(0\.1000 is allowed\)"):
+        engine.sync(2, replace(other_run, expected_logprobs=(-0.9, -0.25)))
+
+
+def test_full_weights_in_place_of_the_first_sync_that_failed_are_held_to_the_usual_bounds() -> None:
+    engine = NoisyEngine()
+    engine.answers = [(-0.51, -0.25), (-0.9, -0.25), (-0.58, -0.25)]
+    with pytest.raises(WeightSyncError, match=r"canary on actor-0: .*\(0\.0150 is allowed\)"):
+        engine.sync(1, IN_BFLOAT16)
+    report = engine.sync(1, IN_BFLOAT16)
+    assert (report.canary_noise, report.canary_mean_abs) == (None, pytest.approx(0.04))
+
+
+def test_the_noise_of_the_run_counts_and_not_the_engines_own() -> None:
+    engine = NoisyEngine()
+    engine.sync(1, IN_BFLOAT16)
+    with pytest.raises(WeightSyncError, match=r"\(0\.0120 is allowed\)"):
+        engine.sync(2, replace(IN_BFLOAT16, noise=Differences(0.004, 0.02)))
+
+
+def test_what_a_server_with_other_weights_differs_by_before_the_first_sync_is_not_taken_for_noise() -> None:
+    engine = NoisyEngine()
+    engine.answers = [(-1.5, -0.25), (-0.5, -0.25), (-0.75, -0.25)]
+    assert engine.sync(1, IN_BFLOAT16).canary_noise is None
+    with pytest.raises(WeightSyncError, match=r"on average by 0\.1250 \(0\.1000 is allowed\)"):
+        engine.sync(2, IN_BFLOAT16)

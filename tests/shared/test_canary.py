@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shared.canary import EFFECT_OVER_NOISE, CanaryProbe
-from shared.errors import WeightSyncError
+from shared.canary_noise import NOISE_FILE, Differences
+from shared.errors import ConfigError, WeightSyncError
 
 PROBE = CanaryProbe(token_ids=(1, 50, 2), images=(), expanded_token_ids=(1, 50, 50, 2), expected_logprobs=(-1.0, -2.0, -3.0), tolerance=1e-4)
 
 
 def test_agreement_gives_the_largest_difference() -> None:
-    assert PROBE.check("actor", [1, 50, 50, 2], [-1.0, -2.00005, -3.0]) == pytest.approx(5e-5)
+    assert PROBE.check("actor", [1, 50, 50, 2], [-1.0, -2.00005, -3.0]).largest == pytest.approx(5e-5)
 
 
 @pytest.mark.parametrize("wrong", [-2.1, math.nan, -math.inf])
@@ -41,6 +43,107 @@ def test_as_many_other_tokens_are_a_difference_though_they_are_as_probable() -> 
 def test_a_probe_needs_one_log_probability_per_token_but_the_first() -> None:
     with pytest.raises(ValueError, match="4 canary tokens need one log-probability less"):
         CanaryProbe((1, 50, 2), (), (1, 50, 50, 2), (-1.0,), 1e-4)
+
+
+IMAGE = 50
+WITH_IMAGE = replace(PROBE, placeholder_ids=(IMAGE,))
+
+
+def test_image_placeholders_are_no_part_of_the_comparison() -> None:
+    """The token behind them is: what the engine makes of the image shows there."""
+    assert WITH_IMAGE.check("actor", [1, 50, 50, 2], [-9.0, math.nan, -3.0]) == Differences(0.0, 0.0)
+    with pytest.raises(WeightSyncError, match=r"1 of 1 log-probabilities differ .*first at token 3 \(id 2\)"):
+        WITH_IMAGE.check("actor", [1, 50, 50, 2], [-1.0, -2.0, -3.1])
+
+
+LEARNERS = tuple(-0.02 * i for i in range(100))
+HALF = CanaryProbe(tuple(range(101)), (), tuple(range(101)), LEARNERS, tolerance=None)
+"""A probe of 100 log-probabilities in bfloat16."""
+
+
+def engines(*, everywhere: float = 0.0, some: float = 0.0, num_some: int = 0) -> list[float]:
+    """The learner's, a little off at all tokens and more at some."""
+    return [logprob + everywhere + (some if i < num_some else 0.0) for i, logprob in enumerate(LEARNERS)]
+
+
+@pytest.mark.parametrize(
+    ("noise", "mean", "beyond"),
+    [
+        (None, 0.1, 0.5),  # not measured
+        (Differences(0.02, 0.15), 0.06, 0.45),  # three times as much
+        (Differences(0.0, 0.0), 0.01, 0.1),  # never nothing
+        (Differences(0.09, 0.4), 0.1, 0.5),  # never more than the usual ones
+        (Differences(0.2, 3.0), 0.1, 0.5),
+    ],
+)
+def test_in_bfloat16_mean_and_share_are_bounded_by_the_noise_and_no_single_token_is(noise: Differences | None, mean: float, beyond: float) -> None:
+    probe, ids = replace(HALF, noise=noise), HALF.expanded_token_ids
+    few = engines(some=0.45 * 100 * mean, num_some=2)
+    assert probe.check("actor", ids, few).largest > beyond, "two of a hundred may be anything"
+    assert probe.check("actor", ids, engines(everywhere=0.99 * mean)).mean == pytest.approx(0.99 * mean)
+    with pytest.raises(WeightSyncError, match=rf"0 of 100 .*on average by {1.01 * mean:.4f} \({mean:.4f} is allowed\)"):
+        probe.check("actor", ids, engines(everywhere=1.01 * mean))
+    with pytest.raises(WeightSyncError, match=rf"3 of 100 log-probabilities differ by more than {beyond:g}, first at token 1 "):
+        probe.check("actor", ids, engines(some=1.01 * beyond, num_some=3))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
+def test_in_bfloat16_too_a_single_token_that_is_no_number_is_a_difference(wrong: float) -> None:
+    with pytest.raises(WeightSyncError, match="1 of 100"):
+        HALF.check("actor", HALF.expanded_token_ids, [wrong, *LEARNERS[1:]])
+
+
+def test_noise_is_measured_and_more_than_rounding_makes_is_none() -> None:
+    ids = HALF.expanded_token_ids
+    noise = HALF.measure("actor", (ids, engines(everywhere=0.09, some=0.4, num_some=1)))
+    assert noise is not None
+    assert (noise.mean, noise.largest) == (pytest.approx(0.094), pytest.approx(0.49))
+    assert HALF.measure("actor", (ids, engines(everywhere=0.11))) is None
+    assert HALF.measure("actor", (ids, engines(everywhere=math.nan))) is None
+    with pytest.raises(WeightSyncError, match="first difference at token 0"):
+        HALF.measure("actor", (ids[1:], engines()))
+
+
+def test_a_fault_that_is_there_before_the_first_sync_is_not_measured_away() -> None:
+    at_fault = (HALF.expanded_token_ids, engines(everywhere=0.2))
+    with pytest.raises(WeightSyncError, match=r"on average by 0\.2000 \(0\.1000 is allowed\)"):
+        replace(HALF, noise=HALF.measure("actor", at_fault)).check("actor", *at_fault)
+
+
+def test_a_bad_engine_loosens_the_bounds_of_all_to_the_usual_ones_at_most() -> None:
+    noise = Differences.of_worst([Differences(0.005, 0.1), Differences(0.09, 4.0)])
+    ids = HALF.expanded_token_ids
+    with pytest.raises(WeightSyncError, match=r"\(0\.1000 is allowed\)"):
+        replace(HALF, noise=noise).check("actor", ids, engines(everywhere=0.11))
+
+
+def test_a_runs_folder_keeps_the_noise_to_the_bit(tmp_path: Path) -> None:
+    assert Differences.kept(tmp_path) is None
+    noise = Differences(0.1 + 0.2, 1 / 3)
+    (tmp_path / NOISE_FILE).write_text(noise.as_json())
+    assert Differences.kept(tmp_path) == noise
+
+
+@pytest.mark.parametrize(
+    ("written", "wrong"),
+    [
+        ('{"mean": 1}', "largest: Field required"),
+        ('{"mean": -0.1, "largest": 1}', "mean: Input should be greater than or equal to 0"),
+        ('{"mean": NaN, "largest": 1}', "mean: Input should be a finite number"),
+        ('{"mean": 0.1, "largest": Infinity}', "largest: Input should be a finite number"),
+        ('{"mean": "0.1", "largest": 1}', "mean: Input should be a valid number"),
+        ('{"mean": 0.1, "largest": 1, "share": 0}', "share: Unexpected"),
+        ("[0.1, 1]", "Input should be an object"),
+        ("", "Invalid JSON"),
+    ],
+)
+def test_a_damaged_record_of_the_noise_names_file_and_field(tmp_path: Path, written: str, wrong: str) -> None:
+    (tmp_path / NOISE_FILE).write_text(written)
+    with pytest.raises(ConfigError) as caught:
+        Differences.kept(tmp_path)
+    told = str(caught.value)
+    assert told.startswith(f"telemetry.run_dir: {tmp_path}/{NOISE_FILE} cannot be read ({wrong}")
+    assert told.endswith("; restore it, or remove it")
 
 
 NUM_TOKENS = 101

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,14 @@ def test_columns_of_another_length_are_a_programmers_error(short):
         TrainingExample(**THREE | short)
 
 
+@pytest.mark.parametrize("ends", [(), (3,), (1, 2)])
+def test_an_example_of_several_steps_says_where_each_of_them_ends(ends):
+    with pytest.raises(AssertionError):
+        TrainingExample(**THREE, steps=(0, 1), step_ends=ends)
+    assert TrainingExample(**THREE, steps=(0, 1), step_ends=(2, 3)).learned_by_step() == [[1], [2]]
+    assert TrainingExample(**THREE, steps=(4,)).learned_by_step() == [[1, 2]]
+
+
 @settings(deadline=None)
 @given(REWARDS)
 @example([0.1, 0.1, 0.1])
@@ -57,7 +66,7 @@ def test_an_advantage_is_the_reward_without_the_groups_mean(rewards):
 def credited(rewards, advantage, **given):
     """What one learned token of an example of this group is credited with, the advantage divided by the deviation."""
     made = TrainingExample([1, 2], [0.0, -0.5], [0, 1], reward=0.0, advantage=advantage, group_rewards=tuple(rewards), **given)
-    return made.advantages(divided_by_std=True)[1]
+    return made.advantages(std_epsilon=0.0)[1]
 
 
 @settings(deadline=None)
@@ -67,6 +76,24 @@ def test_with_the_standard_deviation_advantages_have_mean_0_and_deviation_1(rewa
     if np.std(rewards) > 1e-6 * np.abs(rewards).max():
         np.testing.assert_allclose(advantages, (np.array(rewards) - np.mean(rewards)) / np.std(rewards), rtol=1e-4, atol=1e-4)
     assert np.abs(advantages).max() <= len(rewards) ** 0.5 + 1e-6
+
+
+def test_with_an_epsilon_rewards_that_hardly_differ_are_hardly_told_apart():
+    """Divided by the deviation alone, the eighth rollout is as good as a single hit among misses."""
+    rewards = (1.0,) * 7 + (1.000001,)
+    best = 7 / 8 * 1e-6
+    made = TrainingExample([1, 2], [0.0, -0.5], [0, 1], reward=1.0, advantage=best, group_rewards=rewards)
+    assert made.advantages(std_epsilon=0.0)[1] == pytest.approx(2.645751, rel=1e-6)
+    assert made.advantages(std_epsilon=1e-4)[1] == pytest.approx(best / (np.std(rewards) + 1e-4))
+    assert made.advantages(std_epsilon=1e-4)[1] < 0.01
+    hit = replace(made, advantage=7 / 8, group_rewards=(0.0,) * 7 + (1.0,))
+    assert hit.advantages(std_epsilon=1e-4)[1] == pytest.approx(2.645, abs=1e-3)
+
+
+def test_learned_tokens_are_listed_by_the_step_that_they_are_of():
+    made = TrainingExample(list(range(6)), [0.0] * 6, [0, 1, 1, 0, 0, 1], 0.0, steps=(0, 2), step_ends=(3, 6))
+    assert made.learned_by_step() == [[1, 2], [5]]
+    assert replace(made, steps=(), step_ends=()).learned_by_step() == [[1, 2, 5]]
 
 
 @settings(deadline=None)
@@ -102,29 +129,29 @@ def test_an_advantage_that_a_rubric_gave_itself_is_not_divided():
 
 
 def test_every_learned_token_has_the_examples_advantage_and_every_other_none():
-    assert TrainingExample(**THREE, advantage=-0.5).advantages(divided_by_std=False) == [0.0, -0.5, -0.5]
+    assert TrainingExample(**THREE, advantage=-0.5).advantages(std_epsilon=None) == [0.0, -0.5, -0.5]
 
 
 def test_tokens_of_steps_with_advantages_of_their_own_have_those():
     made = TrainingExample(**THREE, advantage=-0.5, token_advantages=[7.0, 1.0, 2.0], group_rewards=(0.0, 4.0))
-    assert made.advantages(divided_by_std=False) == [0.0, 1.0, 2.0]
-    assert made.advantages(divided_by_std=True) == [0.0, 1.0, 2.0], "they are in no units of the rewards"
+    assert made.advantages(std_epsilon=None) == [0.0, 1.0, 2.0]
+    assert made.advantages(std_epsilon=0.0) == [0.0, 1.0, 2.0], "they are in no units of the rewards"
 
 
 def test_beside_steps_with_advantages_of_their_own_the_groups_is_divided():
     made = TrainingExample(**THREE, advantage=-2.0, token_advantages=[0.0, 0.25, -2.0], token_is_relative=[0, 0, 1], group_rewards=(0.0, 4.0))
-    assert made.advantages(divided_by_std=True) == [0.0, 0.25, -1.0]
-    assert made.advantages(divided_by_std=False) == [0.0, 0.25, -2.0]
+    assert made.advantages(std_epsilon=0.0) == [0.0, 0.25, -1.0]
+    assert made.advantages(std_epsilon=None) == [0.0, 0.25, -2.0]
 
 
 @pytest.mark.parametrize("rewards", [(), (1.0, 1.0)])
 def test_an_advantage_is_not_divided_where_the_group_has_no_deviation(rewards):
-    assert TrainingExample(**THREE, advantage=-0.5, group_rewards=rewards).advantages(divided_by_std=True) == [0.0, -0.5, -0.5]
+    assert TrainingExample(**THREE, advantage=-0.5, group_rewards=rewards).advantages(std_epsilon=0.0) == [0.0, -0.5, -0.5]
 
 
 def test_an_example_that_was_not_scored_says_so():
     with pytest.raises(ValueError, match="example 7: has no advantage, because its rollouts were not scored"):
-        TrainingExample(**THREE, example_id=7).advantages(divided_by_std=False)
+        TrainingExample(**THREE, example_id=7).advantages(std_epsilon=None)
 
 
 ROLLOUT = EnvironmentRollout(

@@ -10,13 +10,25 @@ from typing import Any
 import pytest
 import torch
 
+from shared.canary_noise import Differences
 from shared.checksum import BucketChecksum
 from shared.checksummed_weights import ChecksummedWeights
-from shared.errors import LearnerError, WeightSyncError
+from shared.errors import LearnerError, Limit, WeightSyncError
 from shared.lora import AdapterFiles
 from shared.rollouts import SyncReport, WeightOffer
 from shared.transports import Transport
-from shared.weight_sync import CLIENT_MARGIN_S, ENGINE_MARGIN_S, POOL_MARGIN_S, SendReport, SyncPhase, all_phases_s, sender_s, sync_weights, whole_sync_s
+from shared.weight_sync import (
+    CLIENT_MARGIN_S,
+    ENGINE_MARGIN_S,
+    POOL_MARGIN_S,
+    SendReport,
+    SyncPhase,
+    all_phases_s,
+    phase_limit,
+    sender_s,
+    sync_weights,
+    whole_sync_s,
+)
 from shared.weight_terms import CHECKSUMS, AdapterTerms, FullTerms, Group, TensorSpec, buckets, offer_for, offsets
 
 TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
@@ -32,6 +44,7 @@ class Side:
     def __init__(self, sent: SendReport | Exception | None, received: SyncReport | Exception | None) -> None:
         self._sent, self._received = sent, received
         self.num_done = self.num_settled = 0
+        self.noise: Differences | None = None
 
     def offer_weights(self) -> WeightOffer:
         return WeightOffer(4, "rollmatch_gloo", {"terms": TERMS}, None)
@@ -39,8 +52,9 @@ class Side:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._future(self._sent)
 
-    def sync_done(self) -> None:
+    def sync_done(self, noise: Differences | None) -> None:
         self.num_done += 1
+        self.noise = noise
 
     def settle(self) -> None:
         self.num_settled += 1
@@ -63,6 +77,13 @@ SENT = SendReport(phase_s={"send_rendezvous": 0.1, "send_wire": 0.2})
 RECEIVED = SyncReport(version=4, bytes=320, phase_s={"wire": 0.3}, canary_max_abs=0.0)
 RECEIVER_ERROR = WeightSyncError("no room", actor="actor-1", phase="wire")
 SENDER_ERROR = WeightSyncError("connection closed", actor="learner", phase="wire")
+
+
+def test_the_learner_is_told_the_noise_that_the_engines_have_measured() -> None:
+    measured = Differences(0.004, 0.03)
+    side = Side(SENT, replace(RECEIVED, canary_noise=measured))
+    sync_weights(side, side)
+    assert side.noise == measured
 
 
 ADAPTER = AdapterTerms.make(AdapterFiles(b"tensors", "{}"), timeout_s=0.05)
@@ -214,8 +235,8 @@ def test_of_a_learner_that_fails_by_itself_the_receivers_know_only_that_it_left(
 @pytest.mark.parametrize(
     ("sent", "received", "told"),
     [
-        (None, RECEIVED, r"wire on learner: no answer from the learner after 7\.0 x timeouts\.sync_phase_s"),
-        (SENT, None, r"wire on rollout engines: no answer from the rollout engines after 7\.0 x timeouts\.sync_phase_s"),
+        (None, RECEIVED, r"wire on learner: no answer from the learner after the limits of all phases \(timeouts\.sync_phase_s\)"),
+        (SENT, None, r"wire on rollout engines: no answer from the rollout engines after the limits of all phases \(timeouts\.sync_phase_s\)"),
     ],
     ids=["learner", "engines"],
 )
@@ -236,11 +257,18 @@ def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take
     assert side.num_done == 0
 
 
+@pytest.mark.parametrize("join_s", [None, 0.2, 240.0])
 @pytest.mark.parametrize("timeout_s", [0.1, 60.0, 3600.0])
-def test_the_innermost_limit_ends_first(timeout_s: float) -> None:
+def test_the_innermost_limit_ends_first(timeout_s: float, join_s: float | None) -> None:
     assert ENGINE_MARGIN_S < CLIENT_MARGIN_S < POOL_MARGIN_S
-    of_a_pool = len(SyncPhase) * (timeout_s + POOL_MARGIN_S)
-    assert max(of_a_pool, all_phases_s(timeout_s), sender_s(timeout_s)) < whole_sync_s(timeout_s)
+    join = None if join_s is None else Limit(join_s, "rollout_matching.vllm.server.timeout_s")
+    offer = WeightOffer(1, "rollmatch_gloo", {"terms": replace(TERMS, timeout_s=timeout_s, join=join)}, None)
+    assert phase_limit(offer, SyncPhase.RENDEZVOUS) == (join or Limit(timeout_s, "timeouts.sync_phase_s"))
+    of_a_pool = sum(phase_limit(offer, phase).seconds + POOL_MARGIN_S for phase in SyncPhase)
+    of_the_sender = phase_limit(offer, SyncPhase.RENDEZVOUS).seconds + timeout_s + 2 * ENGINE_MARGIN_S
+    assert of_the_sender < sender_s(offer)
+    # A backend beside the learner joins nothing.
+    assert max(of_a_pool, sender_s(offer), 0.0 if join else all_phases_s(timeout_s)) < whole_sync_s(offer)
 
 
 @pytest.mark.parametrize(("sent", "received", "shown"), [(SENDER_ERROR, RECEIVED, "connection closed"), (SENT, RECEIVER_ERROR, "no room")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +25,18 @@ Spoil = Callable[[AdapterTerms], AdapterTerms]
 class AdaptedLearner(SmallLearner):
     """`spoil` changes what it offers once."""
 
-    def __init__(self, checkpoint: Path, kind: str = "lora", *, mode: str = "adapter", falls_back: bool = True) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        kind: str = "lora",
+        *,
+        mode: str = "adapter",
+        falls_back: bool = True,
+        token_ids: Sequence[int] = (),
+    ) -> None:
         super().__init__(checkpoint, num_receivers=1)
-        apply_adapter(self.model, AdapterSection(kind=kind, rank=4, alpha=8.0), base_path=str(checkpoint), seed=3)
+        section = AdapterSection(kind=kind, rank=4, alpha=8.0)
+        apply_adapter(self.model, section, base_path=str(checkpoint), seed=3, token_ids=token_ids)
         self._trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
         self._full = WeightSender(

@@ -12,7 +12,7 @@ from shared.config import RunConfig, load_config
 MINIMAL = Path(__file__).parents[1] / "data" / "minimal_config.yaml"
 GROUP = 4
 """Rollouts of an example in `trajectory_config`."""
-_OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "segment", "advantage_std": False}
+_OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "step", "advantage_std": False}
 
 
 def mapping(checkpoint: Path, data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:

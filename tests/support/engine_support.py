@@ -20,7 +20,8 @@ from PIL import Image
 from process_family import descendants_of, is_engine
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from learner.adapters import adapted_layers, without_adapter
+from learner.adapter_sender import AdapterSender
+from learner.adapters import without_adapter
 from learner.canary import ComputedCanary
 from learner.place import ReceiverGroup
 from learner.publisher import Sender
@@ -30,6 +31,7 @@ from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine_settings import EngineSettings, engine_runtime_env, neighbour_runtime_env
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.canary import CanaryProbe
+from shared.canary_noise import Differences
 from shared.config.timeouts import TimeoutsSection
 from shared.pictures import on_white
 from shared.records import ImageRef
@@ -38,7 +40,7 @@ from shared.transports import Device, Transport
 from shared.weight_sync import SendReport, sync_weights
 
 SUPPORT = Path(__file__).parent
-TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=30.0))
+TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=600.0, generate_s=120.0, sync_phase_s=30.0))
 
 
 def small_settings(checkpoint: Path, **changes: Any) -> EngineSettings:
@@ -213,7 +215,7 @@ class SmallLearner:
         token_ids = (*self.prompt_ids(), *self.tokenizer('{"object_1": {', add_special_tokens=False).input_ids)
         expanded, logprobs = self._scores(token_ids, image)
         base_logprobs = None
-        if adapted_layers(self.model):
+        if isinstance(self.sender, AdapterSender):
             with without_adapter(self.model):
                 base_logprobs = self._scores(token_ids, image)[1]
         return CanaryProbe(token_ids, (image,), expanded, logprobs, self.canary_tolerance, base_logprobs)
@@ -230,7 +232,7 @@ class SmallLearner:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self.sender.send, offer)
 
-    def sync_done(self) -> None:
+    def sync_done(self, noise: Differences | None) -> None:
         pass
 
     def fall_back_to_full(self) -> None:

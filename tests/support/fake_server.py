@@ -29,6 +29,7 @@ from rollout_actors.server.messages import CallLimits
 from rollout_actors.server.service import RolloutService
 from shared.canary import CanaryProbe
 from shared.records import ImageRef
+from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.transports import Device, Transport
 from shared.weight_sync import SyncPhase
@@ -77,6 +78,9 @@ class ObedientEngine:
         self.version = 0
         self.shut = ""
         self.is_stuck = False
+        self.guards: list[RepeatGuardSettings | None] = []
+        """The rules that it was given, in order."""
+        self.cannot_guard: Exception | None = None
         self._started = time.monotonic()
 
     @property
@@ -86,6 +90,11 @@ class ObedientEngine:
 
     async def start(self) -> int:
         return self.devices
+
+    async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
+        if self.cannot_guard is not None:
+            raise self.cannot_guard
+        self.guards.append(settings)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         self.asked.append(tuple(requests))

@@ -23,10 +23,14 @@ class StockServer:
     """Routes that answer with this status instead."""
     choice: dict[str, Any] = field(default_factory=dict)
     """Fields of every choice that are other than they should be."""
+    holds_guard: bool = True
+    """Whether it was started with the repeat guard's processor."""
     guard: dict[str, Any] | None = None
+    """The settings by which it guards."""
     latency_s: float = 0.0
     """Of a call for tokens."""
     worker_latency_s: float = 0.0
+    guard_latency_s: float = 0.0
     """Of a question to its workers."""
     num_tokens: int | None = 0
     """Its counter of sampled tokens; None: it keeps none."""
@@ -96,13 +100,21 @@ class StockServer:
         body = await request.json()
         if body.get("method") == "active_guard":
             await asyncio.sleep(self.worker_latency_s)
-            return {"results": [{"runner": "V1", "settings": self.guard}]}
+            return self.workers_guard
         self.asked.append((f"/{route}" + (f"?{request.url.query}" if request.url.query else ""), body))
         if route == "update_weight_version":
             self.label = body["new_version"]
+        if body.get("method") == "guard_by":
+            await asyncio.sleep(self.guard_latency_s)
+            self.guard = body["args"][0] if self.holds_guard else None
+            return self.workers_guard
         if body.get("method") == "receipt":
             return {"results": [{"checksums": [5], "sent": [5], "missing": [], "unexpected": [], "load_s": 0.0, "verify_s": 0.0, "logprobs": self.learners}]}
         return {"results": [None]} if route == "collective_rpc" else {"success": True}
+
+    @property
+    def workers_guard(self) -> dict[str, Any]:
+        return {"results": [{"runner": "V1", "is_loaded": self.holds_guard, "settings": self.guard}]}
 
     @property
     def routes(self) -> list[str]:

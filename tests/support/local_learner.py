@@ -18,6 +18,7 @@ from learner.learner import Learner
 from learner.place import LearnerPlace, ReceiverGroup
 from rollout_actors.environments.pool import EnvironmentPool
 from rollout_actors.pool import ActorPool
+from shared.canary_noise import Differences
 from shared.config import RunConfig
 from shared.evaluation import Evaluation
 from shared.protocols import ByRank
@@ -67,8 +68,8 @@ class LocalLearner:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self._send, offer)
 
-    def sync_done(self) -> None:
-        self.learner.publisher.done()
+    def sync_done(self, noise: Differences | None) -> None:
+        self.learner.publisher.done(noise)
 
     def fall_back_to_full(self) -> None:
         raise AssertionError("nothing but full weights is offered")

@@ -12,6 +12,7 @@ import torch
 from learner_support import half_right
 from transformers import AutoModelForImageTextToText
 
+from learner.device import LearnerDevice
 from learner.learner import Learner
 from learner.place import LearnerPlace
 from learner.ranks import BUCKET_ELEMENTS
@@ -23,6 +24,8 @@ from shared.errors import LearnerError, RolloutError
 from shared.reports import RankReport
 from shared.rollouts import Rollout, WeightOffer
 from shared.schedule import RunSchedule
+
+CPU = LearnerDevice(torch.device("cpu"))
 
 
 @dataclass
@@ -75,7 +78,7 @@ def own_config(place: LearnerPlace, rendezvous: Rendezvous | None, configs: list
 
 
 def collectives(place: LearnerPlace, rendezvous: Rendezvous | None) -> dict[str, Any]:
-    ranks = join_ranks(place, rendezvous, timeout_s=20.0, sums_in_backward=False)
+    ranks = join_ranks(place, rendezvous, CPU, timeout_s=20.0, sums_in_backward=False)
     generator = torch.Generator().manual_seed(place.rank)
     # More than a bucket, and numbers of both kinds.
     gradients = [torch.randn(shape, generator=generator) for shape in ((3, 5), (BUCKET_ELEMENTS + 7,), (2,), ())]
@@ -145,7 +148,7 @@ def not_finite(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunCo
 
 
 def ends_itself_on_rank_1(place: LearnerPlace, rendezvous: Rendezvous | None) -> None:
-    ranks = join_ranks(place, rendezvous, timeout_s=60.0, sums_in_backward=False)
+    ranks = join_ranks(place, rendezvous, CPU, timeout_s=60.0, sums_in_backward=False)
     ranks.barrier()
     if place.rank == 1:
         os._exit(1)

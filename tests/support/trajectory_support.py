@@ -156,7 +156,9 @@ def _examples(engine: _Engine, step: int, example: int, position: int, version: 
     if position % 3 == 1:
         token_ids = [*prompt, *first, *between, *second]
         mask = [0] * len(prompt) + [1] * len(first) + [0] * len(between) + [1] * len(second)
-        return [TrainingExample(token_ids, engine.logprobs(token_ids, mask, random), mask, steps=(0, 1), **fields)]
+        ends = len(prompt) + len(first), len(token_ids)
+        logprobs = engine.logprobs(token_ids, mask, random)
+        return [TrainingExample(token_ids, logprobs, mask, steps=(0, 1), step_ends=ends, **fields)]
     made = []
     for number, (prompt_ids, sampled) in enumerate(turns):
         token_ids, mask = [*prompt_ids, *sampled], [0] * len(prompt_ids) + [1] * len(sampled)

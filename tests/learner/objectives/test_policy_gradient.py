@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from called_rollouts import Call, examples_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +21,7 @@ from learner.credit import CreditRule
 from learner.logits import LogitsPass
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.interface import NOTHING_SAMPLED
-from learner.objectives.policy_gradient import clipped_ratio, is_clipped, policy_gradient_loss, truncated_ratio
+from learner.objectives.policy_gradient import is_clipped, policy_gradient_loss
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import TextWeights
@@ -31,7 +33,7 @@ VOCABULARY, LONGEST, MAX_NEW_TOKENS = 11, 16, 20
 NO_COORDS = torch.empty(0, dtype=torch.int64)
 """A language model has no coord tokens."""
 TEMPERATURE, BANNED = 0.7, (2, 5)
-CONFIG = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "segment", "advantage_std": False}
+CONFIG = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "step", "advantage_std": False}
 NO_TEXT = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
 
 
@@ -69,14 +71,25 @@ def examples(tables, distances, seed=0):
         ids = [int(i) for i in draw.choice([v for v in range(VOCABULARY) if v not in BANNED], len(mask))]
         reward = float(draw.choice([-1.5, -0.5, 0.75, 2.0]))
         # Of a group whose mean is 0, so that the reward is the advantage.
-        example = TrainingExample(ids, [0.0] * len(ids), mask, reward, advantage=reward, group_rewards=(reward, reward - 1.0, 1.0 - 2 * reward))
+        example = TrainingExample(
+            ids,
+            [0.0] * len(ids),
+            mask,
+            reward,
+            advantage=reward,
+            steps=(0, 1)[: 1 + (len(ids) > 4)],
+            step_ends=(4, len(ids))[len(ids) <= 4 :],
+            group_rewards=(reward, reward - 1.0, 1.0 - 2 * reward),
+        )
         logprobs = [slow_logprob(tables, example, place) - (left.pop() if left else 0.0) if m else 0.0 for place, m in enumerate(mask)]
         made.append(replace(example, logprobs=logprobs, example_id=len(made)))
     return made
 
 
-def segment_of(example, credit_rule):
-    prompt_ids, target = trajectory_target(example, credit_rule)
+def segment_of(example, credit_rule, num_of_rollout=None):
+    """The example is all of its rollout where nothing else is said."""
+    number = num_of_rollout or example.num_learned
+    prompt_ids, target = trajectory_target(example, credit_rule, num_of_rollout=number)
     size = len(prompt_ids)
     nothing = torch.zeros(0, 4), torch.zeros(0, 3, dtype=torch.int64)
     return Segment(0, EncodedPrompt(prompt_ids, prompt_ids, torch.zeros(size, dtype=torch.int64), *nothing), target)
@@ -107,28 +120,47 @@ def learn(tables, rows, *, weight=1.0, chunk=3, **config):
     return loss, term, {name: total / num_tokens for name, total in sums.items()}, [leaf.grad for leaf in leaves]
 
 
+def slow_tokens(tables, all_examples, **changes):
+    """(example, place, advantage times what divides it, ratio) of every sampled token."""
+    config = CONFIG | changes
+    for example in all_examples:
+        std = float(np.std(example.group_rewards)) + 1e-4 if config["advantage_std"] else 1.0
+        calls = [[place for place in call if place < len(example.mask)] for call in ((2, 3), (5, 6))]
+        for call in calls:
+            number = {"step": len(call), "rollout": sum(map(len, calls)), "constant": MAX_NEW_TOKENS}
+            for place in call:
+                ratio = math.exp(slow_logprob(tables, example, place) - example.logprobs[place])
+                yield example, place, example.advantage / std / number[config["normalize"]], ratio
+
+
 def slow_loss(tables, all_examples, **changes):
     """Token by token: the ratio truncated at its cap, then the worse of itself and its clipped self."""
-    config, total = CONFIG | changes, 0.0
-    for example in all_examples:
-        of_segment, num_sampled = 0.0, 0
-        for place, is_learned in enumerate(example.mask):
-            if not is_learned:
-                continue
-            num_sampled += 1
-            advantage = example.advantage / (float(np.std(example.group_rewards)) if config["advantage_std"] else 1.0)
-            ratio = min(math.exp(slow_logprob(tables, example, place) - example.logprobs[place]), config["ratio_cap"])
-            within = max(1 - config["clip_low"], min(1 + config["clip_high"], ratio))
-            of_segment -= min(ratio * advantage, within * advantage)
-        total += of_segment / (num_sampled if config["normalize"] == "segment" else MAX_NEW_TOKENS)
+    total = 0.0
+    for _, _, advantage, ratio in slow_tokens(tables, all_examples, **changes):
+        truncated = min(ratio, CAP)
+        total -= min(truncated * advantage, max(LOW, min(HIGH, truncated)) * advantage)
     return total
 
 
+def slow_teaching(at, tables, all_examples, **changes):
+    """What has the loss's gradient at the tables `at`: a sum over tokens of `-A w log p`.
+
+    `w` is the truncated ratio at `at`, which stays as it is.
+    """
+    total = 0.0
+    for example, place, advantage, ratio in slow_tokens(at, all_examples, **changes):
+        is_clipped = ratio > HIGH if advantage > 0 else ratio < LOW
+        if not is_clipped:
+            total -= advantage * min(ratio, CAP) * slow_logprob(tables, example, place)
+    return total
+
+
+LOW, HIGH, CAP = 0.8, 1.3, 2.0
 DISTANCES = [0.0, 0.1, -0.1, 0.25, -0.2, 0.4, -0.4, 0.65, -0.6, 0.9, -0.9, 3.0, -3.0, 0.02, -0.05, 0.0]
 """Of log-probabilities: within the clip, beyond it, and beyond the cap, on either side."""
 
 
-@pytest.mark.parametrize("normalize", ["segment", "constant"])
+@pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
 @pytest.mark.parametrize("advantage_std", [False, True])
 def test_the_loss_equals_a_slow_obvious_version(tables, normalize, advantage_std):
     settings = {"normalize": normalize, "advantage_std": advantage_std}
@@ -150,8 +182,9 @@ def test_the_loss_and_its_gradient_do_not_depend_on_packing(tables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", ["segment", "constant"])
+@pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
 def test_the_gradient_agrees_with_finite_differences(tables, normalize):
+    """Of the log-probabilities, with weights that stay as they are: beyond the cap too."""
     of = examples(tables, DISTANCES)
     _, _, _, gradients = learn(tables, [[segment_of(one, rule(normalize=normalize)) for one in of]], normalize=normalize)
     step = 1e-5
@@ -161,7 +194,8 @@ def test_the_gradient_agrees_with_finite_differences(tables, normalize):
             for sign in (1, -1):
                 moved = table.clone()
                 moved[place] += sign * step
-                differences.append(slow_loss([moved if other is table else other for other in tables], of, normalize=normalize))
+                there = [moved if other is table else other for other in tables]
+                differences.append(slow_teaching(tables, there, of, normalize=normalize))
             assert gradient[place].item() == pytest.approx((differences[0] - differences[1]) / (2 * step), abs=2e-5)
 
 
@@ -173,15 +207,16 @@ def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
 
 
 def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_what_was_worse(tables):
-    """On-policy the gradient is that of REINFORCE: minus the advantage times the score, mean over the segment's sampled tokens."""
+    """On-policy the gradient is that of REINFORCE: minus the advantage times the score, mean over the rollout's sampled tokens."""
     (one,) = examples(tables, [0.0])
     for advantage in (2.0, -1.0):
-        gradient = learn(tables, [[segment_of(replace(one, advantage=advantage), rule())]])[3][1]
+        segment = segment_of(replace(one, advantage=advantage), rule(normalize="rollout"))
+        gradient = learn(tables, [[segment]])[3][1]
         expected = torch.zeros_like(gradient)
         for place in (place for place, is_learned in enumerate(one.mask) if is_learned):
             for v in (v for v in range(VOCABULARY) if v not in BANNED):
                 ids = [*one.token_ids[:place], v]
-                p = math.exp(slow_logprob(tables, replace(one, token_ids=ids, logprobs=[0.0] * len(ids), mask=[0] * len(ids)), place))
+                p = math.exp(slow_logprob(tables, SimpleNamespace(token_ids=ids), place))
                 expected[place - 1, v] -= advantage * ((v == one.token_ids[place]) - p) / TEMPERATURE / one.num_learned
         torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
@@ -189,7 +224,18 @@ def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_wha
 # The ratio
 
 
-LOW, HIGH, CAP = 0.8, 1.3, 2.0
+def loss_of(log_ratio, advantage, **changes):
+    """Loss and gradient of one token each."""
+    learner = torch.tensor(log_ratio, dtype=torch.float64, requires_grad=True)
+    sampled = NOTHING_SAMPLED._replace(
+        engine_logprobs=torch.zeros_like(learner),
+        advantage=torch.tensor(advantage, dtype=torch.float64),
+        weight=torch.ones_like(learner),
+    )
+    config = PolicyGradientConfig.model_validate(CONFIG | changes)
+    loss = policy_gradient_loss(learner, sampled, config)
+    loss.backward()
+    return loss.item(), learner.grad.tolist(), is_clipped(learner, sampled, config).tolist()
 
 
 @pytest.mark.parametrize(
@@ -203,20 +249,23 @@ LOW, HIGH, CAP = 0.8, 1.3, 2.0
         (0.81, -1.0, 0.81, True),
         (0.79, -1.0, LOW, False),  # improbable enough by now
         (1.9, -1.0, 1.9, True),  # too probable, and worse: pulled back
-        (2.1, -1.0, CAP, False),  # further than the engine can tell
-        (1e30, -1.0, CAP, False),
+        (2.1, -1.0, CAP, True),  # far too probable, and worse: pulled back with the cap's force
+        (1e30, -1.0, CAP, True),
         (1e30, 1.0, HIGH, False),
     ],
 )
 def test_the_ratio_is_truncated_and_clipped_against_the_advantages_sign(ratio, advantage, counts_as, is_learned):
-    learner = torch.tensor([math.log(ratio)], requires_grad=True)
-    advantages, engine = torch.tensor([advantage]), torch.zeros(1)
-    loss = policy_gradient_loss(truncated_ratio(learner, engine, cap=CAP), advantages, torch.ones(1), clip_low=0.2, clip_high=0.3)
-    loss.backward()
-    assert loss.item() == pytest.approx(-advantage * counts_as, rel=1e-5)
-    assert learner.grad.item() == pytest.approx(-advantage * ratio if is_learned else 0.0, rel=1e-5)
-    sampled = NOTHING_SAMPLED._replace(engine_logprobs=engine, advantage=advantages)
-    assert is_clipped(learner.detach(), sampled, PolicyGradientConfig.model_validate(CONFIG)).tolist() == [not is_learned]
+    loss, gradient, clipped = loss_of([math.log(ratio)], [advantage])
+    assert loss == pytest.approx(-advantage * counts_as, rel=1e-9)
+    assert gradient == [pytest.approx(-advantage * counts_as if is_learned else 0.0, rel=1e-9)]
+    assert clipped == [not is_learned]
+
+
+def test_a_cap_below_the_clip_truncates_what_the_clip_still_lets_through():
+    for ratio, gradient, is_learned in ((1.5, -1.5, True), (2.5, -2.0, True), (3.5, 0.0, False)):
+        loss, gradients, clipped = loss_of([math.log(ratio)], [1.0], clip_high=2.0)
+        assert loss == pytest.approx(-min(ratio, CAP))
+        assert (gradients, clipped) == ([pytest.approx(gradient)], [not is_learned])
 
 
 def test_a_token_without_advantage_is_not_counted_as_clipped():
@@ -225,21 +274,84 @@ def test_a_token_without_advantage_is_not_counted_as_clipped():
 
 
 @given(st.lists(st.tuples(st.floats(-90, 90), st.floats(-5, 5)), min_size=1, max_size=8))
-def test_the_clipped_surrogate_is_the_worse_of_the_ratio_and_the_clipped_one(pairs):
-    log_ratio, advantage = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
-    ratio = truncated_ratio(log_ratio, torch.zeros_like(log_ratio), cap=CAP)
-    torch.testing.assert_close(ratio, log_ratio.exp().clamp(max=CAP))
-    worse = torch.minimum(ratio * advantage, ratio.clamp(LOW, HIGH) * advantage)
-    torch.testing.assert_close(clipped_ratio(ratio, advantage, clip_low=0.2, clip_high=0.3) * advantage, worse)
+def test_the_loss_is_the_worse_of_the_truncated_ratio_and_the_clipped_one_and_its_gradient_under_the_cap_is_ppos(pairs):
+    """The gradient above it: see the cases above."""
+    log_ratio, advantage = (list(column) for column in zip(*pairs, strict=True))
+    loss, gradient, _ = loss_of(log_ratio, advantage)
+    learner = torch.tensor(log_ratio, dtype=torch.float64, requires_grad=True)
+    ratio, of = learner.exp().clamp(max=CAP), torch.tensor(advantage, dtype=torch.float64)
+    ppo = -torch.minimum(ratio * of, ratio.clamp(LOW, HIGH) * of)
+    ppo.sum().backward()
+    assert loss == pytest.approx(ppo.sum().item())
+    under = [i for i, value in enumerate(log_ratio) if value < math.log(CAP)]
+    at_a_kink = [abs(math.exp(log_ratio[i]) - bound) < 1e-9 for i in under for bound in (LOW, HIGH)]
+    if not any(at_a_kink):
+        assert [gradient[i] for i in under] == pytest.approx([learner.grad[i].item() for i in under])
 
 
 def test_tokens_of_hardly_any_probability_have_finite_losses_and_gradients():
     learner = torch.tensor([-0.0, -9999.0, -1e4, 0.0], requires_grad=True)
-    engine, advantage = torch.tensor([-9999.0, -0.5, -1e4, -88.8]), torch.tensor([-1.0, 1.0, -1.0, 1.0])
-    loss = policy_gradient_loss(truncated_ratio(learner, engine, cap=CAP), advantage, torch.ones(4), clip_low=0.2, clip_high=0.3)
+    sampled = NOTHING_SAMPLED._replace(
+        engine_logprobs=torch.tensor([-9999.0, -0.5, -1e4, -88.8]),
+        advantage=torch.tensor([-1.0, 1.0, -1.0, 1.0]),
+        weight=torch.ones(4),
+    )
+    loss = policy_gradient_loss(learner, sampled, PolicyGradientConfig.model_validate(CONFIG))
     loss.backward()
     assert loss.item() == pytest.approx(2.0 + 0.0 + 1.0 - 1.3)
-    assert learner.grad.tolist() == pytest.approx([0.0, 0.0, 1.0, 0.0])
+    assert learner.grad.tolist() == pytest.approx([2.0, 0.0, 1.0, 0.0])
+
+
+# Calls that were merged (issue 16, 6: each model call is an example of its own)
+
+
+def called(tables, *calls, seed):
+    """Calls with these prompts and sampled tokens, whose log-probabilities are nearly the learner's."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for prompt, sampled in calls:
+        whole = SimpleNamespace(token_ids=[*prompt, *sampled])
+        places = range(len(prompt), len(whole.token_ids))
+        made.append(Call(prompt, sampled, [slow_logprob(tables, whole, p) - draw.normal(0, 0.3) for p in places]))
+    return made
+
+
+ROLLOUTS = {
+    "turns of 1 and 3 tokens": ([([1, 3], [4]), ([1, 3, 4, 6], [7, 8, 9])], 1),
+    "a history that was rewritten twice": ([([1, 3], [4, 4]), ([1, 6], [7]), ([1, 9], [7, 3, 3])], 3),
+    "two calls that go on from one": ([([1], [3, 4]), ([1, 3, 4, 6], [7]), ([1, 3, 4, 9], [8, 8])], 2),
+    "one call": ([([1, 6], [3, 4])], 1),
+}
+
+
+@pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
+@pytest.mark.parametrize("which", [*ROLLOUTS, "all of them"])
+def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(tables, which, normalize):
+    names = [which] if which in ROLLOUTS else list(ROLLOUTS)
+    of_rule, results = rule(normalize=normalize), []
+    for merges in (False, True):
+        segments = []
+        for seed, name in enumerate(names):
+            calls, num_merged = ROLLOUTS[name]
+            made = examples_of(called(tables, *calls, seed=seed), merges=merges, advantage=1.0 - seed)
+            assert len(made) == (num_merged if merges else len(calls))
+            total = sum(example.num_learned for example in made)
+            targets = [segment_of(example, of_rule, num_of_rollout=total) for example in made]
+            segments += targets
+        results.append(learn(tables, [segments], normalize=normalize))
+    (loss, _, _, gradients), (merged_loss, _, _, merged_gradients) = results
+    assert merged_loss == pytest.approx(loss, abs=1e-6)
+    for merged, expected in zip(merged_gradients, gradients, strict=True):
+        torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
+
+
+def test_a_rollout_weighs_1_however_often_its_history_was_rewritten_and_each_call_1_by_default(tables):
+    for name, (calls, _) in ROLLOUTS.items():
+        made = examples_of(called(tables, *calls, seed=0), merges=True, advantage=1.0)
+        total = sum(example.num_learned for example in made)
+        for normalize, weight in (("step", len(calls)), ("rollout", 1.0), ("constant", total / MAX_NEW_TOKENS)):
+            targets = [segment_of(one, rule(normalize=normalize), num_of_rollout=total).target for one in made]
+            assert sum(sum(target.credit.weights) for target in targets) == pytest.approx(weight), name
 
 
 # What is measured
@@ -254,7 +366,7 @@ def test_mean_ratio_share_clipped_log_probability_difference_and_entropy_are_mea
             logprob = slow_logprob(tables, one, place)
             ratio = math.exp(logprob - one.logprobs[place])
             ratios.append(min(ratio, CAP))
-            clipped.append(ratio > HIGH if one.advantage > 0 else not LOW <= ratio <= CAP)
+            clipped.append(ratio > HIGH if one.advantage > 0 else ratio < LOW)
             differences.append(abs(logprob - one.logprobs[place]))
             surprises.append(-logprob)
     means = [np.mean(values) for values in (ratios, clipped, differences, surprises)]

@@ -21,6 +21,7 @@ from learner.weight_source import CheckpointWeights
 from rollout_actors.backends.vllm_colocate import ColocatedBackend
 from rollout_actors.receipt import Receipt
 from shared.canary import CanaryProbe
+from shared.canary_noise import Differences
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, WeightOffer
@@ -28,6 +29,7 @@ from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, WeightOf
 pytestmark = pytest.mark.engine
 
 PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), (-0.5, -0.25), tolerance=1e-4)
+IN_BFLOAT16 = replace(PROBE, tolerance=None)
 GREEDY = DecodeSettings(
     mode=DecodeMode.GREEDY,
     temperature=0.0,
@@ -97,7 +99,7 @@ class SleepyLLM:
     def __init__(self, **arguments: Any) -> None:
         self.scene.note("load")
         self.can_sleep = arguments["enable_sleep_mode"]
-        self.is_asleep = False
+        self.asleep: set[str] = set()
         self._queued: list[str] = []
         self._num_requests = 0
         core = SimpleNamespace(shutdown=lambda timeout: self.scene.note("shut down"))
@@ -110,18 +112,20 @@ class SleepyLLM:
         )
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        assert (self.can_sleep, self.is_asleep, level, mode) == (True, False, 1, "abort")
+        assert (self.can_sleep, self.asleep, level, mode) == (True, set(), 1, "abort")
         self.scene.note("sleep")
-        self.is_asleep, self._queued = True, []
+        self.asleep, self._queued = {"weights", "kv_cache"}, []
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        assert self.is_asleep
-        self.scene.note("wake")
-        self.is_asleep = False
-        return True
+        assert tags is not None and set(tags) <= self.asleep, "vLLM wakes nothing then"
+        self.scene.note("wake" if len(tags) == 2 else f"wake {tags[0]}")
+        self.asleep -= set(tags)
+        return not self.asleep
 
     def _work(self, event: str) -> None:
-        assert not self.is_asleep, f"asleep, and asked to {event}"
+        # An update needs the weights' memory alone.
+        needed = {"weights"} if event in SYNC and event != "canary" else {"weights", "kv_cache"}
+        assert not self.asleep & needed, f"asleep, and asked to {event}"
         self.scene.note(event)
 
     def enqueue(self, prompts: Any, params: Any, *, lora_request: Any, use_tqdm: bool) -> list[str]:
@@ -161,7 +165,7 @@ class SleepyLLM:
     def update_weight_version(self, new_version: str) -> None: ...
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        answers = {"active_guard": {"settings": None, "runner": "V1"}, "receipt": asdict(Receipt([5], [5], [], [], 0.0, 0.0, []))}
+        answers = {"guard_by": {"runner": "V1", "is_loaded": True, "settings": None}, "receipt": asdict(Receipt([5], [5], [], [], 0.0, 0.0, []))}
         return [answers.get(method)]
 
     def generate(self, prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
@@ -202,9 +206,14 @@ def backend(host: Host, scene: Scene) -> Iterator[ColocatedBackend]:
     backend.close()
 
 
-def an_offer(host: Host, version: int = 1) -> WeightOffer:
+@pytest.fixture(params=[PROBE, IN_BFLOAT16], ids=["float32", "bfloat16"])
+def probe(request: pytest.FixtureRequest) -> CanaryProbe:
+    return request.param
+
+
+def an_offer(host: Host, version: int = 1, probe: CanaryProbe = PROBE) -> WeightOffer:
     sender = WeightSender(CheckpointWeights(host.model), transport="inproc", receivers=(), timeout_s=20.0)
-    return sender.offer(version, ComputedCanary(PROBE))
+    return sender.offer(version, ComputedCanary(probe))
 
 
 QUEUED = ["queue"] * len(REQUESTS)
@@ -230,13 +239,35 @@ def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_
     assert backend.generate([]) == [] and scene.take() == [], "nobody is woken for nothing"
 
 
-def test_a_sync_wakes_the_engine_whose_canary_and_next_generation_find_it_awake(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
-    assert backend.receive_weights(an_offer(host)).version == 1
-    assert scene.take() == ["optimizer away", "wake", *SYNC, "back"]
-    backend.receive_weights(an_offer(host, 2))
-    assert scene.take() == ["optimizer away", *SYNC, "back"], "it was awake"
+def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+    """The cache comes behind the copies. Steps of channel A follow one another without a
+    `generate`."""
+    for version in (1, 2):
+        assert backend.receive_weights(an_offer(host, version)).version == version
+        sync = ["wake weights", *SYNC[:-1], "wake kv_cache", "canary", "sleep"]
+        assert scene.take() == ["optimizer away", *sync, "back"]
     backend.generate(REQUESTS)
-    assert scene.take() == ["host away", *QUEUED, "step", "sleep", "back"]
+    assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
+
+
+def test_an_engine_that_does_not_fall_asleep_behind_a_sync_is_not_asked_again(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+    scene.fails = "sleep"
+    with pytest.raises(WeightSyncError, match="colocated: RuntimeError: could not sleep"):
+        backend.receive_weights(an_offer(host))
+    assert scene.take()[-2:] == ["sleep", "back"]
+    with pytest.raises(RolloutError, match="serves no rollouts: it failed"):
+        backend.generate(REQUESTS)
+
+
+def test_an_engine_whose_noise_is_measured_is_awake_as_a_whole_before_it_scores_what_it_holds(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+    """With a part of its memory away vLLM schedules nothing, and a probe is waited for forever."""
+    report = backend.receive_weights(an_offer(host, probe=IN_BFLOAT16))
+    assert report.canary_noise == Differences(0.0, 0.0)
+    assert scene.take() == ["optimizer away", "wake", "canary", *SYNC, "sleep", "back"]
+    backend.generate(REQUESTS)
+    scene.take()
+    assert backend.receive_weights(an_offer(host, 2, IN_BFLOAT16)).canary_noise is None
+    assert scene.take()[:2] == ["optimizer away", "wake weights"], "only once in a run"
 
 
 def test_a_refused_request_and_a_host_that_is_told_to_stop_leave_the_engine_asleep(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
@@ -263,22 +294,24 @@ def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_aga
 
 
 @pytest.mark.parametrize("phase", ["begin update", "update", "canary"])
-def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(backend: ColocatedBackend, host: Host, scene: Scene, phase: str) -> None:
+def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(backend: ColocatedBackend, host: Host, scene: Scene, phase: str, probe: CanaryProbe) -> None:
     scene.fails = phase
     with pytest.raises(WeightSyncError, match=f"could not {phase}"):
-        backend.receive_weights(an_offer(host))
+        backend.receive_weights(an_offer(host, probe=probe))
     scene.take()
-    assert backend.receive_weights(an_offer(host, 2)).version == 2
-    assert "wake" not in scene.take()
+    assert backend.receive_weights(an_offer(host, 2, probe)).version == 2
+    events = scene.take()
+    assert "wake weights" not in events
+    assert events[-2:] == ["sleep", "back"]
 
 
-@pytest.mark.parametrize("receives", [False, True])
-def test_an_engine_that_does_not_wake_is_not_asked_again(backend: ColocatedBackend, host: Host, scene: Scene, *, receives: bool) -> None:
-    scene.fails = "wake"
-    if receives:
-        with pytest.raises(WeightSyncError, match="pause on colocated: RuntimeError: could not wake"):
-            backend.receive_weights(an_offer(host))
-        assert scene.take() == ["optimizer away", "wake", "back"]
+@pytest.mark.parametrize(("receives", "fails"), [(None, "wake"), (PROBE, "wake weights"), (IN_BFLOAT16, "wake")])
+def test_an_engine_that_does_not_wake_is_not_asked_again(backend: ColocatedBackend, host: Host, scene: Scene, receives: CanaryProbe | None, fails: str) -> None:
+    scene.fails = fails
+    if receives is not None:
+        with pytest.raises(WeightSyncError, match=f"pause on colocated: RuntimeError: could not {fails};"):
+            backend.receive_weights(an_offer(host, probe=receives))
+        assert scene.take() == ["optimizer away", fails, "back"]
     else:
         with pytest.raises(RolloutError, match="generate on colocated: RuntimeError: could not wake"):
             backend.generate(REQUESTS)
@@ -298,13 +331,13 @@ def test_an_engine_that_does_not_fall_asleep_fails_its_start(host: Host, scene: 
 
 @pytest.mark.parametrize(("wanted", "available"), [(False, True), (True, False)])
 def test_where_it_is_not_wanted_or_not_to_be_had_nobody_sleeps(
-    host: Host, scene: Scene, monkeypatch: pytest.MonkeyPatch, *, wanted: bool, available: bool
+    host: Host, scene: Scene, monkeypatch: pytest.MonkeyPatch, probe: CanaryProbe, *, wanted: bool, available: bool
 ) -> None:
     from rollout_actors import colocated_llm
 
     monkeypatch.setattr(colocated_llm, "current_platform", SimpleNamespace(is_sleep_mode_available=lambda: available))
     backend = make_backend(host, sleep=wanted)
     backend.start()
-    backend.receive_weights(an_offer(host))
+    backend.receive_weights(an_offer(host, probe=probe))
     backend.generate(REQUESTS)
     assert not {"sleep", "wake"} & set(scene.take())

@@ -77,7 +77,7 @@ def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_mode
 
 @pytest.mark.slow
 def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(learner: SmallLearner, backend: HFBackend) -> None:
-    request = learner.request(0, max_new_tokens=12)
+    request = learner.request(4, max_new_tokens=12)
     beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=3)
     unstopped = backend.generate([replace(request, decode=beam)])[0].response_token_ids
     rollouts = backend.generate([replace(request, decode=replace(beam, stop_token_ids=(stop,))) for stop in unstopped])

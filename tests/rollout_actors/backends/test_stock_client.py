@@ -8,7 +8,7 @@ import io
 import json
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ async def synced(one: StockClient, what: WeightOffer) -> Any:
 class TestStart:
     def test_a_suitable_server_gets_a_label_of_this_run_and_is_asked_to_go_on(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         asyncio.run(started(url, expected))
-        assert server.routes == ["/resume", "/update_weight_version"]
+        assert server.routes == ["/resume", "/update_weight_version", "/collective_rpc guard_by"]
         assert server.label.startswith("rollmatch-") and server.label.endswith("-0")
 
     @pytest.mark.parametrize(
@@ -139,9 +139,36 @@ class TestStart:
         with pytest.raises(RolloutError, match=r"--dtype float32; .*--weight-transfer-config"):
             asyncio.run(started(url, expected))
 
-    def test_a_guard_that_is_asked_for_and_not_there_ends_the_start(self, url: str, expected: EngineSettings) -> None:
-        with pytest.raises(RolloutError, match=r"holds no repeat guard, and rollout_matching\.repeat_terminate asks"):
-            asyncio.run(started(url, replace(expected, repeat_guard=GUARD)))
+    def test_a_guard_that_is_asked_for_and_not_there_ends_the_start(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        server.holds_guard = False
+        guarded = replace(expected, repeat_guard=GUARD)
+        with pytest.raises(
+            RolloutError, match=r"holds no repeat guard, and rollout_matching\.repeat_terminate asks for one: --logits-processors rollout_actors"
+        ):
+            asyncio.run(started(url, guarded))
+        asyncio.run(started(url, expected))  # which needs none
+
+    def test_the_runs_rule_comes_with_its_start_and_again_with_its_syncs(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+        guarded = asyncio.run(started(url, replace(expected, repeat_guard=GUARD)))
+        assert server.guard == asdict(GUARD)
+        asyncio.run(started(url, expected))
+        assert server.guard is None
+        server.asked.clear()
+        asyncio.run(synced(guarded, an_offer()))
+        assert server.guard == asdict(GUARD), "weights and rule are of one run"
+        assert server.routes.index("/collective_rpc guard_by") == 1 + server.routes.index("/pause?mode=wait&clear_cache=false")
+
+    def test_a_server_whose_workers_do_not_take_the_rule_is_waited_for_no_longer_than_a_phase(
+        self, server: StockServer, url: str, expected: EngineSettings
+    ) -> None:
+        guarded = asyncio.run(started(url, replace(expected, repeat_guard=GUARD)))
+        server.guard_latency_s = 60.0
+        offer = replace(make_offer(timeout_s=0.2), canary=an_offer().canary)
+        late = r"rendezvous on server-0: .*no answer from its workers .*after timeouts\.sync_phase_s = 0\.2 s"
+        with pytest.raises(WeightSyncError, match=late):
+            asyncio.run(asyncio.wait_for(synced(guarded, offer), 5.0))
+        with pytest.raises(RolloutError, match=r"start on server-0: .*after rollout_matching\.vllm\.server\.timeout_s = 1 s"):
+            asyncio.run(asyncio.wait_for(started(url, expected, timeout_s=1.0), 5.0))
 
     def test_a_server_that_never_comes_up_names_the_command_that_starts_it(self, expected: EngineSettings) -> None:
         with pytest.raises(RolloutError, match=r"VLLM_SERVER_DEV_MODE=1 .*vllm serve .*--enable-scale-out"):
@@ -265,7 +292,6 @@ class TestGenerate:
             asyncio.run(one.generate([make_request(0)]))
 
     def test_a_repetition_that_went_on_says_that_the_guard_was_not_active(self, server: StockServer, url: str, expected: EngineSettings) -> None:
-        server.guard = {name: value for name in GUARD.__slots__ for value in [getattr(GUARD, name)]}
         one = asyncio.run(started(url, replace(expected, repeat_guard=GUARD)))
         tokens = [5, 5, 5, 5, 5, 5]
         server.choice = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}] * 6}}
@@ -280,6 +306,7 @@ class TestSync:
         report = asyncio.run(synced(one, an_offer()))
         assert server.routes == [
             "/pause?mode=wait&clear_cache=false",
+            "/collective_rpc guard_by",
             "/shutdown_weight_transfer_engine",
             "/init_weight_transfer_engine",
             "/collective_rpc begin_receipt",

@@ -9,7 +9,6 @@ from typing import Any
 
 from rollout_actors.backends.stock_command import stock_command
 from rollout_actors.engine_settings import EngineSettings
-from shared.config.repeat_terminate import RepeatTerminateSection
 from shared.transports import Device, Transport
 
 DOC = Path(__file__).parents[3] / "docs" / "stock_server.md"
@@ -19,10 +18,9 @@ def settings(**changes: Any) -> EngineSettings:
     return EngineSettings(model_path="FOLDER", max_model_len=4096, max_num_seqs=16, seed=0, gpu_memory_utilization=0.85, **changes)
 
 
-def test_the_page_shows_the_command_of_a_gpu_and_that_of_a_cpu_with_the_repeat_guard() -> None:
-    guard = RepeatTerminateSection(enabled=True).settings()
+def test_the_page_shows_the_command_of_a_gpu_and_that_of_a_cpu() -> None:
     on_gpu = settings(dtype="bfloat16", transport=Transport.NCCL, device=Device.CUDA, enforce_eager=False)
-    on_cpu = settings(dtype="float32", transport=Transport.GLOO, device=Device.CPU, enforce_eager=True, kv_cache_memory_bytes=64 << 20, repeat_guard=guard)
+    on_cpu = settings(dtype="float32", transport=Transport.GLOO, device=Device.CPU, enforce_eager=True, kv_cache_memory_bytes=64 << 20)
     shown = [block for block in re.findall(r"```\n(.*?)```", DOC.read_text(), re.DOTALL) if "vllm serve" in block]
     made = [stock_command(each, "http://127.0.0.1:8000") for each in (on_gpu, on_cpu)]
     assert [shlex.split(block.replace("\\\n", "")) for block in shown] == [shlex.split(command) for command in made]

@@ -34,6 +34,7 @@ from shared.weight_sync import SyncPhase
 
 pytestmark = pytest.mark.slow
 
+GUARD = RepeatGuardSettings(64, 32, 16, 4, None)
 SUPPORT = Path(__file__).parents[2] / "support" / "fake_server.py"
 
 
@@ -140,7 +141,6 @@ class TestStart:
             assert asyncio.run(client(url, expected, token="secret").start()) == 1
 
     def test_a_server_that_does_not_suit_the_run_is_refused_with_everything_that_differs(self, url: str, expected: EngineSettings, tmp_path: Path) -> None:
-        guard = RepeatGuardSettings(64, 32, 16, 4, None)
         other = make_settings(
             tmp_path / "other",
             dtype="bfloat16",
@@ -149,7 +149,6 @@ class TestStart:
             max_images_per_prompt=2,
             max_image_pixels=20_200,
             transport="nccl",
-            repeat_guard=guard,
             enable_lora=True,
         )
         (tmp_path / "other" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
@@ -163,7 +162,6 @@ class TestStart:
             "max_images_per_prompt is 1",
             "max_image_pixels is 10000, the largest image of the data has 20200: start it with max_image_pixels=20200",
             "its weights come over rollmatch_gloo, the learner sends over nccl",
-            "its repeat guard is off (repeat_terminate was not given at its start)",
             "enable_lora=true max_lora_rank=16",
         ):
             assert part in str(caught.value)
@@ -173,16 +171,6 @@ class TestStart:
         with serving_engine(engine, roomy) as url:
             assert asyncio.run(client(url, expected).start()) == 1
 
-    def test_config_required_repeat_aware_processor_missing_fails_fast(self, url: str, expected: EngineSettings) -> None:
-        guarded = replace(expected, repeat_guard=RepeatGuardSettings(64, 32, 16, 4, None))
-        with pytest.raises(RolloutError, match=r"its repeat guard is off \(repeat_terminate was not given at its start\).*repeat_terminate=JSON"):
-            asyncio.run(client(url, guarded).start())
-
-    def test_a_guard_the_run_did_not_ask_for_is_refused(self, engine: ObedientEngine, expected: EngineSettings) -> None:
-        guarded = replace(expected, repeat_guard=RepeatGuardSettings(64, 32, 16, 4, None))
-        with serving_engine(engine, guarded) as url, pytest.raises(RolloutError, match=r"rollout_matching.repeat_terminate is off"):
-            asyncio.run(client(url, expected).start())
-
     def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(self, url: str, expected: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -191,6 +179,48 @@ class TestStart:
     def test_what_makes_a_client_travels_to_its_process(self, url: str, expected: EngineSettings) -> None:
         spec = ServerEngineSpec("server-0", make_address(url), 0, expected)
         assert asyncio.run(pickle.loads(pickle.dumps(spec))().start()) == 1
+
+
+class TestRepeatGuard:
+    """A server is started without it (spec: no new standalone CLI flags): the run's rule comes with
+    what it asks."""
+
+    def test_the_runs_rule_is_in_force_before_the_engine_is_asked(self, engine: ObedientEngine, url: str, expected: EngineSettings) -> None:
+        guarded = client(url, replace(expected, repeat_guard=GUARD))
+        assert asyncio.run(guarded.start()) == 1
+        asyncio.run(guarded.generate([make_request(0)]))
+        asyncio.run(guarded.generate([make_request(1)]))
+        assert engine.guards == [GUARD], "said once, since nobody has brought another"
+        asyncio.run(client(url, expected).generate([make_request(2)]))
+        assert engine.guards == [GUARD, None], "a run without a guard has none"
+
+    def test_another_runs_rule_waits_until_nothing_is_answered_under_this_one(self, engine: ObedientEngine, url: str, expected: EngineSettings) -> None:
+        engine.latency_s = 60.0
+
+        async def both() -> None:
+            first = asyncio.create_task(client(url, replace(expected, repeat_guard=GUARD), infer_timeout_s=60.0).generate([make_request(0)]))
+            while not engine.asked:
+                await asyncio.sleep(0.01)
+            with pytest.raises(RolloutError, match=r"HTTP 409: repeat_terminate: .* answers 1 requests under another one"):
+                await client(url, expected).generate([make_request(1)])
+            engine.goes_on.set()
+            await first
+            await client(url, expected).generate([make_request(1)])
+
+        asyncio.run(both())
+        assert engine.guards == [GUARD, None]
+
+    def test_config_required_repeat_aware_processor_missing_fails_fast(self, engine: ObedientEngine, url: str, expected: EngineSettings) -> None:
+        engine.cannot_guard = RolloutError("worker 0 holds no repeat guard", actor="a-server", phase="start")
+        with pytest.raises(RolloutError, match="HTTP 422: worker 0 holds no repeat guard"):
+            asyncio.run(client(url, replace(expected, repeat_guard=GUARD)).generate([make_request(0)]))
+        assert engine.asked == []
+
+    def test_the_command_for_a_run_names_no_flag_for_it(self, expected: EngineSettings) -> None:
+        with pytest.raises(RolloutError) as caught:
+            asyncio.run(client("http://127.0.0.1:9", replace(expected, repeat_guard=GUARD), timeout_s=0.1).start())
+        assert "launch.serve" in str(caught.value)
+        assert "repeat_terminate" not in str(caught.value)
 
 
 class TestGenerate:

@@ -465,7 +465,9 @@ def test_vf_eval_of_an_example(endpoint: Endpoint, learner: SmallLearner, tmp_pa
         steps = line["columns"]["trajectory"]
         assert (line["error"], len(steps), line["completion_tokens"]) == (None, turns, sum(len(step["tokens"]["completion_ids"]) for step in steps))
         for step in steps:
-            said = learner.tokenizer.decode(step["tokens"]["completion_ids"], skip_special_tokens=True)
+            # Where there are tools, vLLM leaves special tokens in the text, for its parsers.
+            has_tools = name == "key_value_store"
+            said = learner.tokenizer.decode(step["tokens"]["completion_ids"], skip_special_tokens=not has_tools)
             # A character that has only begun is not said.
             assert step["completion"][0]["content"].rstrip("\ufffd") == said.rstrip("\ufffd")
             assert len(step["tokens"]["completion_logprobs"]) == len(step["tokens"]["completion_ids"])

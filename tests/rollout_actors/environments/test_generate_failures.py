@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import re
 import sys
 import sysconfig
@@ -38,9 +39,11 @@ def test_one_failing_rollout_is_data_with_reward_0_and_counted(interleave_scorin
     env = SingleTurnEnv(rubric=rubric_of(said_the_answer, length))
     results = generated(env, rows(3), ScriptedClient(bad_q1), interleave_scoring=interleave_scoring)
     assert results.reward == [3.0, 0.0, 3.0]
-    assert results.metrics == {"said_the_answer": [1.0, 0.0, 1.0], "length": [2.0, 0.0, 2.0]}
+    assert results.metrics == {"said_the_answer": [1.0, None, 1.0], "length": [2.0, None, 2.0]}
     assert [state["error"] for state in results.state] == [None, "BadRequestError: Error code: 400 - bad request", None]
-    assert results.metadata.num_errors == 1 and results.metadata.avg_reward == 2.0
+    # Nobody has measured the 0: averages are over the others.
+    assert results.metadata.num_errors == 1 and results.metadata.avg_reward == 3.0
+    assert results.metadata.avg_metrics == {"said_the_answer": 1.0, "length": 2.0}
     failed = results.state[1]
     assert failed["is_completed"] and failed["stop_condition"] == "error" and results.completion[1] == []
 
@@ -192,6 +195,35 @@ def test_a_reward_function_that_fails_is_one_rollouts_failure(interleave_scoring
     assert results.metadata.num_errors == 1 and results.state[1]["trajectory"][0]["reward"] == 0.0
 
 
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+@pytest.mark.parametrize("compares", [False, True])
+def test_averages_are_over_what_there_is_and_a_reward_function_that_fails_is_counted(compares, interleave_scoring, caplog):
+    def constant(completion):
+        return 1.0
+
+    def picky(completion):
+        if completion[-1]["content"] == "q1":
+            raise RuntimeError("no idea")
+        return 3.0
+
+    functions = [constant, picky] + ([lambda states: [0.0] * len(states)] if compares else [])
+    env = SingleTurnEnv(rubric=Rubric(functions, [1.0, 0.0, 0.0][: len(functions)]))
+    results = generated(env, rows(2), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    assert results.reward == [1.0, 1.0] and results.metadata.num_errors == 0
+    metadata = results.metadata
+    assert (metadata.avg_reward, metadata.avg_metrics["constant"], metadata.avg_metrics["picky"]) == (1.0, 1.0, 3.0)
+    assert results.metrics["picky"] == [3.0, None]
+    assert metadata.num_reward_errors == {"picky": 1}
+    assert "reward function picky failed for 1 of 2 rollouts, the first of example 1: RuntimeError: no idea" in caplog.text
+
+
+def test_where_every_rollout_failed_there_is_no_average():
+    env = SingleTurnEnv(rubric=rubric_of(said_the_answer))
+    results = generated(env, rows(2), ScriptedClient(lambda call: status_error(400, "bad")))
+    assert (results.reward, results.metrics, results.metadata.avg_metrics) == ([0.0, 0.0], {}, {})
+    assert math.isnan(results.metadata.avg_reward) and results.metadata.num_errors == 2
+
+
 @pytest.mark.slow
 def test_an_endpoint_that_cannot_be_reached_leaves_every_rollout_as_data():
     client = ScriptedClient(lambda call: connection_error())
@@ -256,9 +288,26 @@ def test_a_group_function_that_fails_is_its_groups_failure_and_the_others_go_on(
     results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False))
     assert results.reward == [0.0, 0.0, 1.5, 0.5] and results.metadata.num_errors == 2
     assert [without_place(state) for state in results.state] == ["RuntimeError: no idea"] * 2 + [None] * 2
-    assert results.metrics == {"right": [0.0, 0.0, 0.5, 0.5], "picky": [0.0, 0.0, 1.0, 0.0]}
+    assert results.metrics == {"right": [0.5, 0.5, 0.5, 0.5], "picky": [None, None, 1.0, 0.0]}
+    assert results.metadata.avg_metrics == {"right": 0.5, "picky": 0.5}
+    assert results.metadata.num_reward_errors == {"picky": 2}
     assert [state["trajectory"][0]["reward"] for state in results.state] == results.reward
     assert [state["advantage"] for state in results.state] == [None, None, 0.5, -0.5]
+
+
+def test_of_a_rubric_that_fails_itself_nothing_stays_not_even_what_its_functions_failed_of():
+    def picky(state):
+        raise RuntimeError("no idea")
+
+    class Own(Rubric):
+        async def score_rollout(self, state):
+            await super().score_rollout(state)
+            raise ValueError("mine")
+
+    results = generated(SingleTurnEnv(rubric=Own([length, picky], [1.0, 0.0])), rows(1), ScriptedClient(echo))
+    (failed,) = results.state
+    assert without_place(failed) == "ValueError: mine"
+    assert (failed["metrics"], "reward_errors" in failed, results.metadata.num_reward_errors) == ({}, False, {})
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, "None"), (float("nan"), "nan")])

@@ -3,10 +3,11 @@
 import copy
 
 import datasets
+import numpy as np
 import pytest
 from environment_support import assistant, user
 
-from rollout_actors.environments.inputs import Examples, PromptFormat, placed, rows_of
+from rollout_actors.environments.inputs import Examples, PromptFormat, placed, require_one_row_per_id, rows_of
 
 
 def inputs(rows, **form):
@@ -168,3 +169,48 @@ def test_a_rows_own_tools_come_out_of_a_table_as_they_were_put_in_and_the_rest_o
 @pytest.mark.parametrize("info", [{"oai_tools": None}, {"k": None}, '{"oai_tools": [{"type": null}]}'])
 def test_info_without_a_list_of_tools_stays_as_it_is(info):
     assert inputs([{"question": "a", "info": info}])[0]["info"] == info
+
+
+def require(*rows):
+    examples = Examples(rows, PromptFormat())
+    require_one_row_per_id(examples, placed(examples))
+
+
+ONE, OTHER = {"question": "1 + 1", "id": 7}, {"question": "2 + 2", "id": 7}
+
+
+def test_an_id_that_two_different_rows_have_is_refused_because_they_would_be_one_group():
+    with pytest.raises(ValueError, match=r"id: inputs 0 and 2 both have 7 and are different rows, .*; give every row an id of its own"):
+        require(ONE, {"question": "?", "id": 8}, OTHER)
+    for field in ("answer", "info"):
+        with pytest.raises(ValueError, match="inputs 0 and 1 both have 7"):
+            require(ONE | {field: {"k": 2}}, ONE | {field: {"k": 3}})
+    require(ONE, ONE, ONE | {"position": 5}, {"question": "?", "id": 8})
+    require(ONE, OTHER | {"task": "another"})
+    require({"question": "?"}, {"question": "!"})
+    # Who names the group himself compares different rows on purpose.
+    require(ONE | {"example_id": 0}, OTHER | {"example_id": 0})
+    require({"question": "?", "example_id": "g"}, {"question": "!", "example_id": "g"})
+
+
+@pytest.mark.parametrize("named", [{"id": 1}, {"example_id": 1}])
+def test_a_row_without_an_id_whose_number_is_anothers_is_refused(named):
+    told = r"id: inputs 0 and 1 both have 1 \(input 1 by its number in the data, for it has none\) and are different rows"
+    with pytest.raises(ValueError, match=told):
+        require({"question": "a"} | named, {"question": "b"})
+    require({"question": "a"} | named, {"question": "a"})
+    require({"question": "a", "id": "x"}, {"question": "b"})
+
+
+@pytest.mark.parametrize("column", ["id", "example_id"])
+@pytest.mark.parametrize("nan", [float("nan"), np.float32("nan")], ids=["python", "numpy"])
+def test_an_id_that_is_nan_is_refused_by_row(column, nan):
+    with pytest.raises(ValueError, match=f"^{column}: of row 1 is NaN; give every row one, or leave the column out$"):
+        inputs([{"question": "a", column: 1.0}, {"question": "b", column: nan}])
+
+
+def test_rows_with_arrays_are_compared_by_what_is_in_them():
+    one, same, other = ({"question": "q", "id": 7, "answer": np.array(values), "info": {"boxes": [np.arange(2)]}} for values in ([1, 2], [1, 2], [1, 3]))
+    require(one, same)
+    with pytest.raises(ValueError, match="inputs 0 and 1 both have 7"):
+        require(one, other)

@@ -7,7 +7,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall, Function
 
-from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, sanitize_messages
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, sanitize_messages, sanitize_tool_calls
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -79,6 +79,16 @@ def test_sanitation_stores_tool_calls_of_mappings_and_of_the_openai_library_alik
     message = ChatCompletionMessage(role="assistant", content=None, tool_calls=[foreign])
     stored = sanitize_messages([message])
     assert [json.loads(call) for call in stored[0]["tool_calls"]] == [CALL]
+
+
+def test_sanitize_tool_calls_writes_each_call_as_json_and_leaves_the_rest():
+    told = {"role": "assistant", "content": "sum", "tool_calls": [CALL, json.dumps(CALL)]}
+    asked = {"role": "user", "tool_calls": []}
+    before = copy.deepcopy([asked, told])
+    made = sanitize_tool_calls([asked, told])
+    assert made == [{"role": "user"}, told | {"tool_calls": [json.dumps(CALL)] * 2}]
+    assert [asked, told] == before
+    assert sanitize_tool_calls("a") == "a"
 
 
 def test_text_stays_text():

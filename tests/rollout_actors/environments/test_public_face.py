@@ -30,6 +30,7 @@ CONTRACT = [
 ]
 BESIDES = [
     "AsyncBatchGenerator",
+    "BaseRolloutInput",
     "GenerateMetadata",
     "Message",
     "Messages",
@@ -46,6 +47,7 @@ BESIDES = [
     "convert_tool_to_oai_format",
     "merge_trajectories_for_training",
     "parse_response_messages",
+    "sanitize_tool_calls",
 ]
 
 

@@ -3,14 +3,16 @@
 import asyncio
 import math
 import pickle
+import re
 import threading
 from functools import partial
 
 import numpy as np
 import pytest
-from environment_support import assistant, generated, user
-from scripted_client import ScriptedClient
+from environment_support import assistant, generated, user, without_place
+from scripted_client import ScriptedClient, status_error
 
+from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.rubric import Rubric, RubricGroup, credit, give_advantages, relative_steps, settle
 from rollout_actors.environments.single_turn import SingleTurnEnv
@@ -21,7 +23,7 @@ def state(said: str = "4", example_id: int = 0, steps: int = 1, **row):
     step = {"prompt": [], "completion": [], "response": None, "tokens": None, "reward": None, "advantage": None, "extras": {}}
     given = {"prompt": [user("2 + 2")], "answer": "4", "task": "sums", "info": {"k": 1}, "example_id": example_id, **row}
     trajectory = [dict(step) for _ in range(steps)]
-    return State(input=given, completion=[assistant(said)], trajectory=trajectory, reward=None, advantage=None, metrics=None, turn=2)
+    return State(input=given, completion=[assistant(said)], trajectory=trajectory, reward=None, advantage=None, metrics=None, error=None, turn=2)
 
 
 def scored(rubric: Rubric, one: State) -> State:
@@ -175,10 +177,8 @@ def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
     def right(completion, grader, strictness=1):
         return 1.0
 
-    with pytest.raises(
-        TypeError, match=r"reward function right asks for grader; there are advantage, answer, .*turn; add others to the rubric's class_objects"
-    ):
-        scored(Rubric([right]), state())
+    told = r"TypeError: reward function right asks for grader; there are advantage, answer, .*turn; add others to the rubric's class_objects"
+    assert re.match(told, scored(Rubric([right]), state())["error"])
 
 
 def test_score_rollouts_scores_each_by_itself_so_many_at_a_time():
@@ -230,8 +230,10 @@ def test_a_group_function_that_returns_too_few_rewards_is_refused_by_name():
     def first(states):
         return [1.0]
 
-    with pytest.raises(ValueError, match="first returned 1 rewards for a group of 2"):
-        asyncio.run(Rubric([first]).score_group([state(), state()]))
+    group = [state(), state()]
+    asyncio.run(Rubric([first]).score_group(group))
+    for one in group:
+        assert "first returned 1 rewards for a group of 2" in one["error"]
 
 
 @pytest.mark.parametrize("returned", [1.0, None])
@@ -239,8 +241,23 @@ def test_a_group_function_that_returns_no_list_is_refused_by_name(returned):
     def best(states):
         return returned
 
-    with pytest.raises(ValueError, match=f"best returned {returned} for a group of 2 rollouts; return a list with one reward for each"):
-        asyncio.run(Rubric([best]).score_group([state(), state()]))
+    group = [state(), state()]
+    asyncio.run(Rubric([best]).score_group(group))
+    for one in group:
+        assert f"best returned {returned} for a group of 2 rollouts; return a list with one reward for each" in one["error"]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, None, "good", 10**400])
+def test_a_figure_of_a_group_function_that_is_no_number_fails_its_own_rollout_alone(wrong):
+    def best(states):
+        return [1.0, wrong, 3.0]
+
+    group = [state(), state(), state()]
+    asyncio.run(Rubric([length, best], [0.0, 1.0]).score_group(group))
+    assert [one["error"] is None for one in group] == [True, False, True]
+    assert [one["metrics"].get("best") for one in group] == [1.0, None, 3.0]
+    assert [list(one.get("reward_errors", {})) for one in group] == [[], ["best"], []]
+    assert [(one["reward"], one["advantage"]) for one in group] == [(1.0, -1.0), (0.0, None), (3.0, 1.0)]
 
 
 def test_rollouts_of_equal_rewards_have_an_advantage_of_exactly_0():
@@ -254,8 +271,9 @@ def test_what_is_no_number_is_refused_by_the_functions_name(value):
     def odd(state):
         return value
 
-    with pytest.raises(ValueError, match="reward function odd returned"):
-        scored(Rubric([odd]), state())
+    one = scored(Rubric([odd]), state())
+    assert one["error"].startswith("ValueError: reward function odd returned")
+    assert (one["reward"], one["metrics"], list(one["reward_errors"])) == (0.0, {}, ["odd"])
 
 
 def test_synchronous_reward_functions_do_not_block_the_event_loop():
@@ -320,7 +338,7 @@ def test_a_function_of_one_rollout_is_called_at_once_for_all_rollouts_of_a_group
     asyncio.run(asyncio.wait_for(rubric.score_group([state() for _ in range(8)]), 20))
 
 
-def test_what_a_function_raises_is_raised_when_no_other_is_under_way():
+def test_what_a_function_raises_costs_no_other_rollout_of_its_group_anything():
     ended = []
 
     async def reward(state, answer):
@@ -331,9 +349,58 @@ def test_what_a_function_raises_is_raised_when_no_other_is_under_way():
         return 1.0
 
     group = [state("bad"), state("4")]
-    with pytest.raises(RuntimeError, match="no"):
-        asyncio.run(Rubric([reward, lambda states: [0.0, 0.0]]).score_group(group))
-    assert ended == ["4"] and group[1]["reward"] is None
+    asyncio.run(Rubric([reward, lambda states: [0.0, 0.5]]).score_group(group))
+    assert ended == ["4"]
+    assert [without_place(one) for one in group] == ["RuntimeError: no", None]
+    assert [one["metrics"] for one in group] == [{"<lambda>": 0.0}, {"reward": 1.0, "<lambda>": 0.5}]
+    assert [(one["reward"], one["advantage"]) for one in group] == [(0.0, None), (1.5, 0.0)]
+
+
+def fails(completion):
+    raise RuntimeError("no idea")
+
+
+def one_point(completion):
+    return 1.0
+
+
+def test_a_function_of_weight_0_that_fails_costs_a_rollout_nothing_but_its_own_figure():
+    for rubric in (Rubric([one_point, fails], [1.0, 0.0]), RubricGroup([Rubric([one_point]), Rubric([fails], [0.0])])):
+        one = scored(rubric, state())
+        assert (one["error"], one["reward"], one["metrics"]) == (None, 1.0, {"one_point": 1.0})
+        assert one["reward_errors"]["fails"].startswith("RuntimeError: no idea")
+
+
+def test_where_a_function_with_a_weight_fails_there_is_no_reward_and_the_other_figures_stay():
+    for rubric in (Rubric([one_point, fails]), RubricGroup([Rubric([fails]), Rubric([one_point])])):
+        one = scored(rubric, state())
+        assert without_place(one) == "RuntimeError: no idea"
+        assert (one["reward"], one["metrics"], list(one["reward_errors"])) == (0.0, {"one_point": 1.0}, ["fails"])
+
+
+def test_a_sum_of_two_metrics_of_one_name_is_missing_where_one_of_them_is():
+    one = scored(RubricGroup([Rubric([one_point, fails], [1.0, 0.0]), Rubric([lambda state: 2.0])]), state())
+    assert one["metrics"] == {"one_point": 1.0, "<lambda>": 2.0}
+
+    def wrong(state):
+        raise RuntimeError("no idea")
+
+    wrong.__name__ = "one_point"
+    one = scored(RubricGroup([Rubric([one_point]), Rubric([wrong], [0.0])]), state())
+    assert (one["metrics"], one["reward"]) == ({}, 1.0)
+
+
+def test_a_rollout_that_is_scored_again_when_its_function_is_mended_has_no_error():
+    answers = iter(["none", 1.0])
+
+    def judge(completion):
+        return next(answers)
+
+    one, rubric = state(), Rubric([judge])
+    scored(rubric, one)
+    assert one["error"] is not None
+    scored(rubric, one)
+    assert (one["error"], one["reward"], one["metrics"], "reward_errors" in one) == (None, 1.0, {"judge": 1.0}, False)
 
 
 def test_weights_have_to_be_as_many_as_functions_and_names_have_to_differ():
@@ -416,8 +483,9 @@ def test_a_plain_function_that_raises_stop_iteration_fails_and_does_not_hang():
     def first(completion):
         return next(iter(()))
 
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        asyncio.run(asyncio.wait_for(Rubric([first]).score_rollout(state()), 20))
+    one = state()
+    asyncio.run(asyncio.wait_for(Rubric([first]).score_rollout(one), 20))
+    assert "StopIteration" in one["error"]
 
 
 def test_score_rollouts_counts_rollouts_where_functions_compare_them_too():
@@ -578,7 +646,7 @@ def test_a_reward_of_nan_does_not_stay_with_the_steps():
 
 def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_another():
     compared, own = scored_example(Rubric([length, lambda states: [0.0] * len(states)])), scored_example(Tenfold([length]))
-    assert [relative_steps(one) for one in (*compared, *own, state())] == [[0], [0], [], [], []]
+    assert [relative_steps(one) for one in (*compared, *own, state())] == [[0], [0], [], [], None]
     again = pickle.loads(pickle.dumps(compared[0]))
     assert relative_steps(again) == relative_steps(compared[0].copy()) == [0]
     again["trajectory"][0]["advantage"] = 9.0
@@ -704,3 +772,128 @@ def test_truth_values_and_numbers_of_numpy_are_numbers():
 
 def test_a_rubric_of_a_group_may_leave_no_metrics():
     assert scored(RubricGroup([Left(metrics=None)]), state())["metrics"] == {}
+
+
+# All rollouts at once: what `generate` calls with `interleave_scoring=False` (spec: orchestration)
+
+
+class Ranked(Rubric):
+    """Rewards each rollout by its place among all, longest last."""
+
+    def __init__(self, asks_super):
+        super().__init__([length])
+        self.asks_super = asks_super
+        self.calls = []
+
+    async def score_rollouts(self, states, max_concurrent=-1):
+        self.calls.append((len(states), max_concurrent))
+        if self.asks_super:
+            await super().score_rollouts(states, max_concurrent)
+        for place, one in enumerate(sorted(states, key=lambda one: length(one["completion"]))):
+            one["reward"] = float(place)
+
+
+THREE = [{"question": question, "answer": "?"} for question in ("ccc", "a", "bb")]
+
+
+@pytest.mark.parametrize("asks_super", [True, False])
+def test_a_score_rollouts_of_a_subclass_is_what_scores_in_the_two_phase_way(asks_super):
+    told, rubric = [], Ranked(asks_super)
+    results = generated(
+        SingleTurnEnv(rubric=rubric),
+        THREE,
+        ScriptedClient(echo),
+        interleave_scoring=False,
+        max_concurrent_scoring=2,
+        on_rollout=lambda place, one: told.append((place, one["reward"])),
+    )
+    assert rubric.calls == [(3, 2)]
+    assert results.reward == [2.0, 0.0, 1.0] == of_steps(results.state, "reward")
+    assert sorted(told) == [(0, 2.0), (1, 0.0), (2, 1.0)], "nobody hears of a reward before it is final"
+    assert results.metrics == ({"length": [3.0, 1.0, 2.0]} if asks_super else {})
+    assert all(one["timing"]["total_ms"] == one["timing"]["generation_ms"] + one["timing"]["scoring_ms"] for one in results.state)
+    generated(SingleTurnEnv(rubric=rubric), THREE, ScriptedClient(echo))
+    assert rubric.calls == [(3, 2)], "interleaved, each is scored as soon as it is there"
+
+
+@pytest.mark.parametrize("asks_super", [True, False])
+@pytest.mark.parametrize("compares", [True, False])
+def test_in_a_group_of_rubrics_each_ones_own_score_rollouts_is_asked_and_the_rewards_are_added(asks_super, compares):
+    def picky(completion):
+        if length(completion) == 1:
+            raise RuntimeError("no idea")
+        return 0.25
+
+    told, ranked = [], Ranked(asks_super)
+    group = RubricGroup([Rubric([one_point, picky], [1.0, 0.0]), ranked, Rubric([lambda states: [0.5] * len(states)] if compares else [])])
+    env = SingleTurnEnv(rubric=group)
+    given = {"interleave_scoring": False, "max_concurrent_scoring": 2}
+    results = generated(env, THREE, ScriptedClient(echo), on_rollout=lambda place, one: told.append((place, one["reward"])), **given)
+    more = 0.5 * compares
+    assert ranked.calls == [(3, 2)]
+    assert results.reward == [3.0 + more, 1.0 + more, 2.0 + more] == of_steps(results.state, "reward")
+    assert sorted(told) == list(enumerate(results.reward))
+    assert (results.metrics["one_point"], results.metrics["picky"]) == ([1.0] * 3, [0.25, None, 0.25])
+    assert results.metrics.get("length") == ([3.0, 1.0, 2.0] if asks_super else None)
+    assert [one["error"] for one in results.state] == [None] * 3 and results.metadata.num_reward_errors == {"picky": 1}
+    assert [one["advantage"] for one in results.state] == [0.0] * 3
+    generated(env, THREE, ScriptedClient(echo))
+    assert ranked.calls == [(3, 2)], "interleaved, each is scored as soon as it is there"
+
+
+def test_what_one_rubric_of_a_group_leaves_unsound_is_one_rollouts_failure_and_the_next_is_not_asked_for_it():
+    class Leaves(Ranked):
+        async def score_rollouts(self, states, max_concurrent=-1):
+            await super().score_rollouts(states, max_concurrent)
+            states[1]["reward"] = None
+
+    last = Ranked(True)
+    group = RubricGroup([Leaves(True), last])
+    results = generated(SingleTurnEnv(rubric=group), THREE, ScriptedClient(echo), interleave_scoring=False)
+    assert [one["error"] for one in results.state] == [None, "ValueError: Leaves gave the reward None; give a finite number", None]
+    assert last.calls == [(2, -1)]
+    assert results.reward == [3.0, 0.0, 1.0] and [one["metrics"] for one in results.state] == [{"length": 6.0}, {}, {"length": 4.0}]
+
+
+def test_rollouts_of_a_row_are_compared_by_the_sum_in_the_two_phase_way_too():
+    group = RubricGroup([Ranked(True), Rubric([lambda states: [0.0] * len(states)])])
+    states = [state("a"), state("ccc"), state("bb"), state("x", example_id=1)]
+    asyncio.run(group.score_rollouts(states))
+    assert [one["reward"] for one in states] == [0.0, 3.0, 2.0, 1.0]
+    assert [one["advantage"] for one in states] == pytest.approx([-5 / 3, 4 / 3, 1 / 3, 0.0])
+
+
+def test_rollouts_that_failed_are_not_scored_in_the_two_phase_way_either():
+    def script(call):
+        return status_error(400, "bad") if call.text == "a" else call.text
+
+    rubric = Ranked(asks_super=True)
+    results = generated(SingleTurnEnv(rubric=rubric), THREE, ScriptedClient(script), interleave_scoring=False)
+    assert rubric.calls == [(2, -1)]
+    assert results.reward == [1.0, 0.0, 0.0] and results.metrics == {"length": [3.0, None, 2.0]}
+
+
+def test_a_score_rollouts_that_fails_fails_what_it_scores_and_what_it_leaves_unsound_is_one_rollouts_failure():
+    class Fails(Rubric):
+        async def score_rollouts(self, states, max_concurrent=-1):
+            raise RuntimeError("no idea")
+
+    class Leaves(Ranked):
+        async def score_rollouts(self, states, max_concurrent=-1):
+            await super().score_rollouts(states, max_concurrent)
+            states[1]["reward"] = None
+
+    results = generated(SingleTurnEnv(rubric=Fails([length])), THREE, ScriptedClient(echo), interleave_scoring=False)
+    assert [without_place(one) for one in results.state] == ["RuntimeError: no idea"] * 3
+    assert results.reward == [0.0] * 3
+    results = generated(SingleTurnEnv(rubric=Leaves(True)), THREE, ScriptedClient(echo), interleave_scoring=False)
+    assert [one["error"] for one in results.state] == [None, "ValueError: Leaves gave the reward None; give a finite number", None]
+
+
+def test_each_environment_of_a_group_has_its_rollouts_scored_by_its_own_rubric_in_the_two_phase_way():
+    rubrics = [Ranked(True), Ranked(True)]
+    envs = [SingleTurnEnv(dataset=THREE[: place + 1], rubric=rubric) for place, rubric in enumerate(rubrics)]
+    group = EnvGroup(envs, ["one", "two"])
+    results = generated(group, group.get_dataset(), ScriptedClient(echo), interleave_scoring=False)
+    assert [rubric.calls for rubric in rubrics] == [[(1, -1)], [(2, -1)]]
+    assert results.reward == [0.0, 1.0, 0.0]

@@ -95,6 +95,17 @@ def test_seeds_follow_from_the_run_the_step_the_position_and_the_turn() -> None:
     assert {engine == request.position % 3 for engine, request in engines.requests} == {True}, "all turns of a rollout go to one engine"
 
 
+def test_a_rollout_says_with_which_seeds_its_calls_were_asked_and_who_answered() -> None:
+    """Of one whose last call is not answered, too; and the report's."""
+    (first, second), _ = ran(training(4, 1, first=3), ScriptedEngines(by_seed, number=3))
+    for rollout, engine in ((first, "actor-0"), (second, "actor-1")):
+        seeds = [request_seed(RUN_SEED, STEP, rollout.position, turn) for turn in (0, 1)]
+        assert [(call.path, call.turn, call.seed) for call in rollout.calls] == [("", 0, seeds[0]), ("", 1, seeds[1])]
+        assert {call.engine for call in rollout.calls} == {engine}
+    ((told, *_),) = ran(held_out())
+    assert [call.seed for call in told.calls] == [request_seed(RUN_SEED, STEP, 0, turn) for turn in (0, 1)]
+
+
 def test_a_rollout_says_what_it_is_worth_and_what_is_learned_of_it() -> None:
     (first, second), _ = ran(training(4, 1))
     said = [[request_seed(RUN_SEED, STEP, position, turn) % 4 for turn in (0, 1)] for position in (0, 1)]

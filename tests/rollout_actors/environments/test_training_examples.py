@@ -186,6 +186,18 @@ def test_tokens_of_merged_steps_are_relative_where_their_advantage_is_the_groups
     assert [one.token_is_relative for one in merge_trajectories_for_training(states).examples] == [[0, 0, 0, 0], [0, 0, 0, 1]]
 
 
+def test_an_advantage_of_its_own_is_not_divided_though_a_sibling_has_the_same_whether_merged_or_not():
+    """The second step's -0.5 is what the other rollout has of the group: 1 - 0.5."""
+    for own in (-0.5, 0.5):
+        steps = [step([1], [2]), step([1, 2], [3], advantage=own)]
+        states = [rollout(*steps, reward=1.0, advantage=None), rollout(step([1], [4]), reward=0.0, advantage=None)]
+        give_advantages(states)
+        apart = process_trajectories_for_training(states)
+        merged = merge_trajectories_for_training(states).examples
+        assert [one.advantages(std_epsilon=0.0)[-1] for one in apart] == [1.0, own, -1.0]
+        assert merged[0].advantages(std_epsilon=0.0) == [0.0, 1.0, own]
+
+
 def test_merged_steps_of_one_advantage_have_it_as_their_own():
     merged = merge_trajectories_for_training([rollout(step([1], [2], advantage=2.0), step([1, 2, 4], [5], advantage=2.0))])
     assert (merged.examples[0].token_advantages, merged.examples[0].advantage) == (None, 2.0)
@@ -249,7 +261,7 @@ def test_merging_equals_a_slow_obvious_version(states):
     columns = []
     for one in examples:
         unscored = one.advantage is None and one.token_advantages is None
-        advantages = [0.0] * len(one.token_ids) if unscored else one.advantages(divided_by_std=False)
+        advantages = [0.0] * len(one.token_ids) if unscored else one.advantages(std_epsilon=None)
         columns.append((one.rollout, list(zip(one.token_ids, one.logprobs, one.mask, advantages, strict=True))))
     assert (columns, num_splits) == slowly_merged(states)
 

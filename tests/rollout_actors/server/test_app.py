@@ -202,7 +202,7 @@ class TestBadRequests:
 
     @pytest.mark.parametrize(
         ("key", "value"),
-        [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", 0), ("repetition_penalty", 0.0), ("max_new_tokens", 0)],
+        [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", -2), ("repetition_penalty", 0.0), ("max_new_tokens", 0)],
     )
     def test_decoding_the_engine_cannot_do_is_refused(self, caller: Caller, key: str, value: float) -> None:
         body = json.loads(messages.InferCall(requests=(make_request(0),), seed=1).body())

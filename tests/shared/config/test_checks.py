@@ -38,8 +38,8 @@ REFUSED = [
         f"{VLLM}.tensor_parallel_size: 2 is for mode colocate; start the servers with tensor_parallel_size, and remove this key",
     ),
     (
-        {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{MATCHING}.offload.enabled": True},
-        f"{MATCHING}.offload.enabled: true, and nothing is to be moved away; set offload_model, offload_optimizer or both, or remove it",
+        {f"{MATCHING}.decoding.temperature": 2.5},
+        f"{MATCHING}.decoding.temperature: 2.5 is above 2, the highest at which vLLM samples; lower it, or set {MATCHING}.rollout_backend: hf",
     ),
     (
         {**NO_QUEUE, **LORA, f"{MATCHING}.rollout_backend": "hf", f"{VLLM}.enable_lora": True},
@@ -148,10 +148,6 @@ REFUSED = [
         "training.packing_buffer: 256 segments cannot hold a whole step (304 samples on channel A, ",
     ),
     (
-        {"model.attn_implementation": "flash_attention_2"},
-        "model.attn_implementation: 'flash_attention_2' does not compute in float32; set model.dtype: bfloat16, or sdpa or eager",
-    ),
-    (
         {f"{VLLM}.actors.tensor_parallel_size": 2, f"{VLLM}.actors.gpus_per_actor": 1.0},
         f"{VLLM}.actors.gpus_per_actor: 1 GPUs cannot hold an engine of tensor_parallel_size 2; set it to 2, or remove the key",
     ),
@@ -201,7 +197,6 @@ ACCEPTED = [
     {**LORA, "learner.world_size": 2},
     {**LORA, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "adapter"},
     {"model.adapter": {"kind": "dora"}, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "auto", "learner.world_size": 2},
-    {"model.dtype": "bfloat16", "model.attn_implementation": "flash_attention_2"},
     {f"{MATCHING}.repeat_terminate": {"enabled": True, "max_object_keys": 100}},
     {f"{MATCHING}.offload": {"enabled": True, "offload_model": True}},
     {"data.val": ...},
@@ -216,7 +211,10 @@ ACCEPTED = [
     {"training.packing_buffer": 16, "learner.world_size": 2},
     {"training.packing_buffer": 32, "training.packing_window": 64},
     {**STAGE1, "training.packing_buffer": 32, "stage2_ab.channel_b.rollouts_per_step": 48},
-    *({f"{MATCHING}.decoding.temperature": temperature} for temperature in (0, 0.01, 5, 5.0)),
+    *({f"{MATCHING}.decoding.temperature": temperature} for temperature in (0, 0.001, 0.01, 2, 2.0)),
+    {**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf", f"{MATCHING}.decoding.temperature": 5.0},
+    {**SAMPLED, f"{MATCHING}.decoding.top_k": 0},
+    {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{MATCHING}.offload.enabled": True},
     {"learner.gpus": 1, f"{VLLM}.actors": {"gpus_per_actor": 2.0, "tensor_parallel_size": 2, "num_actors": 3}},
     {"learner.cpus": 0.5, f"{VLLM}.actors.cpus_per_actor": 0.5},
     {"learner.gpus": 0.0, f"{VLLM}.actors.gpus_per_actor": 0},

@@ -10,6 +10,7 @@ from shared.chunking import rank_share
 from shared.config.batch_algebra import batch_algebra
 from shared.config.derive import EnginePlace, RowRule, engines_in, is_sharded, remarks, rollout_servers
 from shared.config.pipeline import Channel
+from shared.rollouts import DecodeMode
 
 ACTORS = "rollout_matching.vllm.actors"
 
@@ -197,6 +198,31 @@ def test_servers_that_are_left_in_the_file_beside_a_learner_that_generates_itsel
     for switched in ({"rollout_matching.vllm.mode": "colocate"}, {"rollout_matching.vllm.mode": "server", "rollout_matching.rollout_backend": "hf"}):
         (remark,) = remarks(load({**listed, **switched}))
         assert remark.startswith("rollout_matching.vllm.server: no effect, because the learner generates itself; ")
+
+
+def test_offload_where_nothing_shares_the_learners_device_is_remarked_on_and_not_refused(load):
+    beside = {"rollout_matching.offload.enabled": True, "stage2_ab.channel_b.enable_pipeline": False}
+    assert remarks(load({**beside, "rollout_matching.vllm.mode": "colocate"})) == ()
+    for elsewhere in ({"rollout_matching.vllm.mode": "actors"}, {"rollout_matching.rollout_backend": "hf", "rollout_matching.vllm.mode": "colocate"}):
+        (remark,) = remarks(load({**beside, **elsewhere}))
+        assert remark.startswith("rollout_matching.offload: no effect, because nothing shares the learner's device; ")
+
+
+@pytest.mark.parametrize(
+    ("given", "moved"),
+    [({}, (True, True)), ({"offload_model": True}, (True, False)), ({"offload_optimizer": True}, (False, True)), ({"enabled": False}, (False, False))],
+)
+def test_offload_alone_moves_model_and_optimizer(load, given, moved):
+    offload = load({"rollout_matching.offload": {"enabled": True} | given}).rollout_matching.offload
+    assert (offload.moves_model, offload.moves_optimizer) == moved
+
+
+@pytest.mark.parametrize("backend", ["vllm", "hf"])
+def test_a_temperature_below_vllms_lowest_is_sampled_at_that_in_every_backend_and_remarked_on(load, backend):
+    run = load({"rollout_matching.decoding.temperature": 0.004, "rollout_matching.rollout_backend": backend, "stage2_ab.channel_b.enable_pipeline": False})
+    decode = run.rollout_matching.decode_settings(stop_token_ids=(1,), banned_token_ids=())
+    assert (decode.mode, decode.temperature) == (DecodeMode.SAMPLE, 0.01)
+    assert remarks(run) == ("rollout_matching.decoding.temperature: 0.004 is sampled at 0.01, vLLM's lowest",)
 
 
 def test_a_learning_rate_that_only_rises_is_remarked_on_and_not_refused(load):

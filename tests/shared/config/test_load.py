@@ -27,7 +27,7 @@ def test_the_minimal_configuration_is_accepted_and_everything_else_has_a_default
     assert run.custom.object_field_order == "desc_first"
     assert (run.training.packing_buffer, run.training.packing_min_fill_ratio, run.training.packing_window) == (256, 0.7, 8)
     assert (run.rollout_matching.candidate_top_k, run.rollout_matching.maskiou_gate, run.rollout_matching.maskiou_resolution) == (10, 0.3, 256)
-    assert run.rollout_matching.vllm.sync.bucket_bytes == 16 * 2**20
+    assert run.rollout_matching.vllm.sync.bucket_bytes is None
     assert [entry.name for entry in run.rollout_matching.pipeline.active(Channel.B)] == ["token_ce", "coord_reg"]
 
 

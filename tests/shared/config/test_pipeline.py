@@ -30,10 +30,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "target_truncate": None,
     },
     "bbox_geo": {"smoothl1_weight": 1.0, "ciou_weight": 1.0},
-    "policy_gradient": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "segment", "advantage_std": False},
+    "policy_gradient": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0, "normalize": "step", "advantage_std": False},
     "coord_diag": {},
 }
 """Every module of this version with all the keys of its config (DESIGN section 8)."""
+OPTIONAL = {"policy_gradient": ["advantage_epsilon"]}
+"""Keys beside them that have a default."""
 
 MODULES = [pytest.param(DIAGNOSTICS if name == "coord_diag" else OBJECTIVE, name, id=name) for name in CONFIGS]
 
@@ -84,7 +86,8 @@ def test_a_config_without_one_of_its_keys_is_refused(problems, name, key):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indices(problems, name):
     lines = problems(lists_with(name, entry(name) | {"wieght": 1.0, "config": CONFIGS[name] | {"unknown": 1.0}}))
-    known = f"the keys here are {', '.join(CONFIGS[name])}" if CONFIGS[name] else "remove it, nothing is set here"
+    keys = [*CONFIGS[name], *OPTIONAL.get(name, [])]
+    known = f"the keys here are {', '.join(keys)}" if keys else "remove it, nothing is set here"
     assert sorted(lines) == sorted(
         [f"{place(name)}.config.unknown: is not a known key; {known}", f"{place(name)}.wieght: is not a known key; did you mean 'weight'?"]
     )
@@ -150,7 +153,7 @@ def test_a_diagnostic_that_does_not_exist_is_refused(problems):
 def test_this_test_and_the_refusals_know_every_module_of_the_schema(problems):
     entries = {get_args(one.model_fields["name"].annotation)[0]: one for one in (*get_args(schema.ObjectiveEntry), schema.CoordDiagEntry)}
     assert {name: list(one.model_fields["config"].annotation.model_fields) for name, one in entries.items()} == {
-        name: list(config) for name, config in CONFIGS.items()
+        name: [*config, *OPTIONAL.get(name, [])] for name, config in CONFIGS.items()
     }
     (line,) = problems({f"{OBJECTIVE}[0].name": "nothing_like_it"})
     assert line.rpartition("; choose one of ")[2].split(", ") == list(entries)[:-1]
@@ -169,8 +172,10 @@ def test_the_channels_of_policy_gradient_are_b_alone(problems, channels):
     [
         ("clip_low", 1.5, "must be at most 1, got 1.5; "),
         ("ratio_cap", 1.0, "must be greater than 1, got 1.0; "),
-        ("normalize", "token", "must be one of segment, constant, got the text 'token'; "),
+        ("normalize", "token", "must be one of step, rollout, constant, got the text 'token'; "),
+        ("normalize", "segment", "'segment' was removed: it depended on which calls of the model had been merged; use step, where"),
         ("advantage_std", 1, "must be true or false, got "),
+        ("advantage_epsilon", -1e-4, "must be at least 0, got -0.0001; "),
     ],
 )
 def test_settings_of_policy_gradient_that_mean_nothing_are_refused(problems, key, value, wrong):

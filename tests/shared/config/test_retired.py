@@ -67,6 +67,7 @@ LEGACY = [
     (f"{MATCHING}.rollout_buffer.enabled", False, [REMOVED, "remove it"]),
     ("template.max_length", 12000, [REMOVED, "use global_max_length"]),
     ("training.packing_length", 12000, [REMOVED, "use global_max_length"]),
+    ("model.attn_implementation", "sdpa", [REMOVED, "use model.attention"]),
     # Paired lists of servers.
     (f"{VLLM}.server.base_url", ["http://127.0.0.1:8000"], [REMOVED, f"{VLLM}.server.servers[]"]),
     (f"{VLLM}.server.group_port", [51216], [REMOVED, f"{VLLM}.server.servers[]"]),

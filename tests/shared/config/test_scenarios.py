@@ -15,10 +15,11 @@ import pytest
 from launch.data_checks import check_data
 from learner.rules import target_rules
 from shared.config.batch_algebra import batch_algebra
-from shared.config.derive import resolved_sync_mode
+from shared.config.derive import remarks, resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.config.retired import take_retired
 from shared.errors import RecordError
+from shared.fresh_tokens import FreshTokens
 from shared.schedule import RunSchedule
 
 MATCHING = "rollout_matching"
@@ -239,3 +240,44 @@ def test_non_full_sync_mode_fails_fast_under_multi_process_learner(problems, mod
         f"{MATCHING}.vllm.sync.mode: '{mode}' sends adapters alone, which works with one learner rank only, not 2; set {MATCHING}.vllm.sync.mode: full"
     )
     assert problems({**lora, f"{MATCHING}.vllm.sync.mode": "full"}) == []
+
+
+def with_fresh_tokens(folder, **changes):
+    """A run with LoRA, of a checkpoint with fresh tokens, whose engines could serve adapters."""
+    FreshTokens(100, 1000).save(folder)
+    return {"model.path": str(folder), "model.adapter": {"kind": "lora"}, f"{MATCHING}.vllm.enable_lora": True, **changes}
+
+
+def test_fresh_embeddings_beside_an_adapter_are_sent_in_full_weights_and_auto_says_why(load, tmp_path):
+    run = load(with_fresh_tokens(tmp_path, **{f"{MATCHING}.vllm.sync.mode": "auto"}))
+    assert resolved_sync_mode(run) == "full"
+    (remark,) = remarks(run)
+    assert remark == (
+        f"{MATCHING}.vllm.sync.mode: auto is full, because the fresh embeddings of 1,000 tokens in {tmp_path} "
+        "(fresh_tokens.json) are trained with the adapter, and vLLM takes no adapter with such rows"
+    )
+
+
+def test_an_adapter_sync_that_cannot_carry_fresh_embeddings_is_refused(problems, tmp_path):
+    (line,) = problems(with_fresh_tokens(tmp_path, **{f"{MATCHING}.vllm.sync.mode": "adapter"}))
+    assert line == (
+        f"{MATCHING}.vllm.sync.mode: 'adapter' cannot carry the embeddings of the 1,000 fresh tokens of model.path, "
+        f"which are trained with it and which vLLM takes in full weights only; set {MATCHING}.vllm.sync.mode: full or auto"
+    )
+
+
+def test_fresh_embeddings_that_stay_frozen_are_remarked_on(load, tmp_path):
+    FreshTokens(100, 1000).save(tmp_path)
+    frozen = {"model.path": str(tmp_path), "training.parts": {"language_model": {"frozen": True}}}
+    (remark,) = remarks(load(frozen))
+    assert remark.startswith("training.parts.language_model.frozen: the embeddings of 1,000 tokens in ")
+    assert remark.endswith("were made and not learned (fresh_tokens.json), and stay so; unfreeze the part, or set model.adapter")
+    for trained in ({}, {"model.adapter": {"kind": "dora"}}):
+        assert remarks(load({"model.path": str(tmp_path), **trained})) == ()
+
+
+def test_a_damaged_record_of_fresh_tokens_names_its_file(problems, tmp_path):
+    (tmp_path / "fresh_tokens.json").write_text('{"first": 3}')
+    lora = {"model.adapter": {"kind": "lora"}, f"{MATCHING}.vllm.enable_lora": True}
+    (line,) = problems({"model.path": str(tmp_path), **lora, f"{MATCHING}.vllm.sync.mode": "adapter"})
+    assert line.startswith(f"model.path: {tmp_path}/fresh_tokens.json cannot be read (")

@@ -40,10 +40,10 @@ def test_frozen_parts_and_rates_of_their_own_are_accepted(load) -> None:
 
 
 def test_tolerances_follow_the_number_type_unless_they_are_written(load) -> None:
-    def tolerances(run: RunConfig) -> tuple[float, float]:
+    def tolerances(run: RunConfig) -> tuple[float | None, float]:
         return run.canary_tolerance, run.logprob_tolerance
 
     assert tolerances(load({})) == (1e-4, 1e-4)
-    assert tolerances(load({"model.dtype": "bfloat16"})) == (0.5, 1.0)
+    assert tolerances(load({"model.dtype": "bfloat16"})) == (None, 1.0)
     written = {"model.dtype": "bfloat16", f"{VLLM_SYNC}.canary_tolerance": 0.25, "rollout_matching.logprob_tolerance": 2.0}
     assert tolerances(load(written)) == (0.25, 2.0)

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.slow
 BOXES = frozenset({GeometryKind.BBOX})
 QUOTED_OR_BARE = re.compile(r'"(?:[^"\\]|\\.)*"|(<\|coord_[0-9]+\|>)', re.DOTALL)
 
+ONLY_KEYS = re.compile(rb'\s*\{(\s*(,\s*)?"object_[0-9]+"\s*:)*\s*')
+"""A prefix without its objects' values, where it has no other members and no dropped entries."""
+
 
 def check(token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthObject], geometry: frozenset[GeometryKind]) -> ParsedRollout:
     parsed = parse_rollout(token_ids, codec, geometry=geometry)
@@ -39,9 +42,11 @@ def check(token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthO
         assert cut.startswith(rest) and len(rest) < len(cut)
     for object_ in parsed.objects:
         assert tuple(codec.coord_bin(parsed.prefix_token_ids[i]) for i in object_.coord_positions) == object_.bins
-        assert all(object_.span[0] <= i < object_.span[1] <= len(parsed.prefix_token_ids) for i in (*object_.coord_positions, *object_.desc_positions))
-        assert object_.desc_positions and object_.desc.strip()
+        assert all(object_.span[0] <= i < object_.span[1] <= len(parsed.prefix_token_ids) for i in object_.coord_positions)
+        assert object_.desc.strip()
         assert object_.kind in geometry
+
+        assert object_.desc == json.loads(b'"%b"' % prefix[slice(*object_.desc_value)]) or b"\\u" in prefix[slice(*object_.desc_value)]
 
     start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
     tail = serialize_append(parsed.prefix_text, appended, start_index=start_index)
@@ -50,7 +55,10 @@ def check(token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthO
     assert again.objects[:number] == parsed.objects and again.dropped == parsed.dropped and not again.truncated
     assert [(o.index, o.kind, o.bins, o.desc) for o in again.objects[number:]] == [(start_index + i, o.kind, o.bins, o.desc) for i, o in enumerate(appended)]
     text = parsed.prefix_text + tail
-    if not parsed.dropped and not any(QUOTED_OR_BARE.findall(text)):
+    outside = prefix
+    for object_ in reversed(parsed.objects):
+        outside = outside[: object_.value[0]] + outside[object_.value[1] :]
+    if ONLY_KEYS.fullmatch(outside) and not any(QUOTED_OR_BARE.findall(text)):
         pairs = json.loads(text, object_pairs_hook=list)
         assert [key for key, _ in pairs[len(pairs) - len(appended) :]] == [f"object_{start_index + i}" for i in range(len(appended))]
     return parsed

@@ -93,14 +93,6 @@ def test_a_value_that_is_no_object_ends_before_the_next_comma_key_or_the_contain
     assert [(key, value) for key, value, _ in values(text)] == expected
 
 
-def test_what_stands_between_entries_is_handed_on() -> None:
-    text = b'{ "a": 1, "object_1": {}, "b": [{}], "c": 2 , "object_2": {} , "object_3": {}}'
-    first, second, third = entries(text)
-    assert first.aside is not None and second.aside is not None and third.aside is None
-    assert (text[slice(*first.aside)], text[slice(*second.aside)]) == (b'"a": 1', b'"b": [{}], "c": 2 ')
-    assert first.separated and second.separated and third.separated
-
-
 def test_keys_are_found_at_any_depth_but_not_in_strings() -> None:
     text = b'{"object_1": {"object_22" : 5, "x": "\\"object_3\\": ", "object_4", "object_05": 1}, "object_1234567890": 1}'
     assert object_indices(text) == [1, 22]

@@ -1,0 +1,115 @@
+"""Attention of a packed row by its segments, beside the masked attention of the same row.
+
+`python -m benchmarks.attention` (CPU, float32): one row, cut into more and more segments. Mask or
+borders are made as transformers makes them, then some layers attend, forward and backward, without
+anything else of a model. Values and gradients of both ways must agree. Printed are the seconds of
+both, taken in turn, each at its fastest, the masked way's over the other's, and by how much each
+raises the resident set at its largest, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, Qwen3Config
+from transformers.masking_utils import create_causal_mask
+
+from benchmarks.logit_memory import peak_bytes
+from learner.attention import SEGMENT_ATTENTION, register_segment_attention
+
+MASKED = "sdpa"
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+
+
+class Case:
+    """A row of `num_tokens` in `num_segments`, as even as they can be."""
+
+    def __init__(self, num_tokens: int, num_segments: int, num_layers: int) -> None:
+        draw = torch.Generator().manual_seed(0)
+        ends = torch.arange(1, num_segments + 1) * num_tokens // num_segments
+        lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+        self.position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+        heads = (HEADS, KV_HEADS, KV_HEADS)
+        shapes = [(1, number, num_tokens, HEAD_DIM) for number in heads]
+        self.layers = []
+        for _ in range(num_layers):
+            layer = [torch.randn(shape, generator=draw) for shape in shapes]
+            self.layers.append([tensor.requires_grad_() for tensor in layer])
+
+    def run(self, attention: str) -> list[torch.Tensor]:
+        """The layers' outputs, then the gradients of what they were given."""
+        config = Qwen3Config(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
+        config._attn_implementation = attention
+        mask = create_causal_mask(
+            config,
+            inputs_embeds=torch.empty(1, self.position_ids.shape[1], 1),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=self.position_ids,
+        )
+        layer: Any = SimpleNamespace(is_causal=True, num_key_value_groups=HEADS // KV_HEADS)
+        attend = AttentionInterface()[attention]
+        outputs = [attend(layer, *given, mask, scaling=HEAD_DIM**-0.5)[0] for given in self.layers]
+        given = [tensor for layer in self.layers for tensor in layer]
+        gradients = torch.autograd.grad([output.square().sum() for output in outputs], given)
+        return [*(output.detach() for output in outputs), *gradients]
+
+
+def measured_s(case: Case, repeats: int) -> tuple[float, float]:
+    """The seconds of the masked way and of the other, each at its fastest; both must agree."""
+    seconds: dict[str, list[float]] = {MASKED: [], SEGMENT_ATTENTION: []}
+    results = {}
+    for _ in range(repeats + 1):  # the first is a warm-up
+        for attention, taken in seconds.items():
+            started = time.perf_counter()
+            results[attention] = case.run(attention)
+            taken.append(time.perf_counter() - started)
+    for ours, masked in zip(results[SEGMENT_ATTENTION], results[MASKED], strict=True):
+        torch.testing.assert_close(ours, masked, atol=1e-5, rtol=1e-5)
+    masked_s, by_segments_s = (min(taken[1:]) for taken in seconds.values())
+    return masked_s, by_segments_s
+
+
+def measured_bytes(attention: str, *sizes: int) -> int:
+    """The peak of a process of its own."""
+    arguments = [*map(str, ("--tokens", sizes[0], "--segments", sizes[1], "--layers", sizes[2]))]
+    command = [sys.executable, "-m", "benchmarks.attention", *arguments, "--peak-of", attention]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=2048, help="length of the row")
+    parser.add_argument("--segments", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--peak-of", choices=[MASKED, SEGMENT_ATTENTION], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    register_segment_attention()
+    if arguments.peak_of is not None:
+        Case(64, 2, 1).run(arguments.peak_of)  # what torch loads on first use is not counted
+        case = Case(arguments.tokens, arguments.segments[0], arguments.layers)
+        print(peak_bytes(lambda: case.run(arguments.peak_of)))
+        return
+    print(
+        f"{arguments.layers} layers over a row of {arguments.tokens} tokens, {HEADS} heads and "
+        f"{KV_HEADS} of keys and values, {HEAD_DIM} wide, float32, "
+        f"{torch.get_num_threads()} threads"
+    )
+    print("segments  masked s    ours s  ratio  masked MB  ours MB")
+    for num_segments in arguments.segments:
+        sizes = arguments.tokens, num_segments, arguments.layers
+        masked_s, ours_s = measured_s(Case(*sizes), arguments.repeats)
+        masked, ours = (measured_bytes(one, *sizes) / 1e6 for one in (MASKED, SEGMENT_ATTENTION))
+        times = f"{masked_s:9.3f} {ours_s:9.3f} {masked_s / ours_s:6.2f}"
+        print(f"{num_segments:8} {times} {masked:10.0f} {ours:8.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""All probes of the GPU path, one after the other, each in a process of its own.
+
+`python -m benchmarks.gpu --device cuda --out DIR` on a card, `--device cpu --toy` in CI. A probe
+that fails leaves its error in its log and does not end the others. `DIR/probes.jsonl` has a line
+for each, `DIR/NAME.log` all that it said. The exit status is 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROBES = ("update_order", "float32", "patch_embedding", "segments", "ipc", "sharded", "learner_step")
+"""Modules of this folder, in the order of what a first hour on a card should show."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--toy", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, default=500.0, help="seconds for each probe")
+    parser.add_argument("probes", nargs="*", default=PROBES, help=f"of {', '.join(PROBES)}")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.probes) - set(PROBES))
+    if unknown:
+        parser.error(f"unknown probes {unknown}; there are {', '.join(PROBES)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    num_failed = 0
+    for name in arguments.probes:
+        command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--device", arguments.device]
+        started = time.perf_counter()
+        with (arguments.out / f"{name}.log").open("w+") as log:
+            try:
+                status: int | str = subprocess.run(
+                    [*command, "--toy"] if arguments.toy else command,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=arguments.limit_s,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = f"took more than {arguments.limit_s:g} s"
+            log.seek(0)
+            said = log.read()
+        num_failed += status != 0
+        seconds = round(time.perf_counter() - started, 1)
+        line = {"probe": name, "status": status, "seconds": seconds, "said": said[-2000:]}
+        with (arguments.out / "probes.jsonl").open("a") as results:
+            results.write(json.dumps(line) + "\n")
+        outcome = "passed" if status == 0 else f"FAILED ({status})"
+        print(f"== {name}: {outcome} in {seconds} s\n{said}", flush=True)
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

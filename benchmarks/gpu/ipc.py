@@ -1,0 +1,119 @@
+"""20 syncs to another process on the same device by `packed_buckets`, as an engine beside the learner takes them.
+
+Each sync shares one buffer, into which bucket after bucket is copied. The other process maps it
+once in a sync, as vLLM's consumer does, and copies every bucket out before it asks for the next.
+All sums must be those of what was sent, and the memory of the sender may not grow. On a CPU the
+buffer is in shared memory.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from benchmarks.gpu.probe import median_s, options
+from learner.device import LearnerDevice
+from rollout_actors.ipc_handles import CudaDevice, SharingDevice, packed_buckets
+from shared.checksummed_weights import ChecksummedWeights
+from shared.weight_terms import FullTerms, TensorSpec
+
+NUM_SYNCS = 20
+LIMIT_S = 120.0
+
+
+class HostDevice:
+    """Host memory in the place of a GPU's."""
+
+    uuid = "host"
+
+    def share(self, num_bytes: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
+        return buffer, (buffer,)
+
+    def synchronize(self) -> None: ...
+
+    def collect(self) -> None: ...
+
+
+def mapped(arguments: tuple[Any, ...]) -> torch.Tensor:
+    """Find the buffer that a process has shared."""
+    if isinstance(arguments[0], torch.Tensor):
+        return arguments[0]
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    buffer: torch.Tensor = rebuild_cuda_tensor(*arguments)
+    return buffer
+
+
+def sum_of(bytes_N: torch.Tensor) -> int:
+    return int(bytes_N.sum(dtype=torch.int64).item())
+
+
+def receive(connection: Connection) -> None:
+    """Answer each bucket with the sums of its tensors; None ends a sync."""
+    for _ in range(NUM_SYNCS):
+        buffer = None
+        while (bucket := connection.recv()) is not None:
+            if buffer is None:
+                (arguments,) = bucket["ipc_handles"].values()
+                buffer = mapped(arguments)
+            begin, sums = 0, []
+            for size in bucket["tensor_sizes"]:
+                sums.append(sum_of(buffer[begin : begin + size].clone()))
+                begin += size
+            connection.send(sums)
+        del buffer  # or the sender could not give its memory back
+
+
+def main() -> None:
+    arguments = options(__doc__)
+    device = arguments.device
+    size = 2**12 if arguments.toy else 2**25
+    sharing: SharingDevice = CudaDevice(0) if device.type == "cuda" else HostDevice()
+    weights = [(f"w{number}", torch.zeros(size, device=device)) for number in range(5)]
+    specs = tuple(TensorSpec(name, "float32", (size,), tensor.nbytes) for name, tensor in weights)
+    terms = FullTerms((), LIMIT_S, 2 * specs[0].num_bytes - 1, specs)  # two tensors to a bucket
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    receiver = context.Process(target=receive, args=(there,), daemon=True)
+    receiver.start()
+    allocated: list[int] = []
+    numbers = iter(range(1, NUM_SYNCS + 1))
+
+    def sync() -> None:
+        number = next(numbers)
+        for place, (_, tensor) in enumerate(weights):
+            tensor.fill_(float(number * 10 + place))  # the update
+        LearnerDevice(device).wait()
+        expected = iter([sum_of(tensor.view(torch.uint8)) for _, tensor in weights])
+        num_buckets = 0
+        for bucket in packed_buckets(ChecksummedWeights(weights, terms, torch), [sharing]):
+            here.send(bucket)
+            assert here.poll(LIMIT_S), f"the receiver did not answer in {LIMIT_S:g} s"
+            for name, total in zip(bucket["names"], here.recv(), strict=True):
+                if name.startswith("w"):
+                    assert total == next(expected), f"sync {number}: {name} arrived as another"
+            num_buckets += 1
+        here.send(None)
+        assert num_buckets == 3
+        sharing.collect()
+        if device.type == "cuda":
+            allocated.append(torch.cuda.memory_allocated(device))
+
+    seconds = median_s(sync, device, repeats=NUM_SYNCS - 1)
+    receiver.join(LIMIT_S)
+    assert receiver.exitcode == 0, receiver.exitcode
+    gigabytes = sum(spec.num_bytes for spec in specs) / 1e9
+    print(f"{NUM_SYNCS} of {NUM_SYNCS} syncs of {gigabytes:.3f} GB arrived as they were sent")
+    print(f"{seconds:.4f} s each, {gigabytes / seconds:.1f} GB/s, checksums and sums included")
+    # One buffer may wait for the receiver's last reference.
+    largest = 2 * 2 * specs[0].num_bytes
+    growth = max(allocated, default=0) - min(allocated, default=0)
+    assert growth <= largest, f"memory grew: {allocated}"
+
+
+if __name__ == "__main__":
+    main()

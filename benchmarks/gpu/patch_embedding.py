@@ -1,0 +1,60 @@
+"""The patch embedding as a matrix product, beside transformers' `Conv3d`, in bfloat16.
+
+Values and gradients must agree with float64 as well as the convolution's do, or better. Printed
+are the seconds of a forward and backward of both; where cuDNN cannot do one, what it says.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.probe import largest_difference, median_s, options
+from learner.patch_embedding import project_patches_as_matrix
+
+
+def main() -> None:
+    arguments = options(__doc__)
+    device = arguments.device
+    num_patches, width = (64, 128) if arguments.toy else (16_384, 1152)
+    torch.manual_seed(0)
+    shape = (2, 16, 16)
+    plain = nn.Sequential(nn.Conv3d(3, width, kernel_size=shape, stride=shape))
+    exact = copy.deepcopy(plain).double()
+    plain = plain.to(device, torch.bfloat16)
+    ours = copy.deepcopy(plain)
+    project_patches_as_matrix(ours)
+    patches = torch.randn(num_patches, 3, *shape).to(torch.bfloat16)
+    given = patches.to(device)
+
+    def step(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        output = model(given)
+        output.float().square().mean().backward()
+        return output, model[0].weight.grad
+
+    exact.load_state_dict({name: tensor.double().cpu() for name, tensor in plain.state_dict().items()})
+    few = min(num_patches, 256)
+    expected = exact(patches[:few].double())
+    error = largest_difference(step(ours)[0][:few].cpu(), expected)
+    relative = error / expected.abs().max().item()
+    print(f"{num_patches} patches to {width}: relative error of the product {relative:.1e}")
+    assert relative < 1e-2
+    ours_s = median_s(lambda: step(ours), device)
+    print(f"product     {ours_s:.5f} s forward and backward")
+    try:
+        plain_s = median_s(lambda: step(plain), device)
+    except RuntimeError as error_of_cudnn:  # what this probe is here to find out
+        print(f"convolution failed: {error_of_cudnn}")
+        return
+    difference = largest_difference(step(ours)[1], step(plain)[1])
+    largest = step(plain)[1].abs().max().item()
+    print(f"convolution {plain_s:.5f} s, ratio {plain_s / ours_s:.2f}")
+    print(f"largest difference of the gradients {difference / largest:.1e}, relative")
+    assert difference < 2e-2 * largest
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A row on a model that FSDP2 holds in parts, world size 1, beside the same row on the whole model.
+
+Loss, gradient and what a sync would send must agree; a second forward and backward must too, since
+the root gives its weights back after each.
+"""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+
+import torch
+
+from benchmarks.gpu.probe import largest_difference, options
+from benchmarks.learner_step import make_model, make_segment
+from benchmarks.logit_memory import FIRST_COORD, PIPELINE
+from learner.collate import collate
+from learner.device import LearnerDevice
+from learner.objectives.coord_math import Normalizer
+from learner.objectives.registry import build_objectives
+from learner.place import LearnerPlace
+from learner.ranks import DistributedRanks
+from learner.rendezvous import Rendezvous, open_group
+from learner.sharded import ShardedModel
+from learner.step import backward_row
+from learner.targets import TextWeights
+from learner.weight_source import CheckpointWeights
+from shared.config.pipeline import Channel
+from shared.tokens.vocabulary import NUM_BINS
+from shared.transports import Device, Transport
+
+GRADIENT_OF = "model.language_model.norm.weight"
+
+
+def main() -> None:
+    arguments = options(__doc__)
+    device = arguments.device
+    length = 150 if arguments.toy else 1500
+    whole = make_model("small", torch.device("cpu"), torch.float32)
+    vocabulary = whole.config.text_config.vocab_size
+    segments = [make_segment(number, length, vocabulary) for number in range(4)]
+    rope = whole.model.get_rope_index
+    row = collate(segments, text_weights=TextWeights(1.0, 1.0), rope_index=rope).to(device)
+    coord_ids = torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device)
+    objectives = build_objectives(PIPELINE, Channel.B, coord_ids)
+
+    parts = copy.deepcopy(whole)
+    meeting = Rendezvous("127.0.0.1")
+    here = {"device": Device(device.type), "rendezvous": meeting.endpoint}
+    place = LearnerPlace(Transport.GLOO, (), **here)  # nothing is sent
+    group = open_group(place, meeting.store, timedelta(seconds=60))
+    ranks = DistributedRanks(0, 1, group, LearnerDevice(device), timeout_s=60.0, sums_in_backward=True)
+    source = CheckpointWeights(parts)
+    sharded = ShardedModel(parts, source, ranks, device=device, dtype=torch.float32, every_rank_sends=False)
+    whole.to(device)
+
+    expected = backward_row(whole, row, objectives, Normalizer())
+    gradient = whole.get_parameter(GRADIENT_OF).grad
+    assert gradient is not None
+    for attempt in ("first", "second"):
+        parts.zero_grad(set_to_none=True)
+        result = backward_row(parts, row, objectives, Normalizer(), run=sharded.forward)
+        found = parts.get_parameter(GRADIENT_OF).grad
+        assert found is not None
+        difference = largest_difference(found.full_tensor(), gradient)  # type: ignore[attr-defined]
+        print(f"{attempt}: loss {result.loss:.6f}, of the whole model {expected.loss:.6f}")
+        print(f"{attempt}: largest difference of the gradient {difference:.1e}")
+        assert abs(result.loss - expected.loss) <= 1e-4 * abs(expected.loss)
+        assert difference <= 1e-3 * gradient.abs().max().item()
+    sharded.gather()
+    weights = dict(CheckpointWeights(whole).tensors())
+    sent = dict(sharded.weights.tensors())
+    assert weights.keys() == sent.keys()
+    assert all(torch.equal(weights[name], sent[name]) for name in weights)
+    print(f"a sync would send the same {len(sent)} tensors")
+
+
+if __name__ == "__main__":
+    main()

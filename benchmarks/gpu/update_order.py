@@ -1,0 +1,49 @@
+"""Weights that another stream reads: of this step only where the update was waited for.
+
+An update is queued behind a long computation, and a side stream copies the weights at once, as a
+sync packs them. With `LearnerDevice.wait` before the copy they must be new. Without it they should
+be old on a GPU: that shows that the probe would see the fault. On a CPU both are new.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.gpu.probe import options, synchronize
+from learner.device import LearnerDevice
+
+
+def copied(device: torch.device, num_products: int, *, waits: bool) -> float:
+    """The weight that a side stream reads: 0 before the update, 1 after it."""
+    size = 4096 if device.type == "cuda" else 64
+    weights = torch.zeros(1024, device=device)
+    factor = torch.full((size, size), 1.0 / size, device=device)
+    product = torch.eye(size, device=device)
+    synchronize(device)
+    for _ in range(num_products):
+        product = product @ factor
+    weights.add_(1.0 + 0.0 * product.sum())  # the update has to wait for the products
+    if waits:
+        LearnerDevice(device).wait()
+    if device.type == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            read = weights.clone().max().item()
+        synchronize(device)
+        return read
+    return weights.clone().max().item()
+
+
+def main() -> None:
+    arguments = options(__doc__)
+    num_products = 4 if arguments.toy else 400
+    for _ in range(20):
+        assert copied(arguments.device, num_products, waits=True) == 1.0, "old weights were read"
+    print("20 of 20 copies behind LearnerDevice.wait had the new weights")
+    without = [copied(arguments.device, num_products, waits=False) for _ in range(20)]
+    num_old = sum(value == 0.0 for value in without)
+    print(f"{num_old} of 20 copies without it had the old ones")
+    assert num_old or arguments.device.type != "cuda", "the probe could not have seen the fault"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""How long vLLM's loader takes for the weights of one sync, by the size of the buckets in which
+they come.
+
+`python -m benchmarks.load_buckets [--mib 4 16 64 256 1024 100000] [--rounds 3]`. One engine on CPU,
+in this process. The model has the names and the number of layers of Qwen3-VL-4B and very small
+matrices, so that what is measured is what each call of `load_weights` costs whatever it brings: it
+walks the whole model first. The buckets are cut by the sizes of the real matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launch.make_demo_model import make_demo_model
+from rollout_actors.engine_settings import EngineSettings, engine_arguments, engine_environment
+from shared.prompts import DEFAULT_USER_PROMPT
+from shared.transports import Device, Transport
+from shared.weight_terms import TensorSpec, buckets
+
+TEXT_LAYERS, VISION_LAYERS, DEEPSTACK = 36, 24, [5, 11, 17]
+"""Qwen3-VL-4B's."""
+REAL_TEXT = {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 152936}
+REAL_VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2560, "num_position_embeddings": 2304}
+
+
+def make_model(folder: Path) -> tuple[TensorSpec, ...]:
+    """Write a small checkpoint of 4B's names. Returns those tensors in their order, with the shapes
+    and bytes of the real ones."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    make_demo_model(folder, seed=17, prompt=DEFAULT_USER_PROMPT)
+    config = Qwen3VLConfig.from_pretrained(folder)
+    deep = {"depth": VISION_LAYERS, "deepstack_visual_indexes": DEEPSTACK}
+    _change(config.text_config, {"num_hidden_layers": TEXT_LAYERS})
+    _change(config.vision_config, deep)
+    small = Qwen3VLForConditionalGeneration(config)
+    small.save_pretrained(folder)
+    _change(config.text_config, REAL_TEXT)
+    _change(config.vision_config, REAL_VISION)
+    with torch.device("meta"):
+        real = Qwen3VLForConditionalGeneration(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in real.named_parameters()}
+    assert list(shapes) == [name for name, _ in small.named_parameters()]
+    return tuple(TensorSpec(name, "bfloat16", shape, 2 * torch.Size(shape).numel()) for name, shape in shapes.items())
+
+
+def _change(section: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(section, name, value)
+
+
+def start_engine(folder: Path) -> Any:
+    """vLLM's `LLM` over the small checkpoint."""
+    settings = EngineSettings(str(folder), "float32", 512, 2, 0, Transport.GLOO, Device.CPU, 0.5, kv_cache_memory_bytes=1 << 28)
+    os.environ.update(engine_environment(settings))
+    import torch
+    from vllm import LLM
+
+    torch.set_num_threads(1)
+    return LLM(**engine_arguments(settings))
+
+
+def load_s(model: Any, model_config: Any, weights: dict[str, Any], cut: list[tuple[TensorSpec, ...]]) -> float:
+    """Seconds of the calls of `load_weights` in one update."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    started = time.perf_counter()
+    for bucket in cut:
+        model.load_weights((spec.name, weights[spec.name]) for spec in bucket)
+    spent_s = time.perf_counter() - started
+    finalize_layerwise_reload(model, model_config)
+    return spent_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, nargs="+", default=[0, 4, 16, 64, 256, 1024, 100_000])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        specs = make_model(folder)
+        llm = start_engine(folder)
+        from safetensors.torch import load_file
+
+        weights = load_file(folder / "model.safetensors")
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        print(f"{len(specs)} tensors, {sum(spec.num_bytes for spec in specs) / 2**30:.2f} GiB were they real")
+        for mib in options.mib:
+            cut = list(buckets(specs, mib << 20))
+            seconds = [load_s(worker.model_runner.model, worker.model_config, weights, cut) for _ in range(options.rounds)]
+            largest = max(sum(spec.num_bytes for spec in bucket) for bucket in cut) / 2**20
+            median_s = statistics.median(seconds)
+            print(
+                f"buckets of {mib:>6} MiB: {len(cut):>4} calls, the largest {largest:.0f} MiB; {median_s:.3f} s "
+                f"({min(seconds):.3f} to {max(seconds):.3f} in {options.rounds} updates)",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

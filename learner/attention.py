@@ -1,0 +1,174 @@
+"""Attention of packed rows by their segments (`model.attention: auto`).
+
+transformers gives a packed row a mask of every token with every token, which shuts out the flash
+kernels: time and memory then grow with the square of the row, not of its segments. Here the layers
+are given the segments' borders in the mask's place. What is no packed row, as in `generate` with
+its padding and cache, is computed by transformers' own sdpa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+# "flash" in it makes transformers' vision towers hand over all images, or windows of images, in one
+# call with their borders.
+SEGMENT_ATTENTION = "rollmatch_flash"
+"""The name by which transformers knows this attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The borders of the segments of one row.
+
+    Example: `Segments(tensor([0, 3, 5]), 3)` are a segment of 3 tokens and one of 2.
+    """
+
+    starts: torch.Tensor
+    """int32 [S + 1] on the row's device: where each segment begins, then the row's length."""
+    longest: int
+    """Tokens of the longest one."""
+
+
+def register_segment_attention() -> None:
+    """Make it known to transformers. Again is harmless."""
+    AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
+    AttentionMaskInterface.register(SEGMENT_ATTENTION, segments_or_mask)
+
+
+def attend_by_segments(model: Any) -> None:
+    """Have `model`, of transformers, and its vision tower compute attention as this module does."""
+    register_segment_attention()
+    config = model.config
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        # Not by `set_attn_implementation`, which would take the name for a package to load.
+        part._attn_implementation = SEGMENT_ATTENTION
+
+
+def segments_or_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Segments | torch.Tensor | None:
+    """Return what every layer is given as its mask: a packed row's segments, else sdpa's mask.
+
+    `mask_function` says whether one token sees another: `f(batch, head, query, key)`, by indices.
+    transformers calls this once in each forward, and forbids `allow_is_causal_skip` without a
+    padding mask where it has found a packed row.
+    """
+    is_packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
+    # A window, or a mask of somebody's own, is no matter of borders.
+    if not is_packed or batch_size != 1 or local_size is not None or use_vmap:
+        mask: torch.Tensor | None = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            use_vmap=use_vmap,
+            device=device,
+            **options,
+        )
+        return mask
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    later = torch.arange(1, q_length, device=device)
+    # A token that does not see the one before it begins a segment.
+    begins = ~mask_function(zero, zero, later, later - 1)
+    ends = later.new_tensor([q_length])
+    starts = torch.cat([zero[None], later[begins], ends]).to(torch.int32)
+    return Segments(starts, int(starts.diff().max()))
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Segments | torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention of one layer: `transformers.AttentionInterface`.
+
+    Args:
+        query: [B, H, T, D]; `key` and `value` [B, G, T, D], where G divides H.
+        cu_seq_lens_q: of a vision tower, `Segments.starts`; `max_length_q` is `longest`.
+
+    Returns:
+        [B, T, H, D], and no weights.
+    """
+    if cu_seq_lens_q is not None:
+        assert max_length_q is not None, "transformers' vision towers give both"
+        segments = Segments(cu_seq_lens_q, max_length_q)
+    elif isinstance(attention_mask, Segments):
+        segments = attention_mask
+    else:
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            is_causal=is_causal,
+            **options,
+        )
+        return result
+    causal = bool(module.is_causal) if is_causal is None else is_causal
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        at_once = attend_in_one_call(query, key, value, segments, scaling=scaling, causal=causal)
+        return at_once, None
+    lengths = segments.starts.diff().tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    attended = []
+    for part in parts:
+        of_one, _ = sdpa_attention_forward(module, *part, None, scaling=scaling, is_causal=causal)
+        attended.append(of_one)
+    return torch.cat(attended, dim=1), None
+
+
+def attend_in_one_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    *,
+    scaling: float | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Attend by one flash kernel over all segments, which takes 16 bits only. Not run on a GPU."""
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        segments.starts,
+        segments.starts,
+        segments.longest,
+        segments.longest,
+        scale=scaling,
+        window_size=(-1, 0) if causal else (-1, -1),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, torch.Tensor), "the log-sum-exp was not asked for"
+    return attended[None]

@@ -1,0 +1,186 @@
+"""What is trained is text as the model's tokenizer writes it, also where our text meets the rollout's inside a token (DESIGN 7.3, 8)."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from damaged_responses import Damage, random_objects
+from small_tokenizers import byte_level_bpe, qwen_words, small_codecs, with_coord_tokens
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from learner.ot_targets import OTSettings
+from learner.targets import MatchSettings, TargetRules, TokenRole, ground_truth_target, parsed_target
+from shared.grounding.parsing import parse_rollout
+from shared.grounding.serialize import serialize_objects
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
+from shared.tokens.hf_codec import HFTokenCodec
+
+RULES = TargetRules(
+    geometry=ALL_GEOMETRY,
+    field_order="desc_first",
+    matching=MatchSettings(candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0),
+    transport=OTSettings(cost="l2", epsilon=10.0, iters=30),
+)
+SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
+TWO = GroundTruthObject(GeometryKind.BBOX, (500, 500, 800, 900), "two!")
+FALSE = GroundTruthObject(GeometryKind.BBOX, (900, 0, 999, 40), "nine")
+HALF = GroundTruthObject(GeometryKind.BBOX, (10, 10, 90, 90), "50%")
+TRIANGLE = GroundTruthObject(GeometryKind.POLY, (100, 600, 300, 600, 200, 900), "three")
+
+
+def fusing_braces() -> HFTokenCodec:
+    """Splits as Qwen's tokenizers do, and fuses exactly the braces and quotes that they fuse."""
+    # In the order of Qwen's merges: `"]]},` is `"]` `]},`, and `"]]}}` is `"]]` `}}`.
+    merges = 'Ġ " / " , / " : / { " / [ " / } , / } } / " ] / Ġ {" / Ġ [" / { } / " }, / ] }, / " }} / "] ] / [ [" / % "'
+    pairs = [tuple(pair.split()) for pair in merges.split(" / ")]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(first + second for first, second in pairs)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
+    tokenizer.pre_tokenizer = qwen_words()
+    tokenizer.decoder = decoders.ByteLevel()
+    return with_coord_tokens(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def codecs(demo_checkpoint):
+    return {
+        "demo": HFTokenCodec(AutoTokenizer.from_pretrained(demo_checkpoint)),
+        "fusing braces": fusing_braces(),
+        "trained as Qwen's": with_coord_tokens(byte_level_bpe(200, qwen_words)),
+        **small_codecs(),
+    }
+
+
+NAMES = ["demo", "fusing braces", "trained as Qwen's", "qwen words", "gpt2 words", "no words", "bytes"]
+QWEN_LIKE = ["demo", "fusing braces"]
+
+
+@pytest.fixture
+def codec(codecs, request):
+    return codecs[request.param]
+
+
+def target_of(token_ids, codec, truth, rules=RULES):
+    return parsed_target(parse_rollout(token_ids, codec), Sample("scene", (), 96, 96, tuple(truth)), codec, rules)
+
+
+def pieces(target, codec, role):
+    return [codec.piece_bytes(token).decode() for token, own in zip(target.token_ids, target.roles, strict=True) if own == role]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", NAMES, indirect=True)
+@pytest.mark.parametrize("field_order", ["desc_first", "geometry_first"])
+def test_canonical_text_of_matched_objects_is_trained_exactly_as_the_tokenizer_writes_the_canonical_answer(codec, field_order):
+    rules = replace(RULES, field_order=field_order)
+
+    def canonical(*objects):
+        return codec.encode(serialize_objects(objects, field_order=field_order))
+
+    for objects in ([], [SEVEN], [TRIANGLE], [SEVEN, TWO], [SEVEN, TRIANGLE, TWO], [TRIANGLE, HALF, TRIANGLE]):
+        expected = (*canonical(*objects), codec.eos_token_id)
+        whole = canonical(*objects)
+        assert target_of(whole, codec, objects, rules).token_ids == expected, "perfect"
+        assert target_of(whole[1:], codec, objects, rules).token_ids == expected, "braceless"
+        assert target_of([], codec, objects, rules).token_ids == expected, "empty"
+        assert target_of(codec.encode("I see a seven."), codec, objects, rules).token_ids == expected, "prose"
+        for length in range(len(whole)):
+            assert target_of(whole[:length], codec, objects, rules).token_ids == expected, f"truncated after {length} tokens"
+        for number in range(len(objects)):
+            for length in range(len(canonical(*objects[:number])), len(whole)):
+                fewer = (*canonical(*objects[:number]), codec.eos_token_id)
+                cut = parse_rollout(whole[:length], codec).objects
+                if len(cut) == number:
+                    assert target_of(whole[:length], codec, objects[:number], rules).token_ids == fewer, "the truth had ended"
+            assert target_of(canonical(*objects[:number]), codec, objects, rules).token_ids == expected, "all from one on were missed"
+
+
+@pytest.mark.parametrize("codec", NAMES, indirect=True)
+def test_an_end_that_the_model_wrote_in_pieces_is_trained_in_one(codec):
+    """The last kept token is encoded anew where the tokenizer joins it with what is appended."""
+    pieced = [*codec.encode(serialize_objects([SEVEN])[:-2]), *codec.encode("}"), *codec.encode("}")]
+    target = target_of(pieced, codec, [SEVEN])
+    joint = codec.encode("}}")
+    whole = codec.encode(serialize_objects([SEVEN]))
+    assert target.token_ids[:-1] in (tuple(whole), (*pieced[:-2], *joint))
+    assert target.token_ids[: target.reading.num_kept] == tuple(pieced[: target.reading.num_kept])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["demo", "qwen words", "no words", "bytes"], indirect=True)
+def test_of_a_damaged_response_all_ids_stay_up_to_the_last_coord_token_and_beyond_it_where_they_are_not_the_tokenizers_own(codec):
+    generator = random.Random(5)
+    damage = Damage(generator, codec)
+    for _ in range(150):
+        ids = damage.response()
+        truth = random_objects(generator, generator.choice([0, 1, 2]), ALL_GEOMETRY)
+        parsed = parse_rollout(ids, codec)
+        target = target_of(ids, codec, truth)
+        reading, text = target.reading, b"".join(map(codec.piece_bytes, target.token_ids[:-1]))
+        assert text.decode(errors="replace") == parsed.prefix_text + reading.appended_text
+        assert target.token_ids[: reading.num_kept] == tuple(ids[: reading.num_kept])
+        behind = [n for n in range(parsed.num_unchanged) if codec.coord_bin(ids[n]) is not None]
+        begin = max(behind, default=-1) + 1
+        own = ids[begin : parsed.num_unchanged]
+        if codec.encode(b"".join(map(codec.piece_bytes, own)).decode(errors="replace")) == own:
+            joint = b"".join(map(codec.piece_bytes, target.token_ids[begin:-1])).decode()
+            assert target.token_ids[begin:-1] == tuple(codec.encode(joint))
+        else:
+            is_whole = parsed.num_unchanged == len(parsed.prefix_token_ids)
+            assert reading.num_kept >= parsed.num_unchanged - is_whole
+        # Ours is every token with appended text, and no other token is learned as appended text.
+        ends = np.cumsum([len(codec.piece_bytes(token)) for token in target.token_ids])
+        ours = ends > (0 if parsed.fallback else len(text) - len(reading.appended_text.encode()))
+        ours[-1] = True  # EOS
+        assert (np.isin(target.roles, [TokenRole.NEUTRAL, TokenRole.MATCHED_STRUCTURE]) <= ~ours).all()
+        assert (np.isin(target.roles, [TokenRole.STRUCTURE, TokenRole.DESC, TokenRole.CLOSING]) <= ours).all()
+        assert reading.num_prefix == int((~ours).sum())
+
+
+@pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)
+def test_the_choice_to_stop_or_to_go_on_behind_the_last_kept_object_is_taught_as_one_token(codec):
+    """It holds appended text, so it is taught whatever the object is."""
+    for kept in (SEVEN, FALSE):
+        answer = codec.encode(serialize_objects([kept]))
+        stop = target_of(answer, codec, [kept])
+        assert pieces(stop, codec, TokenRole.CLOSING) == ["}}", "<|im_end|>"]
+        go_on = target_of(answer, codec, [SEVEN, TWO])
+        assert pieces(go_on, codec, TokenRole.STRUCTURE)[0] == "},"
+    assert pieces(target_of(codec.encode("{}"), codec, []), codec, TokenRole.CLOSING) == ["{}", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)
+def test_going_on_from_a_matched_object_is_learned_before_another_one_and_neutral_before_anything_else(codec):
+    text = serialize_objects([SEVEN, TWO, FALSE])
+    noted = text.replace('"object_2"', '"note": 1, "object_2"')
+    dropped = text.replace('"object_2": {', '"object_4": {"desc": "no box"}, "object_2": {')
+    # Of each answer, the tokens of going on: from object to object.
+    for answer, truth, expected in [
+        (text, [SEVEN, TWO], [True, False]),
+        (text, [SEVEN, TWO, FALSE], [True, True]),
+        (text, [SEVEN, FALSE], [False, False]),
+        (noted, [SEVEN, TWO], [False, False]),
+        (dropped, [SEVEN, TWO], [False, False, False]),
+    ]:
+        target = target_of(codec.encode(answer), codec, truth)
+        going_on = [role for token, role in zip(target.token_ids, target.roles, strict=True) if codec.piece_bytes(token).endswith(b"},")]
+        assert [role == TokenRole.MATCHED_STRUCTURE for role in going_on] == expected, (answer, truth)
+        assert set(going_on) <= {TokenRole.MATCHED_STRUCTURE, TokenRole.NEUTRAL}
+
+
+@pytest.mark.parametrize("codec", ["fusing braces", "bytes"], indirect=True)
+def test_an_opening_brace_that_the_answer_lost_is_taught_like_appended_text(codec):
+    target = target_of(codec.encode(serialize_objects([SEVEN])[1:]), codec, [SEVEN])
+    assert target.reading.parsed.fallback and codec.piece_bytes(target.token_ids[0]).startswith(b"{")
+    assert target.roles[0] == TokenRole.STRUCTURE
+    assert (target.roles == ground_truth_target(Sample("scene", (), 96, 96, (SEVEN,)), codec, RULES).roles).all()
+
+
+@pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)
+def test_log_probabilities_are_compared_only_where_the_token_is_the_rollouts_own(codec):
+    answer = codec.encode(serialize_objects([SEVEN]))
+    assert target_of(answer, codec, [SEVEN]).reading.num_kept == len(answer) - 1
+    assert target_of(answer[1:], codec, [SEVEN]).reading.num_kept == 0
