@@ -14,6 +14,11 @@ from shared.errors import Limit, RolloutError, WeightSyncError, ended, late
 
 Error = RolloutError | WeightSyncError
 
+VICTIM_GRACE_S = 4.0
+"""How long an engine that lost a connection is kept back, for the one that broke it to say why. Below `SYNC_MARGIN_S`, which waits for that error."""
+BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
+"""What the errors of gloo and NCCL name where a peer has left the group. They arrive as text: vLLM passes on no exception of its workers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -42,13 +47,29 @@ class Asked:
 
 
 def all_answers(call: Call, answers: Iterable[tuple[str, Any]]) -> list[Any]:
-    """Every engine's answer, in order. The first failure ends the wait, whatever the others are doing."""
+    """Every engine's answer, in order.
+
+    The first failure ends the wait, whatever the others are doing, unless it is a broken connection: an engine that fails in
+    the middle of a sync leaves the group, and the others may notice before its own error has come. It gets `VICTIM_GRACE_S`.
+    """
     deadline = call.deadline()
     asked = {answer: Asked(name, deadline) for name, answer in answers}
     waiting, values = dict(asked), {}
+    victim: Error | None = None
+    given_up = 0.0
     while waiting:
+        if victim is not None and not ray.wait(list(waiting), timeout=max(0.0, given_up - time.monotonic()))[0]:
+            break
         answer = next_answer(call, waiting)
-        values[answer] = value_of(call, waiting.pop(answer).name, answer)
+        try:
+            values[answer] = value_of(call, waiting.pop(answer).name, answer)
+        except (RolloutError, WeightSyncError) as error:
+            if not any(sign in error.message for sign in BROKEN_CONNECTION):
+                raise
+            if victim is None:
+                victim, given_up = error, time.monotonic() + VICTIM_GRACE_S
+    if victim is not None:
+        raise victim
     return [values[answer] for answer in asked]
 
 

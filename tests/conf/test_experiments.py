@@ -90,6 +90,7 @@ def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16() -> None
     assert run.telemetry.run_dir.is_relative_to("outputs")
 
 
+@pytest.mark.slow
 def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> None:
     main, control = loaded("+experiment=stage2_3v1"), loaded("+experiment=control_channel_a")
     assert control.training.max_steps > main.training.max_steps
@@ -101,6 +102,7 @@ def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> 
     assert control.model_dump() == expected
 
 
+@pytest.mark.slow
 def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_samples() -> None:
     main, run = loaded("+experiment=stage2_3v1"), loaded("+experiment=env_3v1")
     assert run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
@@ -150,6 +152,7 @@ def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run() -> Non
     assert (run.model.dtype, run.rollout_matching.vllm.kv_cache_memory_bytes, run.training.parts.language_model.learning_rate) == ("bfloat16", None, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_shipped_backend_takes_the_place_of_the_actors(backend: str) -> None:
     run = loaded("+experiment=stage2_3v1", f"backend={backend}", "stage2_ab.channel_b.enable_pipeline=false")
@@ -169,6 +172,7 @@ def test_a_topology_is_the_main_job_on_other_devices(topology: str) -> None:
     assert list(RunSchedule(other).plans()) == list(RunSchedule(main).plans())
 
 
+@pytest.mark.slow
 def test_a_run_is_named_on_the_command_line() -> None:
     assert loaded("+experiment=stage2_3v1").telemetry.name == "run"
     assert loaded("+experiment=stage2_3v1", "++telemetry.name=demo").telemetry.name == "demo"

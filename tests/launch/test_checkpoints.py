@@ -223,6 +223,7 @@ def test_every_checkpoint_loads_elsewhere_with_the_weights_of_its_step(learner):
         assert AutoProcessor.from_pretrained(folder).tokenizer.convert_tokens_to_ids("<|coord_0|>") == trained.loaded.codec.coord_id(0)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_the_weights_are_written_leaves_the_older_checkpoint_and_no_half_one(learner):
     config, trained = learner
     checkpoints, folder = Checkpoints(config, Saves(trained), Told()), config.telemetry.run_dir / "checkpoints"

@@ -36,6 +36,7 @@ def change_row(data, number, name="train.jsonl", **changes):
     (data / name).write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_sound_data_pass(run):
     facts = check_data(run[0])
     assert facts == DataFacts(ImageNeeds(1, 96 * 96), num_train_skipped=0, num_val_skipped=0)

@@ -49,6 +49,7 @@ def test_an_endpoint_that_says_anything_is_there(status: int) -> None:
         watched(lambda _: httpx.Response(status, text="<html>"), for_s=0.3)
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_silent_for_long_has_gone_and_one_that_is_silent_at_times_has_not() -> None:
     with pytest.raises(UnreachableError, match="it answers no more"):
         watched(silent)

@@ -122,6 +122,7 @@ def test_a_run_of_any_topology_is_evaluated_by_actors_that_serve_whole_weights(t
     assert config.learner.world_size == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["stage2_hf", "stage2_server"])
 def test_on_cpu_the_actors_of_a_run_that_had_none_start_at_once_and_take_what_they_need(tmp_path, demo_checkpoint, experiment):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

@@ -186,6 +186,7 @@ def test_the_same_files_give_the_same_bytes(source: Source) -> None:
     assert first == again and sorted(first) == ["train.categories.json", "train.import.json", "train.jsonl"]
 
 
+@pytest.mark.slow
 def test_nothing_is_overwritten(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
     source.image(1, annotation()).convert()
     before = (source.folder / "out" / "train.jsonl").read_bytes()

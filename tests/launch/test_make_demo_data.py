@@ -27,6 +27,7 @@ def every_file(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_gives_others(data, tmp_path):
     demo.make_demo_data(tmp_path / "again", seed=17, num_train=40, num_val=12)
     demo.make_demo_data(tmp_path / "other", seed=18, num_train=40, num_val=12)
@@ -114,6 +115,7 @@ def test_boxes_are_the_default_and_have_the_bytes_they_always_had(data):
     assert json.loads((data / "made_from.json").read_text()) == {"seed": 17, "train": 40, "val": 12}
 
 
+@pytest.mark.slow
 def test_outlines_change_the_objects_and_not_the_pictures(data, outlined):
     folder, _ = outlined
     assert {name: bytes for name, bytes in every_file(folder).items() if name.endswith(".png")} == {
@@ -123,6 +125,7 @@ def test_outlines_change_the_objects_and_not_the_pictures(data, outlined):
         assert sorted(found["desc"] for found in with_boxes["objects"]) == sorted(found["desc"] for found in with_outlines["objects"])
 
 
+@pytest.mark.slow
 def test_outlines_are_the_same_twice_and_their_folder_is_not_taken_for_one_of_boxes(data, outlined, tmp_path):
     folder, geometry = outlined
     demo.main(["--out", str(tmp_path / "again"), "--train", "40", "--val", "12", "--geometry", geometry])

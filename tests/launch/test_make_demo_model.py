@@ -34,6 +34,7 @@ def scene(count: int) -> list[GroundTruthObject]:
     return [GroundTruthObject(kind=GeometryKind.BBOX, bins=(100 * i, 5, 100 * i + 99, 999), desc="seven") for i in range(count)]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(checkpoint, tmp_path):
     make_demo_model(tmp_path / "again", seed=17, prompt=DEFAULT_USER_PROMPT)
     for file in checkpoint.iterdir():

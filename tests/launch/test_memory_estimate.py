@@ -72,6 +72,7 @@ def test_weights_gradients_and_optimizer_state_are_exact(stock, tmp_path, change
         assert parts["weights"] == sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_bfloat16_halves_the_weights_and_adds_float32_masters(config, shape):
     single, half = learner_estimate(config(), shape).parts, learner_estimate(config(model__dtype="bfloat16"), shape).parts
     assert half["weights"] * 2 == half["master weights"] == single["weights"]

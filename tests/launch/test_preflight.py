@@ -47,6 +47,7 @@ def in_server_mode(*base_urls, group_port=0, **section):
     return {"rollout_matching__vllm": {"mode": "server", "server": {"servers": servers, **section}}}
 
 
+@pytest.mark.slow
 def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config):
     findings = preflight(config())
     assert findings.problems == []
@@ -59,6 +60,7 @@ def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config):
     assert "memory    engine device: " in text and "6 are decoded" in text
 
 
+@pytest.mark.slow
 def test_every_problem_is_reported_at_once(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
@@ -124,6 +126,7 @@ def test_a_server_of_either_kind_that_is_up_is_no_problem(config, kind, route):
 ROOMY = {"max_model_len": 512, "max_num_seqs": 64, "max_images_per_prompt": 4}
 
 
+@pytest.mark.slow
 def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_of_their_sizes(config, tmp_path):
     roomy = make_settings(tmp_path / "model", **ROOMY)
     with serving_engine(ObedientEngine(devices=1), roomy) as one, serving_engine(ObedientEngine(devices=2), roomy) as two:
@@ -134,6 +137,7 @@ def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_o
     assert "over 2 servers of 1+2 devices" in text
 
 
+@pytest.mark.slow
 def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_path):
     """Both sides are configured apart: dtype, length, images and adapters of each server are its
     own. The guard is the run's, which brings it."""
@@ -150,6 +154,7 @@ def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_pa
     assert "start it with dtype=float32" in findings.problems[0]
 
 
+@pytest.mark.slow
 def test_servers_that_cannot_give_every_learner_rank_a_request_are_refused_before_the_start(config, tmp_path):
     """Scenario: vLLM server mode fails fast when cap is infeasible."""
     with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as url:
@@ -160,6 +165,7 @@ def test_servers_that_cannot_give_every_learner_rank_a_request_are_refused_befor
     assert problem.startswith(f"rollout_matching.decode_batch_size: {too_few}")
 
 
+@pytest.mark.slow
 def test_one_server_under_two_addresses_is_noticed(config, tmp_path):
     one = make_service(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY))
     asyncio.run(one.start())
@@ -168,12 +174,14 @@ def test_one_server_under_two_addresses_is_noticed(config, tmp_path):
     assert findings.problems == [f"rollout_matching.vllm.server.servers[1].base_url: {second} is the server of servers[0]; list every server once"]
 
 
+@pytest.mark.slow
 def test_a_server_that_asks_for_a_token_names_the_key(config, tmp_path):
     with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY), token="secret") as url:
         (problem,) = preflight(config(**in_server_mode(url))).problems
     assert "HTTP 401" in problem and "rollout_matching.vllm.server.token_env" in problem
 
 
+@pytest.mark.slow
 def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(config):
     server = StockServer(changes={"model_config.dtype": "torch.bfloat16", "model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64})
     with serving(server.app()) as url:
@@ -194,6 +202,7 @@ def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
     assert problem.endswith(f"{url} answers /health, and has not said in 1 s what it was started with: its engine may be stuck; start it again")
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_the_start(config, demo_data, tmp_path):
     Image.new("RGB", (200, 101)).save(tmp_path / "large.png")
     rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
@@ -229,6 +238,7 @@ def test_the_installed_packages_are_those_that_were_run_together(config):
     assert list(version_problems(config())) == []
 
 
+@pytest.mark.slow
 def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
     colocate = {"rollout_matching__vllm": {"mode": "colocate", "kv_cache_memory_bytes": 2**26}, "stage2_ab__channel_b__enable_pipeline": False}
     findings = preflight(config(**colocate, rollout_matching__offload={"enabled": True, "offload_model": True}))
@@ -236,6 +246,7 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
     assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
 
 
+@pytest.mark.slow
 def test_a_cache_without_a_size_is_said_to_hold_what_is_decoded(config):
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=None))
     assert findings.problems == []
@@ -243,12 +254,14 @@ def test_a_cache_without_a_size_is_said_to_hold_what_is_decoded(config):
     assert line.endswith("6 are decoded (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as these)")
 
 
+@pytest.mark.slow
 def test_the_learners_own_model_takes_no_weights_from_anywhere(config):
     findings = preflight(config(rollout_matching__rollout_backend="hf", stage2_ab__channel_b__enable_pipeline=False))
     assert findings.problems == []
     assert findings.lines[-2] == "weights   stay where they are: the learner's own model generates"
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_or_asks_for_a_token_is_refused_with_what_to_check(config, monkeypatch):
     for error, remedy in (
         (
@@ -267,6 +280,7 @@ def test_a_cluster_that_does_not_answer_or_asks_for_a_token_is_refused_with_what
         assert problem.startswith("cluster.address: 10.0.0.1:6379 gives no Ray cluster (") and problem.endswith(f"; {remedy}")
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_hold_one_sequence_is_refused(config):
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
     assert findings.problems == ["rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"]
@@ -276,11 +290,13 @@ def a_mebibyte(device):
     return DeviceMemory(device, 2**20)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_too_small_hides_no_other_lack_of_memory(config):
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024), memory_of=a_mebibyte)
     assert [problem.split(": ")[0] for problem in findings.problems] == ["rollout_matching.vllm.kv_cache_memory_bytes", "cluster.address"]
 
 
+@pytest.mark.slow
 def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_memory_not_compared(config):
     """A head or login node: what hangs there is not the run's."""
     findings = preflight(config(), nodes_of=lambda config: [Resources(cpus=4, gpus=0), Resources(cpus=16, gpus=4)], memory_of=lambda device: None)
@@ -291,6 +307,7 @@ def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_
     assert findings.lines[-1].startswith("memory    not compared, and engines not estimated: this machine has no GPU to ask; ")
 
 
+@pytest.mark.slow
 def test_the_processes_of_several_cpu_nodes_are_not_held_against_the_memory_of_one_machine(config):
     node = Resources(cpus=8, gpus=0)
     one = preflight(config(), nodes_of=lambda config: [node], memory_of=a_mebibyte)
@@ -300,12 +317,14 @@ def test_the_processes_of_several_cpu_nodes_are_not_held_against_the_memory_of_o
     assert two.lines[-1].startswith("memory    not compared: which of the 2 nodes a process comes to")
 
 
+@pytest.mark.slow
 def test_gpus_of_other_nodes_are_said_to_be_taken_for_ones_like_this_machines(config):
     findings = preflight(config(), nodes_of=lambda config: [Resources(cpus=16, gpus=4)] * 2, memory_of=a_mebibyte)
     assert findings.lines[-1] == "memory    compared with this machine's GPUs: those of the other nodes are taken to be like them"
     assert [problem.split(": ")[0] for problem in findings.problems] == ["learner.gpus", "rollout_matching.vllm.kv_cache_memory_bytes"]
 
 
+@pytest.mark.slow
 def test_the_data_are_read_once(config, monkeypatch):
     read = []
 

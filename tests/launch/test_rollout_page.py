@@ -294,6 +294,7 @@ def test_what_the_objective_makes_of_the_advantages_is_told(tmp_path: Path, lang
     assert left_out in run.page(1)
 
 
+@pytest.mark.slow
 def test_a_byte_level_tokenizer_shows_its_tokens_too(tmp_path: Path, demo_checkpoint: Path) -> None:
     """The tokens of one character are shown by their bytes."""
     run = Run(tmp_path / "run", demo_checkpoint)

@@ -50,6 +50,7 @@ def printed_commands() -> list[tuple[str, ...]]:
     return sorted({tuple(re.sub(r"\$\w+", "1", word) for word in argument_words if not word.startswith("model=")) for argument_words in words})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", printed_commands(), ids=len)
 def test_every_server_of_the_readme_and_the_docs_suits_the_run_beside_it(arguments: tuple[str, ...], model: Path) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -103,6 +103,7 @@ def everything(run):
     return run.page()[1]
 
 
+@pytest.mark.slow
 def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(run, capsys):
     main([f"run={run.folder}", f"step={STEP}", "position=2"])
     path = run.folder / "samples" / "step_000007_position_002.html"
@@ -269,6 +270,7 @@ def copied(tmp_path, demo_checkpoint, demo_data):
     return run
 
 
+@pytest.mark.slow
 def test_data_that_changed_since_the_run_are_told_of(copied):
     train = copied.config.data.train
     text = train.read_text()
@@ -282,6 +284,7 @@ def test_data_that_changed_since_the_run_are_told_of(copied):
         copied.page()
 
 
+@pytest.mark.slow
 def test_an_image_that_is_gone_or_damaged_is_told_of(copied):
     (image,) = copied.scene.images
     image.path.write_bytes(image.path.read_bytes()[:60])
@@ -317,6 +320,7 @@ def test_a_line_of_another_shape_ends_the_command_without_a_traceback(copied, ca
     assert f"{path}:1: reading.pairs: field required; a run's log is not to be edited: restore the file, or check out the version that ran it" in said
 
 
+@pytest.mark.slow
 def test_a_run_that_died_while_writing_still_shows_its_whole_lines(copied):
     path = step_path(copied.folder / "rollouts", STEP)
     path.write_bytes(path.read_bytes() + b'{"step": 7')

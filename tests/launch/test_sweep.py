@@ -56,6 +56,7 @@ def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_an
     assert "Traceback" not in sweep.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("override", "expected"), [("timeouts.interrupt_s=600.0", 600 + MARGIN_S), ("training.learning_rate=-1.0", MARGIN_S)])
 def test_an_interrupted_trial_has_the_time_of_its_own_configuration_to_save_its_weights(override, expected):
     """A trial whose configuration is refused has nothing to save."""

@@ -78,6 +78,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_adapters_of_the_language_models_linear_layers_are_trained(demo_checkpoint, kind):
     model = adapted(demo_checkpoint, kind)
@@ -147,6 +148,7 @@ def test_a_model_without_adapters_offers_its_parameters_as_they_are(demo_checkpo
     assert adapter_files(model) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_specs_are_known_before_anything_is_merged(demo_checkpoint, kind):
     source = CheckpointWeights(adapted(demo_checkpoint, kind))
@@ -211,6 +213,7 @@ def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(demo_che
     assert torch.equal(logits(adapter), logits(model))
 
 
+@pytest.mark.slow
 def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwards_itself_again(demo_checkpoint):
     model = adapted(demo_checkpoint)
     with_it, before = logits(model), snapshot(model)
@@ -237,6 +240,7 @@ def learn(model):
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_rows_are_trained_with_the_adapter_and_no_other_row_is(demo_checkpoint, kind, tied):
@@ -254,6 +258,7 @@ def test_fresh_rows_are_trained_with_the_adapter_and_no_other_row_is(demo_checkp
     assert elsewhere == {f"{path}.weight" for path in adapted_layers(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_sent_and_saved_of_fresh_rows_is_what_the_learner_computes_with(demo_checkpoint, tmp_path, tied):
     model = adapted(demo_checkpoint, token_ids=FRESH, tied=tied)
@@ -273,6 +278,7 @@ def test_what_is_sent_and_saved_of_fresh_rows_is_what_the_learner_computes_with(
         torch.testing.assert_close(ordinary(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_tied_head_has_the_rows_of_the_embedding(demo_checkpoint):
     model = adapted(demo_checkpoint, token_ids=FRESH)
     learn(model)

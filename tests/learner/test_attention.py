@@ -90,6 +90,7 @@ def learned(model: Any, inputs: ModelInputs) -> dict[str, torch.Tensor]:
     return {"hidden states": hidden_TD.detach(), **dict(reached)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "has_images", "checkpointing"),
     [
@@ -121,6 +122,7 @@ def test_a_packed_row_has_the_values_and_gradients_of_the_masked_one(
     assert max(sizes) > 0.1, "gradients are so large that 1e-5 says something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*TEXT_MODELS, *FAMILIES])
 def test_no_layer_of_a_packed_row_is_given_a_mask(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
@@ -136,6 +138,7 @@ def test_no_layer_of_a_packed_row_is_given_a_mask(family: str, tmp_path: Path) -
     assert given == [Segments] * len(model.get_decoder().layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
 def test_generation_with_padding_and_a_cache_is_transformers_own_to_the_bit(
     family: str,

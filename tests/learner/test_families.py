@@ -124,6 +124,7 @@ def canary_of(parts):
     )
 
 
+@pytest.mark.slow
 def test_the_canary_reads_the_same_model(parts):
     probe = canary_of(parts).probe()
     assert probe.placeholder_ids == (parts[1].model.config.image_token_id,)
@@ -131,6 +132,7 @@ def test_the_canary_reads_the_same_model(parts):
     assert all(np.isfinite(probe.expected_logprobs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_have_diverged_are_the_learners_error(parts, value):
     _, loaded, _ = parts

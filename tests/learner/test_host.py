@@ -32,6 +32,7 @@ def run(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> tuple[RunConf
     return config, make_learner(config)
 
 
+@pytest.mark.slow
 def test_a_host_shows_the_learners_model_processor_and_the_weights_of_a_sync(run: tuple[RunConfig, Learner]) -> None:
     host: BackendHost = LearnerHost(*run)
     loaded = run[1].loaded
@@ -42,12 +43,14 @@ def test_a_host_shows_the_learners_model_processor_and_the_weights_of_a_sync(run
     assert all(torch.equal(seen[name], expected[name]) and not seen[name].requires_grad for name in expected)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_to_be_moved_the_host_stays(run: tuple[RunConfig, Learner]) -> None:
     parameters = [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()]
     with LearnerHost(*run).offloaded():
         assert [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()] == parameters
 
 
+@pytest.mark.slow
 def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
     run: tuple[RunConfig, Learner], demo_checkpoint: Path, demo_data: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +94,7 @@ def losses_of_two_steps(config: RunConfig, learner: Learner, while_an_engine_wor
     return losses
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itself(run: tuple[RunConfig, Learner]) -> None:
     """Else the weights, which are saved by the same thread, would wait for the longest response."""
     config, learner = run

@@ -42,6 +42,7 @@ def prompt_of(processor, images):
     return encoded["input_ids"][0].tolist(), encoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_images_are_encoded_as_the_processor_encodes_them_in_a_prompt(processor, encoder, images, number):
     token_ids, expected = prompt_of(processor, images[:number])

@@ -292,6 +292,7 @@ def test_loss_and_gradient_do_not_depend_on_the_chunk(logits, row):
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_loss(logits, row):
     """Along random directions, against differences of the slow reference in Python's floats."""
     of_channel = objectives(*FULL[:2])

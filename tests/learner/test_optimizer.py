@@ -241,6 +241,7 @@ def test_in_bfloat16_updates_too_small_for_it_add_up_in_the_masters():
     assert all(parameter.dtype is torch.bfloat16 and parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_gradients_of_a_step_s_rows_are_summed_in_float32():
     model = Tiny(torch.bfloat16)
     updater = Updater(model, training(), OneRank())

@@ -53,6 +53,7 @@ def draw_points(draw, count, low=0, high=999):
     return [(draw.randint(low, high), draw.randint(low, high)) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", ["l1", "l2"])
 def test_targets_are_those_of_a_plain_dense_sinkhorn(cost):
     draw = random.Random(1)
@@ -89,6 +90,7 @@ def test_no_warning_where_the_iterations_end_before_convergence(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_targets_lie_in_the_convex_hull_of_the_ground_truth():
     draw = random.Random(4)
     for _ in range(40):
@@ -178,6 +180,7 @@ def test_a_projection_that_is_not_finite_is_none():
     assert slot_targets(poly(0, 0, 9, 0, 9, 9), poly(0, 0, 9, 0, 9, 900), OTSettings("l2", 1e-310, 30)) is None
 
 
+@pytest.mark.slow
 def test_boxes_alone_load_neither_torch_nor_pot():
     code = "import sys, learner.ot_targets; assert not {'torch', 'ot'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

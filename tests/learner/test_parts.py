@@ -32,6 +32,7 @@ def test_every_family_that_is_trained_is_tested_here():
     assert set(MODEL_TYPES) == set(CLASSES) == set(FAMILIES)
 
 
+@pytest.mark.slow
 def test_every_parameter_has_one_part_and_every_part_has_parameters(model):
     parts = {name: part_of(name) for name, _ in model.named_parameters()}
     assert set(parts.values()) == set(Part)

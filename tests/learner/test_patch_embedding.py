@@ -30,6 +30,7 @@ def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return AutoModelForImageTextToText.from_pretrained(folder / "model").model.visual
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_the_convolution(tower: Any) -> None:
     changed = copy.deepcopy(tower)
     project_patches_as_matrix(changed)

@@ -176,6 +176,7 @@ def test_any_name_a_model_can_write_comes_back_as_it_was_parsed(tmp_path, codec,
     assert step_path(tmp_path, 7).read_bytes().isascii()
 
 
+@pytest.mark.slow
 def test_random_and_mutated_token_sequences_are_all_written(tmp_path, codec):
     rng = np.random.default_rng(5)
     sound = np.array(codec.encode("{" + entry(1, "sevän 猫", SEVEN.bins) + ", " + entry(2, "two", TWO.bins) + "}"))

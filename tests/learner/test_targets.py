@@ -219,6 +219,7 @@ def points(*bins):
     return np.array(bins, dtype=float).reshape(-1, 2)
 
 
+@pytest.mark.slow
 def test_poly_prediction_is_supervised_by_barycentric_projected_targets(codec):
     text = '{"object_1": {"desc": "three", "poly": ' + box(*TRIANGLE) + "}}"
     target = rollout_target(response(text, codec), replace(SAMPLE, objects=(OUTLINE,)), codec, BOTH_KINDS)

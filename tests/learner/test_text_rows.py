@@ -54,6 +54,7 @@ def hidden_of(model, rope_index, segments):
     return row, output.last_hidden_state[0]
 
 
+@pytest.mark.slow
 def test_a_packed_row_without_images_is_what_its_segments_are_alone(parts):
     model, rope_index = parts
     row, packed = hidden_of(model, rope_index, SEGMENTS)

@@ -247,6 +247,7 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
     joined.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_phase(who: str) -> None:
     bound = socket.create_server(("127.0.0.1", 0))
@@ -361,6 +362,7 @@ def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool
         assert isinstance(staying.exception(timeout=15), RuntimeError), f"it is told at once, while the error is still there: {failed.value}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.parametrize("leaving", [1, 2, 3])
 def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_errors_are_kept(leaving: int, is_elsewhere: bool) -> None:

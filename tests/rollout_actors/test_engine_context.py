@@ -78,6 +78,7 @@ def leave(context: EngineContext) -> None:
         context.forget_default_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_with", [lambda: None, lambda: 1 / 0], ids=["return", "exception"])
 def test_the_process_is_as_it_was_behind_every_call(threads: None, tmp_path: Path, ends_with: Callable[[], Any]) -> None:
     seed_all(1)
@@ -94,6 +95,7 @@ def test_the_process_is_as_it_was_behind_every_call(threads: None, tmp_path: Pat
     leave(context)
 
 
+@pytest.mark.slow
 def test_the_guest_finds_its_own_things_again(threads: None, tmp_path: Path) -> None:
     context = EngineContext({"OMP_NUM_THREADS": "1"})
     with context.entered():
@@ -107,6 +109,7 @@ def test_the_guest_finds_its_own_things_again(threads: None, tmp_path: Path) -> 
     leave(context)
 
 
+@pytest.mark.slow
 def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(threads: None, host_group: Any, tmp_path: Path) -> None:
     before = facts_of_the_process()
     context = EngineContext({})

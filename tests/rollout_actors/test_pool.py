@@ -171,6 +171,17 @@ def test_an_actors_own_error_arrives_as_it_was_raised(make_pool: MakePool) -> No
     assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == ("actor-1", "verify", "nothing", 2.5)
 
 
+def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told(make_pool: MakePool, fake_actors: list[Any]) -> None:
+    """Its own error may come after the others have noticed that it left the group."""
+    pool = make_pool("wire", "fail late")
+    ray.get(fake_actors[0].become.remote("wire", "lose peer"))
+    with pytest.raises(WeightSyncError, match="wire on actor-1: told to fail"):
+        pool.receive_weights(offer(1)).result()
+    ray.get(fake_actors[1].become.remote())
+    with pytest.raises(WeightSyncError, match=r"wire on actor-0: .*Connection closed by peer"):
+        pool.receive_weights(offer(2)).result()
+
+
 @pytest.mark.parametrize("phase", ["start", "generate"])
 def test_any_other_error_of_an_actor_is_told_with_its_name_and_the_phase(make_pool: MakePool, phase: str) -> None:
     pool = make_pool(phase, "surprise")

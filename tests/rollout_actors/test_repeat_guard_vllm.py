@@ -372,6 +372,7 @@ def engine_over(llm: RefusingLLM) -> Any:
     return engine
 
 
+@pytest.mark.slow
 def test_a_guard_that_the_workers_refuse_names_the_server_and_what_to_switch_off() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -70,6 +70,7 @@ print("to the other stream", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["code", "module", "file"])
 def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_shim(folder: Path, tmp_path: Path, kind: str) -> None:
     (tmp_path / "shown.py").write_text(SHOW)
@@ -125,6 +126,7 @@ def test_a_fork_has_the_threads_that_it_asks_for_though_its_server_has_one() -> 
     assert (three.stdout, all_.stdout) == ("3 27000000.0\n", f"{len(os.sched_getaffinity(0))} 27000000.0\n"), three.stderr + all_.stderr
 
 
+@pytest.mark.slow
 def test_a_server_has_the_variables_that_are_named_for_it_and_a_fork_its_own() -> None:
     folder = new_folder()
     variables = environment(folder, OMP_WAIT_POLICY="ACTIVE", **{warm_python.VARIABLES: '{"COLOUR": "red"}'})
@@ -163,6 +165,7 @@ def test_a_pipe_ends_with_the_fork_that_writes_to_it(folder: Path) -> None:
     process.communicate(timeout=SECONDS)
 
 
+@pytest.mark.slow
 def test_multiprocessing_starts_further_forks_of_the_same_server(folder: Path, tmp_path: Path) -> None:
     program = """
 import multiprocessing, os, sys
@@ -195,6 +198,7 @@ def test_a_server_that_nobody_is_connected_to_ends_with_its_folder_and_the_next_
         assert run(folder, "-c", "print('forked again')").stdout == "forked again\n"
 
 
+@pytest.mark.slow
 def test_forks_end_with_a_server_that_was_killed_and_their_shims_tell() -> None:
     folder = new_folder()
     with closing(warm_python.connect(folder, os.environ, preloaded=["fractions"])):
@@ -222,6 +226,7 @@ def run_with(preloaded: str, *, before: str = "pass", **variables: str) -> tuple
     return done, folder
 
 
+@pytest.mark.slow
 def test_a_fork_needs_no_more_open_files_than_it_has() -> None:
     """The limit is the server's, and some systems begin with a low one."""
     done, _ = run_with("fractions", before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))")

@@ -39,6 +39,7 @@ def random_bytes(size: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, ROW - 1, ROW, 3 * ROW + 5, BLOCK, BLOCK + ROW + 9])
 def test_it_is_the_number_that_a_loop_over_words_gives(size: int) -> None:
     data = random_bytes(size)

@@ -56,6 +56,7 @@ def test_an_example_of_several_steps_says_where_each_of_them_ends(ends):
     assert TrainingExample(**THREE, steps=(4,)).learned_by_step() == [[1, 2]]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(REWARDS)
 @example([0.1, 0.1, 0.1])
@@ -69,6 +70,7 @@ def credited(rewards, advantage, **given):
     return made.advantages(std_epsilon=0.0)[1]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(REWARDS)
 def test_with_the_standard_deviation_advantages_have_mean_0_and_deviation_1(rewards):

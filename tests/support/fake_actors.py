@@ -14,7 +14,10 @@ from shared.weight_sync import SyncPhase
 
 
 class FakeActor:
-    """`trouble` is `slow`, `sleep`, `die`, `fail`, `surprise`, `unreachable` or nothing, in `phase`: `start`, `generate`, `close` or one of a sync."""
+    """`trouble` is `slow`, `sleep`, `die`, `fail`, `fail late`, `lose peer`, `surprise`, `unreachable` or nothing.
+
+    `phase` is where it comes: `start`, `generate`, `close` or one of a sync.
+    """
 
     def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
         self._name, self._phase, self._trouble = name, phase, trouble
@@ -56,6 +59,11 @@ class FakeActor:
                 raise UnreachableError("gone", actor=self._name, phase=phase)
             case "surprise":
                 raise OSError("nobody thought of this")
+            case "lose peer":
+                raise WeightSyncError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer", actor=self._name, phase=phase)
+            case "fail late":
+                await asyncio.sleep(0.3)
+                raise WeightSyncError("told to fail", actor=self._name, phase=phase)
             case "fail" if phase in ("start", "generate"):
                 raise RolloutError("told to fail", actor=self._name, phase=phase)
             case "fail":

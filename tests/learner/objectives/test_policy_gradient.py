@@ -160,6 +160,7 @@ DISTANCES = [0.0, 0.1, -0.1, 0.25, -0.2, 0.4, -0.4, 0.65, -0.6, 0.9, -0.9, 3.0, 
 """Of log-probabilities: within the clip, beyond it, and beyond the cap, on either side."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
 @pytest.mark.parametrize("advantage_std", [False, True])
 def test_the_loss_equals_a_slow_obvious_version(tables, normalize, advantage_std):
@@ -273,6 +274,7 @@ def test_a_token_without_advantage_is_not_counted_as_clipped():
     assert not is_clipped(torch.tensor([-5.0, 0.0, 5.0]), sampled, PolicyGradientConfig.model_validate(CONFIG)).any()
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(-90, 90), st.floats(-5, 5)), min_size=1, max_size=8))
 def test_the_loss_is_the_worse_of_the_truncated_ratio_and_the_clipped_one_and_its_gradient_under_the_cap_is_ppos(pairs):
     """The gradient above it: see the cases above."""
@@ -324,6 +326,7 @@ ROLLOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
 @pytest.mark.parametrize("which", [*ROLLOUTS, "all of them"])
 def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(tables, which, normalize):

@@ -171,6 +171,7 @@ def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under: Un
         assert 0 < len(rollout.response_token_ids) == len(rollout.logprobs) <= SHORT
 
 
+@pytest.mark.slow
 def test_a_vllm_backend_produces_token_ids_suitable_for_strict_alignment_as_every_backend_does(under: UnderTest) -> None:
     requests = requests_of(under, range(3))
     for request, rollout in zip(requests, under.backend.generate(requests), strict=True):
@@ -202,6 +203,7 @@ def test_the_stop_token_is_kept_apart_from_the_response(under: UnderTest) -> Non
     assert stopped.stop_token_logprob == pytest.approx(free.logprobs[end], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_seed_says_what_is_sampled(under: UnderTest) -> None:
     requests = requests_of(under, range(5), temperature=1.0)
     first = under.backend.generate(requests)
@@ -261,6 +263,7 @@ def test_an_engine_samples_what_actors_sample_to_the_bit_however_the_requests_ar
     assert what_was_said(under.backend.generate(requests[:4]) + under.backend.generate(requests[4:])) == said
 
 
+@pytest.mark.slow
 def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under: UnderTest) -> None:
     if under.take_rows is None:
         pytest.skip("a script decodes nothing")

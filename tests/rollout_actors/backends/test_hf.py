@@ -90,6 +90,7 @@ def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(le
         assert len(rollout.logprobs) == len(rollout.response_token_ids)
 
 
+@pytest.mark.slow
 def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner: SmallLearner, backend: HFBackend) -> None:
     model = learner.model
     model.train()
@@ -115,6 +116,7 @@ def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner: S
         model.eval()
 
 
+@pytest.mark.slow
 def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(learner: SmallLearner, backend: HFBackend) -> None:
     request = learner.request(0)
     before = learner.logits(request.prompt_token_ids, request.images[0])[1]
@@ -123,6 +125,7 @@ def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(learne
     assert all(parameter.grad is None for parameter in learner.model.parameters())
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner: SmallLearner, backend: HFBackend) -> None:
     request = learner.request(0)
     expected = what_was_said(backend.generate([request]))
@@ -137,6 +140,7 @@ def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner: Sm
         model.generation_config.update(**{name: kept[name] for name in recommended})
 
 
+@pytest.mark.slow
 def test_a_response_that_stops_early_ended_before_its_neighbours(learner: SmallLearner, backend: HFBackend) -> None:
     requests = [learner.request(position, temperature=1.0, max_new_tokens=40) for position in range(2)]
     first, second = backend.generate(requests)
@@ -152,6 +156,7 @@ def test_an_image_without_a_place_is_refused_by_sample(learner: SmallLearner, ba
         backend.generate([replace(request, images=request.images * 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [DecodeMode.GREEDY, DecodeMode.BEAM])
 def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner: SmallLearner, mode: DecodeMode) -> None:
     host = ModelHost(learner)

@@ -86,11 +86,13 @@ async def synced(one: StockClient, what: WeightOffer) -> Any:
 
 
 class TestStart:
+    @pytest.mark.slow
     def test_a_suitable_server_gets_a_label_of_this_run_and_is_asked_to_go_on(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         asyncio.run(started(url, expected))
         assert server.routes == ["/resume", "/update_weight_version", "/collective_rpc guard_by"]
         assert server.label.startswith("rollmatch-") and server.label.endswith("-0")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("route", "status", "said"),
         [
@@ -148,6 +150,7 @@ class TestStart:
             asyncio.run(started(url, guarded))
         asyncio.run(started(url, expected))  # which needs none
 
+    @pytest.mark.slow
     def test_the_runs_rule_comes_with_its_start_and_again_with_its_syncs(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         guarded = asyncio.run(started(url, replace(expected, repeat_guard=GUARD)))
         assert server.guard == asdict(GUARD)
@@ -158,6 +161,7 @@ class TestStart:
         assert server.guard == asdict(GUARD), "weights and rule are of one run"
         assert server.routes.index("/collective_rpc guard_by") == 1 + server.routes.index("/pause?mode=wait&clear_cache=false")
 
+    @pytest.mark.slow
     def test_a_server_whose_workers_do_not_take_the_rule_is_waited_for_no_longer_than_a_phase(
         self, server: StockServer, url: str, expected: EngineSettings
     ) -> None:
@@ -216,6 +220,7 @@ class TestGenerate:
             "detokenize": False,
         }
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("mode", "turned"), [("RGBA", False), ("L", False), ("RGB", True)])
     def test_an_image_that_the_server_would_read_otherwise_goes_as_the_pixels_of_the_learner(
         self, server: StockServer, url: str, expected: EngineSettings, mode: str, turned: bool
@@ -272,6 +277,7 @@ class TestGenerate:
         server.latency_s, server.num_tokens = 3.0, None
         assert asyncio.run(one.generate([make_request(0)]))[0].attempt == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("choice", "said"),
         [
@@ -300,6 +306,7 @@ class TestGenerate:
 
 
 class TestSync:
+    @pytest.mark.slow
     def test_the_phases_are_the_servers_own_routes_in_order(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
         server.asked.clear()
@@ -327,6 +334,7 @@ class TestSync:
         assert labels[0] == "rollmatch-unverified" and labels[1].endswith("-1")
         assert asyncio.run(one.generate([make_request(0)]))[0].weight_version == 1
 
+    @pytest.mark.slow
     def test_the_second_sync_goes_over_the_same_group(self, server: StockServer, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
         asyncio.run(synced(one, an_offer()))
@@ -342,6 +350,7 @@ class TestSync:
         (info,) = [body["init_info"] for route, body in server.asked if route == "/init_weight_transfer_engine"]
         assert (info["master_port"], info["rank_offset"], info["world_size"]) == (29501, 1, 2)
 
+    @pytest.mark.slow
     def test_a_canary_that_differs_leaves_nothing_served(self, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
         wrong = replace(an_offer(), canary=CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.6), 1e-4))
@@ -350,6 +359,7 @@ class TestSync:
         with pytest.raises(RolloutError, match="was not completed"):
             asyncio.run(one.generate([make_request(0)]))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("learners", "what"), [([-0.5, -0.6], "differ"), ([], "need one log-probability less, not 0")])
     def test_the_canarys_log_probabilities_may_come_behind_the_weights(
         self, server: StockServer, url: str, expected: EngineSettings, learners: list[float], what: str

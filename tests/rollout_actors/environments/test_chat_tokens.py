@@ -127,6 +127,7 @@ def test_without_a_stop_token_a_template_of_plain_text_is_gone_on_from() -> None
     assert gone_on(chat, spoken(chat, asked, "red", stop=""), [*asked, assistant("red"), user("more")]) == "\nuser: more\nassistant: "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "messages",
     [

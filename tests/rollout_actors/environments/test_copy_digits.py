@@ -23,6 +23,7 @@ def numbers(examples) -> list[str]:
     return [one["prompt"][-1]["content"].removeprefix("first of ") for one in examples]
 
 
+@pytest.mark.slow
 def test_who_copies_gets_the_full_reward_in_two_turns_of_which_the_second_is_the_environment_s():
     environment = load_environment("copy_digits")
     results = asyncio.run(environment.evaluate(ScriptedClient(copies), "m", use_tqdm=False))
@@ -40,6 +41,7 @@ def test_the_prompt_of_the_second_turn_begins_with_the_whole_first_turn():
     assert [(message["role"], message["content"]) for message in client.calls[1].prompt] == [("user", "first of 341"), ("assistant", "3"), ("user", "last")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "reward"),
     [

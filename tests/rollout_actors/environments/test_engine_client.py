@@ -201,6 +201,7 @@ def test_an_answer_that_its_images_have_made_longer_than_this_client_may_take_is
     assert (state["error"], state["is_truncated"], state["stop_condition"], state["trajectory"]) == (None, True, "prompt_too_long", [])
 
 
+@pytest.mark.slow
 def test_an_answer_that_was_too_long_leaves_the_room_of_other_calls_as_it_was() -> None:
     tokenizer = demo_tokenizer(CHAT_TEMPLATE)
     engines = Expanding(lambda _: says(tokenizer, "no"), pad=tokenizer.convert_tokens_to_ids("<|image_pad|>"))

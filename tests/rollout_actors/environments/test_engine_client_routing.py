@@ -200,6 +200,7 @@ def test_a_client_may_be_used_on_several_event_loops_at_once(tokenizer: Any) -> 
         assert [one.result(timeout=60).metadata.num_errors for one in running] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_waits_of_several_rollouts_at_once_inside_one_are_counted_once(tokenizer: Any) -> None:
     class Gathers(Talk):
         async def setup_state(self, state: State) -> State:

@@ -73,6 +73,7 @@ def test_there_are_four_examples_and_each_is_small():
             assert len(file.readlines()) <= 110
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_who_plays_well_gets_the_full_reward(name):
     environment = load_environment(name, num_eval_examples=40)
@@ -82,6 +83,7 @@ def test_who_plays_well_gets_the_full_reward(name):
     assert results.reward == pytest.approx([full] * 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_who_says_nothing_that_can_be_read_gets_nothing(name):
     environment = load_environment(name, num_eval_examples=10)
@@ -90,6 +92,7 @@ def test_who_says_nothing_that_can_be_read_gets_nothing(name):
     assert results.reward == [0.0] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_data_follow_from_the_seed_and_those_held_out_are_others(name):
     def data(seed: int) -> tuple[list[Any], list[Any]]:

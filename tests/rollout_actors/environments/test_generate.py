@@ -322,6 +322,7 @@ def test_it_works_off_the_main_thread():
     assert results[0].reward == [1.0] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 def test_the_bound_of_scorings_holds_for_the_rollouts_of_a_group_too(interleave_scoring):
     scorer = Scorer(0.01)
@@ -334,6 +335,7 @@ def test_the_bound_of_scorings_holds_for_the_rollouts_of_a_group_too(interleave_
     assert all(state["timing"]["scoring_ms"] > 15 for state in results.state)
 
 
+@pytest.mark.slow
 def test_the_wait_for_a_thread_is_not_counted_as_scoring():
     def slow(completion):
         time.sleep(0.03)

@@ -174,6 +174,7 @@ def test_the_tokens_of_a_text_have_its_bytes(text):
         assert bin is None or (codec.coord_id(bin), codec.piece_bytes(token_id)) == (token_id, f"<|coord_{bin}|>".encode())
 
 
+@pytest.mark.slow
 def test_text_is_parsed_as_the_tokens_of_a_tokenizer_are(codec):
     generator = random.Random(5)
     for _ in range(300):

@@ -432,14 +432,17 @@ def test_teardown_is_called_when_the_process_ends_by_an_exception():
     assert lines == ["teardown", "plainly"] and code == 1 and "oh" in complaints
 
 
+@pytest.mark.slow
 def test_an_environment_that_was_closed_is_not_torn_down_again_when_the_process_ends():
     assert program("env = Env(); other = Env(); asyncio.run(env.aclose()); print('end')")[0] == ["teardown", "plainly", "end", "teardown", "plainly"]
 
 
+@pytest.mark.slow
 def test_teardown_is_called_for_an_environment_that_nobody_refers_to():
     assert program("Env(); import gc; gc.collect(); print('end')")[0] == ["end", "teardown", "plainly"]
 
 
+@pytest.mark.slow
 def test_a_teardown_that_fails_at_the_end_is_told_and_the_others_have_their_turn():
     body = """
     class Bad(Env):
@@ -451,11 +454,13 @@ def test_a_teardown_that_fails_at_the_end_is_told_and_the_others_have_their_turn
     assert sorted(lines) == ["plainly", "plainly", "teardown", "teardown"] and "stuck" in complaints and "Bad" in complaints
 
 
+@pytest.mark.slow
 def test_teardown_is_called_once_on_sigterm():
     lines, code, _ = program("env = Env(); print('ready', flush=True); time.sleep(60)", signal_at="ready")
     assert lines == ["ready", "teardown", "plainly"] and code == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_on_sigterm_rollouts_under_way_clean_up_before_the_teardown():
     body = """
     env = Env()
@@ -491,6 +496,7 @@ def test_a_handler_for_sigterm_that_the_program_has_is_left_alone():
     assert program(body, signal_at="ready")[:2] == (["ready", "mine"], 7)
 
 
+@pytest.mark.slow
 def test_environments_made_off_the_main_thread_work_and_are_torn_down_when_the_process_ends():
     body = """
     def work():

@@ -89,6 +89,7 @@ def test_a_wrong_name_lists_what_there_is():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", ".x", "a/b", "no.such.module", "rollout_actors.environments.nothing", "two words"])
 def test_a_name_that_means_nothing_is_refused_as_such(name):
     with pytest.raises(ValueError, match="no environment"):

@@ -320,6 +320,7 @@ def test_under_max_seq_len_nothing_is_cut():
 # Failures on the way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
     [

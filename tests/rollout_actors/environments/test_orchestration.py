@@ -110,6 +110,7 @@ def test_outputs_match_non_interleaved_results_for_deterministic_reward_function
     assert interleaved[2][2:] == (fates["refused"] + fates["unscored"], fates["overlong"], len(rollouts))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.permutations(range(6)), st.permutations(range(6)), st.booleans())
 def test_list_ordering_is_preserved_and_aligned_across_prompt_completion_reward_and_metrics(generated, scored, interleave_scoring):
@@ -155,6 +156,7 @@ def test_separate_generation_and_scoring_semaphores_are_respected(generation, sc
 # Testing plan: what is in the state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [list, datasets.Dataset.from_list], ids=["rows", "Dataset"])
 @pytest.mark.parametrize("column", [None, "id", "example_id"], ids=["synthesized", "id", "example_id"])
 def test_id_propagation_synthesized_and_pre_existing_id_columns(column, table):
@@ -169,6 +171,7 @@ def test_id_propagation_synthesized_and_pre_existing_id_columns(column, table):
     assert [state["prompt"] for state in evaluated.state] == [[user(f"q{i // 2}")] for i in range(6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 def test_timing_fields_present_and_reasonably_sized(interleave_scoring):
     async def slow(completion):
@@ -328,6 +331,7 @@ def handlers_left_alone():
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_vf_eval_s_and_hf_pushes_use_a_single_centralized_dataset_construction_path_with_consistent_sanitation(tmp_path, monkeypatch, handlers_left_alone):
     """Tool calls in prompt and completion, which sanitation stores as text: in the file, on the hub and from the library alike."""
     (tmp_path / "calls_env.py").write_text(textwrap.dedent(ENVIRONMENT))

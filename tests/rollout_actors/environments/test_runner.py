@@ -355,6 +355,7 @@ def test_an_environment_may_say_of_the_template_what_the_configuration_says_and_
 # What no rollout could do
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling_args", "told"),
     [

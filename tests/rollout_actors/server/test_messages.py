@@ -108,6 +108,7 @@ def there_and_back(message: messages.M) -> messages.M:
     return messages.read(type(message), message.body())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(requests, max_size=3).map(tuple), st.integers(), st.none() | text)
 def test_requests_arrive_as_they_were_sent(sent: tuple[RolloutRequest, ...], seed: int, run: str | None) -> None:
@@ -115,6 +116,7 @@ def test_requests_arrive_as_they_were_sent(sent: tuple[RolloutRequest, ...], see
     assert (arrived.requests, arrived.seed, arrived.run) == (sent, seed, run)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(rollouts, max_size=3).map(tuple))
 def test_rollouts_arrive_as_they_were_sent(sent: tuple[Rollout, ...]) -> None:
@@ -124,6 +126,7 @@ def test_rollouts_arrive_as_they_were_sent(sent: tuple[Rollout, ...]) -> None:
     assert all(type(getattr(a, f.name)) is type(getattr(b, f.name)) for a, b in zip(arrived, sent, strict=True) for f in fields(Rollout))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(offers)
 def test_offers_arrive_as_they_were_made(sent: WeightOffer) -> None:

@@ -235,6 +235,7 @@ def test_a_body_of_another_type_is_refused(caller: Caller) -> None:
     assert caller.post("/v1/chat/completions", CHAT, **{"Content-Type": "text/plain"}).status_code == 415
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "file:///etc/passwd", "ftp://a/b"])
 def test_nothing_is_fetched_for_a_caller(caller: Caller, url: str) -> None:
     for part in IMAGE_PLACES:
@@ -246,6 +247,7 @@ def test_nothing_is_fetched_for_a_caller(caller: Caller, url: str) -> None:
     assert len(caller.serving.asked) == len(IMAGE_PLACES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages_", [None, "text", ["text"], [{"content": "text"}], [{"content": ["text"]}], [{"content": [{"image_url": None}]}]])
 def test_messages_of_no_known_form_are_left_to_the_serving(caller: Caller, messages_: Any) -> None:
     assert caller.post("/v1/chat/completions", {"messages": messages_}).status_code == 200
@@ -293,6 +295,7 @@ def test_what_has_no_answer_when_other_weights_arrive_is_refused_and_ended(calle
     assert eventually(lambda: caller.serving.num_cancelled == 1)
 
 
+@pytest.mark.slow
 def test_what_is_answered_after_other_weights_arrived_is_refused(caller: Caller) -> None:
     caller.serving.latency_s = 60.0
     with ThreadPoolExecutor(1) as thread:
@@ -303,6 +306,7 @@ def test_what_is_answered_after_other_weights_arrived_is_refused(caller: Caller)
         assert refused_for_other_weights(asking.result())
 
 
+@pytest.mark.slow
 def test_a_stream_is_passed_on_event_by_event(caller: Caller) -> None:
     # The next event is made when this one is here: who kept them together would wait for ever.
     caller.serving.num_allowed = 1
@@ -316,6 +320,7 @@ def test_a_stream_is_passed_on_event_by_event(caller: Caller) -> None:
     assert eventually(lambda: caller.running() == 0)
 
 
+@pytest.mark.slow
 def test_a_stream_ends_with_an_error_when_other_weights_arrive(caller: Caller) -> None:
     caller.serving.num_allowed, caller.serving.num_events = 1, 100
     stream = caller.client().chat.completions.create(**CHAT, stream=True)

@@ -131,6 +131,7 @@ def test_a_step_of_one_example_is_one_round(load_trajectories):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "examples"), product((2, 5, 16), (4, 7, 12)))
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("decode_batch_size", [1, 6, 64])

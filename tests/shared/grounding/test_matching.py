@@ -45,6 +45,7 @@ def check_partition(result: MatchResult, num_predictions: int, num_ground_truth:
     assert sorted([pair.ground_truth for pair in result.pairs] + list(result.unmatched_ground_truth)) == list(range(num_ground_truth))
 
 
+@pytest.mark.slow
 def test_the_assignment_has_the_least_cost_of_all() -> None:
     generator = random.Random(11)
     for _ in range(80):

@@ -38,6 +38,7 @@ def desc_at(codec: HFTokenCodec, parsed: ParsedRollout, number: int = 0) -> str:
     return prefix[slice(*parsed.objects[number].desc_value)].decode()
 
 
+@pytest.mark.slow
 def test_objects_come_with_their_tokens(codec: HFTokenCodec) -> None:
     token_ids = codec.encode(f'{{"object_1": {CAT}, "object_2": {DOG}}}')
     parsed = parse_rollout(token_ids, codec)

@@ -7,6 +7,8 @@ import random
 import re
 from typing import Any
 
+import pytest
+
 from shared.grounding.objects import DropReason
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
@@ -151,6 +153,7 @@ def mutated_value(generator: random.Random) -> str:
     return "".join(lexemes)
 
 
+@pytest.mark.slow
 def test_validity_is_that_of_a_json_library(codec: HFTokenCodec) -> None:
     generator = random.Random(7)
     compared: dict[object, int] = {}
