@@ -78,22 +78,22 @@ lint: setup
 	@$(LINT)
 
 STAGE_LINT := "lint and types" '$(LINT)'
-STAGE_UNIT := "unit tests" '$(UNIT) "not engine and not ray and not processes"'
+STAGE_UNIT := "unit tests" '$(UNIT) "not engine and not ray and not processes and not engines_extra"'
 STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not engines_extra"'
-STAGE_ENGINES := "servers, commands and engines of their own" '$(WITH_PROCESSES) engines_extra'
+STAGE_ENGINES := "servers, commands and engines of their own, and what takes long" '$(WITH_PROCESSES) engines_extra'
 
 check: setup
 	@scripts/stages.sh --not-run "slow tests, Ray, processes and engines: make test" \
 	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not slow"'
 
 test: setup
-	@scripts/stages.sh --not-run "servers, commands and engines of their own: make test-engines" $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED)
+	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED)
 
 test-engines: setup
 	@scripts/stages.sh $(STAGE_ENGINES)
 
 test-all: setup
-	@scripts/stages.sh $(STAGE_LINT) $(STAGE_UNIT) "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
+	@scripts/stages.sh $(STAGE_LINT) "unit tests" '$(UNIT) "not engine and not ray and not processes"' "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -43,7 +43,7 @@ def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(comman
     assert tracks == {"driver", "learner", *plans[1]["engines"]}
     closing = r"demo: val F1@0\.5 warm-up \d\.\d\d -> final \d\.\d\d \(B steps: 2, wall: \d+ s\)"
     assert re.fullmatch(closing, run.output.strip().splitlines()[-1])
-    assert_loads_elsewhere(folder / "checkpoint")
+    AutoModelForImageTextToText.from_pretrained(folder / "checkpoint")
 
 
 def assert_loads_elsewhere(checkpoint):
@@ -82,7 +82,7 @@ def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_proces
     num_steps = int(checkpoint.name.rpartition("_")[2])
     # A step's line is written behind its sync: an update that was interrupted there has none.
     assert len(run.lines("metrics.jsonl")) in (num_steps - 1, num_steps), "the weights of the last finished update"
-    AutoModelForImageTextToText.from_pretrained(checkpoint)
+    assert_loads_elsewhere(checkpoint)
     assert f"saved     {checkpoint}" in run.output
 
 

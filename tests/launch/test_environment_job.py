@@ -89,10 +89,12 @@ def test_1_and_3_engines_give_the_same_rollouts_and_losses_to_the_bit(job, three
     assert_same(job(1), three)
 
 
+@pytest.mark.engines_extra
 def test_two_environment_actors_give_what_one_does(job, three):
     assert_same(job(3, num_environments=2), three)
 
 
+@pytest.mark.engines_extra
 def test_rounds_of_any_size_and_no_queue_give_the_same_too(job, three):
     assert_same(job(3, queue=one_at_a_time, rollout_matching__decode_batch_size=8), three)
 
