@@ -324,15 +324,11 @@ def answer(
     prefix = Tokens.of(ids, codec)
     objects: list[ParsedObject] = []
     dropped: list[DroppedObject] = []
-    next_objects: list[int | None] = []
     indices = nested_indices(text)
-    behind_object: int | None = None  # the end of the value of the entry before, where that is an object
     for entry in entries:
         if entry.key.start >= len(text):
             break
         indices.append(entry.index)
-        goes_on = behind_object is not None and [c for c in text[behind_object : entry.key.start] if c not in SPACE] == [","]
-        behind_object = None
         key = f"object_{entry.index}"
         judged = judge(entry, text, tokens, codec, geometry)
         if isinstance(judged, DropReason):
@@ -341,14 +337,10 @@ def answer(
         assert entry.value is not None
         kind, desc, leaf, coords, bins = judged
         span = prefix.owner[entry.value.start], prefix.owner[entry.value.end - 1] + 1
-        if goes_on:
-            next_objects[-1] = len(objects)
-        next_objects.append(None)
         value, desc_value = (entry.value.start, entry.value.end), (leaf.start, leaf.end)
         objects.append(ParsedObject(key, entry.index, kind, desc, bins, coords, span, value, desc_value))
-        behind_object = entry.value.end
     shown = text.encode("latin-1").decode(errors="replace")
-    return ParsedRollout(tuple(ids), shown, tuple(objects), tuple(dropped), max(indices), truncated, False, num_unchanged, tuple(next_objects))
+    return ParsedRollout(tuple(ids), shown, tuple(objects), tuple(dropped), max(indices), truncated, False, num_unchanged)
 
 
 def nested_indices(text: str) -> list[int]:

@@ -25,10 +25,10 @@ SEGMENT_ATTENTION = "rollmatch_flash"
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class RowBorders:
     """The borders of the segments of one row.
 
-    Example: `Segments(tensor([0, 3, 5]), 3)` are a segment of 3 tokens and one of 2.
+    Example: `RowBorders(tensor([0, 3, 5]), 3)` are a segment of 3 tokens and one of 2.
     """
 
     starts: torch.Tensor
@@ -64,7 +64,7 @@ def segments_or_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> Segments | torch.Tensor | None:
+) -> RowBorders | torch.Tensor | None:
     """Return what every layer is given as its mask: a packed row's segments, else sdpa's mask.
 
     `mask_function` says whether one token sees another: `f(batch, head, query, key)`, by indices.
@@ -93,7 +93,7 @@ def segments_or_mask(
     begins = ~mask_function(zero, zero, later, later - 1)
     ends = later.new_tensor([q_length])
     starts = torch.cat([zero[None], later[begins], ends]).to(torch.int32)
-    return Segments(starts, int(starts.diff().max()))
+    return RowBorders(starts, int(starts.diff().max()))
 
 
 def segment_attention(
@@ -101,7 +101,7 @@ def segment_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Segments | torch.Tensor | None,
+    attention_mask: RowBorders | torch.Tensor | None,
     *,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -113,15 +113,15 @@ def segment_attention(
 
     Args:
         query: [B, H, T, D]; `key` and `value` [B, G, T, D], where G divides H.
-        cu_seq_lens_q: of a vision tower, `Segments.starts`; `max_length_q` is `longest`.
+        cu_seq_lens_q: of a vision tower, `RowBorders.starts`; `max_length_q` is `longest`.
 
     Returns:
         [B, T, H, D], and no weights.
     """
     if cu_seq_lens_q is not None:
         assert max_length_q is not None, "transformers' vision towers give both"
-        segments = Segments(cu_seq_lens_q, max_length_q)
-    elif isinstance(attention_mask, Segments):
+        segments = RowBorders(cu_seq_lens_q, max_length_q)
+    elif isinstance(attention_mask, RowBorders):
         segments = attention_mask
     else:
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -152,7 +152,7 @@ def attend_in_one_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: Segments,
+    segments: RowBorders,
     *,
     scaling: float | None,
     causal: bool,

@@ -22,7 +22,7 @@ from shared.tokens.pieces import piece_spans
 # The longest key that parses is object_999999999 (DESIGN 5, decision 26); what is appended behind it starts one higher.
 _LONGEST_PREFIX = '{"object_999999999": {}'
 _LONGEST_KEY_INDEX = 10**9
-# A cut inside a fused token re-tokenises its needed text: a handful of tokens where there was one.
+# Where our text meets the rollout's, both are encoded anew: a handful of tokens where there was one.
 _CUT_SLACK = 4
 
 

@@ -43,7 +43,7 @@ class TokenRole(IntEnum):
     MATCHED_STRUCTURE = 3
     """A matched object's value `{...}` in the prefix, without its desc and coord tokens.
 
-    A token that reaches past the value is not, unless it goes on to another matched object.
+    A token that reaches past the value is not: it goes on to something, which within the prefix is never supervised.
     """
     COORD = 4
     """A coord slot: `coord_reg`'s, whatever the role weights are."""
@@ -255,10 +255,9 @@ class _Draft:
         """Supervises the text of a prefix's matched objects, which are indices into its objects.
 
         A token that holds a description, or any of an object that is not matched, is neutral. So is
-        one that reaches past a matched object, unless it goes on to another one: the choice to go on
-        to anything else is never rewarded.
+        one that reaches past a matched object, as `},` does: separators of the prefix are not taught.
+        Teaching only those that turned out right would teach too many.
         """
-        assert len(parsed.next_objects) == len(parsed.objects), "parsed by parse_rollout"
         for number in matched:
             value = self._overlapping(parsed.objects[number].value)
             self._roles[value] = TokenRole.MATCHED_STRUCTURE
@@ -268,8 +267,7 @@ class _Draft:
                 self._roles[value] = TokenRole.NEUTRAL
                 continue
             last = value.stop - 1
-            reaches_past = self._spans[last][1] > prediction.value[1]
-            if reaches_past and parsed.next_objects[number] not in matched:
+            if self._spans[last][1] > prediction.value[1]:
                 self._roles[last] = TokenRole.NEUTRAL
             self._roles[self._overlapping(prediction.desc_value)] = TokenRole.NEUTRAL
         # An id beyond the vocabulary has no text to be supervised for.

@@ -56,8 +56,8 @@ SMALLEST_MEAN, SMALLEST_BEYOND = 0.01, 0.1
 USUAL_MEAN, USUAL_BEYOND = 0.1, 0.5
 """Bounds in nats where the noise was not measured, and the loosest where it was. Of real models
 means up to 0.064 are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352)."""
-SHARE_BEYOND = 0.02
-"""Share of the tokens that may be beyond the bound of a token."""
+SHARE_BEYOND, FEWEST_BEYOND = 0.02, 2
+"""Share of the tokens that may be beyond the bound of a token, and how many may always be: a probe of 40 tokens has its worst one too."""
 
 Scores = tuple[Sequence[int], Sequence[float]]
 """An engine's answer to a probe: the expanded token ids, and the log-probability of each but the first."""
@@ -156,8 +156,8 @@ class CanaryProbe:
         allowed_mean, beyond = self._bounds()
         # Written so that NaN on either side counts as a difference.
         wrong = [i for i, difference in zip(self._places(), differences, strict=True) if not difference <= beyond]
-        share = SHARE_BEYOND if self.tolerance is None else 0.0
-        if found.mean <= allowed_mean and len(wrong) <= share * len(differences):
+        num_allowed = max(SHARE_BEYOND * len(differences), FEWEST_BEYOND) if self.tolerance is None else 0
+        if found.mean <= allowed_mean and len(wrong) <= num_allowed:
             return found
         differing = f"{len(wrong)} of {len(differences)} log-probabilities differ by more than {beyond:g}"
         if wrong:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu.probe import largest_difference, median_s, options
-from learner.attention import Segments, segment_attention
+from learner.attention import RowBorders, segment_attention
 
 
 class Layer(torch.nn.Module):
@@ -29,7 +29,7 @@ def main() -> None:
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn((1, heads, num_tokens, 128), generator=draw).to(device, dtype).requires_grad_() for heads in (32, 8, 8))
     starts = torch.tensor([*range(0, num_tokens, longest), num_tokens], dtype=torch.int32)
-    segments = Segments(starts.to(device), int(starts.diff().max()))
+    segments = RowBorders(starts.to(device), int(starts.diff().max()))
     number = torch.arange(num_tokens, device=device)
     owner = torch.bucketize(number, segments.starts[1:], right=True)
     sees = (owner[:, None] == owner) & (number[:, None] >= number)

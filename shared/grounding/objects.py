@@ -80,8 +80,3 @@ class ParsedRollout:
     """Nothing could be kept: the prefix is `{`."""
     num_unchanged: int = 0
     """How many leading prefix tokens are the response's own; the replaced end of a fused token, and the fallback's `{`, are not."""
-    next_objects: tuple[int | None, ...] = ()
-    """For each of `objects`, the index of the one that follows it; None where something else follows, or nothing that is kept.
-
-    Something else is a dropped entry or a member that is no entry.
-    """

@@ -44,18 +44,12 @@ def parse_rollout(token_ids: Sequence[int], codec: TokenCodec, *, geometry: froz
     entries = [entry for entry in container.entries if entry.start < prefix.cut]
     objects: list[ParsedObject] = []
     dropped: list[DroppedObject] = []
-    next_objects: list[int | None] = []
-    for number, entry in enumerate(entries):
+    for entry in entries:
         shape = judge(entry, response, geometry)
         if isinstance(shape, DropReason):
             dropped.append(DroppedObject(entry.key, shape))
             continue
         assert entry.value is not None
-        if objects and objects[-1].value == entries[number - 1].value:
-            between = response.text[objects[-1].value[1] : entry.start]
-            if between.strip(b" \t\n\r") == b",":
-                next_objects[-1] = len(objects)
-        next_objects.append(None)
         span = _tokens(prefix.ends, entry.value)
         objects.append(
             ParsedObject(
@@ -80,7 +74,6 @@ def parse_rollout(token_ids: Sequence[int], codec: TokenCodec, *, geometry: froz
         truncated=not container.closed,
         fallback=not prefix.cut,
         num_unchanged=prefix.num_unchanged,
-        next_objects=tuple(next_objects),
     )
 
 

@@ -25,7 +25,7 @@ from transformers import (
 
 import learner.attention
 from learner.attention import (
-    Segments,
+    RowBorders,
     attend_by_segments,
     attend_in_one_call,
     segment_attention,
@@ -135,7 +135,7 @@ def test_no_layer_of_a_packed_row_is_given_a_mask(family: str, tmp_path: Path) -
     for layer in model.get_decoder().layers:
         layer.register_forward_pre_hook(note, with_kwargs=True)
     learned(model, packed_row(model, has_images=False))
-    assert given == [Segments] * len(model.get_decoder().layers)
+    assert given == [RowBorders] * len(model.get_decoder().layers)
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def mask_of(row: list[int], **changes: Any) -> Any:
 
 def test_a_packed_row_has_borders_in_place_of_a_mask() -> None:
     segments = mask_of([0, 0, 0, 1, 2, 2])
-    assert isinstance(segments, Segments)
+    assert isinstance(segments, RowBorders)
     assert (segments.starts.tolist(), segments.starts.dtype) == ([0, 3, 4, 6], torch.int32)
     assert segments.longest == 3
     assert mask_of([0]).starts.tolist() == [0, 1]
@@ -291,7 +291,7 @@ def test_one_call_for_all_segments_gives_what_one_call_for_each_does(
     monkeypatch.setattr(learner.attention, "varlen_attn", varlen_by_hand)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, num_kv_heads, num_kv_heads))
-    segments = Segments(torch.tensor([0, 2, 3, 9], dtype=torch.int32), 6)
+    segments = RowBorders(torch.tensor([0, 2, 3, 9], dtype=torch.int32), 6)
     layer: Any = SimpleNamespace(is_causal=causal, num_key_value_groups=4 // num_kv_heads)
     by_one = attend_in_one_call(query, key, value, segments, scaling=0.3, causal=causal)
     by_each, _ = segment_attention(layer, query, key, value, segments, scaling=0.3)

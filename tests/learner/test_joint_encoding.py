@@ -153,22 +153,13 @@ def test_the_choice_to_stop_or_to_go_on_behind_the_last_kept_object_is_taught_as
 
 
 @pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)
-def test_going_on_from_a_matched_object_is_learned_before_another_one_and_neutral_before_anything_else(codec):
-    text = serialize_objects([SEVEN, TWO, FALSE])
-    noted = text.replace('"object_2"', '"note": 1, "object_2"')
-    dropped = text.replace('"object_2": {', '"object_4": {"desc": "no box"}, "object_2": {')
-    # Of each answer, the tokens of going on: from object to object.
-    for answer, truth, expected in [
-        (text, [SEVEN, TWO], [True, False]),
-        (text, [SEVEN, TWO, FALSE], [True, True]),
-        (text, [SEVEN, FALSE], [False, False]),
-        (noted, [SEVEN, TWO], [False, False]),
-        (dropped, [SEVEN, TWO], [False, False, False]),
-    ]:
-        target = target_of(codec.encode(answer), codec, truth)
-        going_on = [role for token, role in zip(target.token_ids, target.roles, strict=True) if codec.piece_bytes(token).endswith(b"},")]
-        assert [role == TokenRole.MATCHED_STRUCTURE for role in going_on] == expected, (answer, truth)
-        assert set(going_on) <= {TokenRole.MATCHED_STRUCTURE, TokenRole.NEUTRAL}
+@pytest.mark.parametrize("truth", [[SEVEN, TWO], [SEVEN, TWO, FALSE], [SEVEN, FALSE], [FALSE]])
+def test_going_on_within_the_prefix_is_neutral_whatever_comes_next(codec, truth):
+    """Rewarded before matched objects and not before others, it would be learned more often than it is right."""
+    target = target_of(codec.encode(serialize_objects([SEVEN, TWO, FALSE])), codec, truth)
+    within = zip(target.token_ids[: target.reading.num_prefix], target.roles, strict=False)
+    going_on = [role for token, role in within if codec.piece_bytes(token).endswith(b"},")]
+    assert going_on == [TokenRole.NEUTRAL] * 2
 
 
 @pytest.mark.parametrize("codec", ["fusing braces", "bytes"], indirect=True)

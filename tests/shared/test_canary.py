@@ -87,6 +87,13 @@ def test_in_bfloat16_mean_and_share_are_bounded_by_the_noise_and_no_single_token
         probe.check("actor", ids, engines(some=1.01 * beyond, num_some=3))
 
 
+def test_of_a_short_probe_too_two_tokens_may_be_anything() -> None:
+    short = replace(HALF, token_ids=tuple(range(40)), expanded_token_ids=tuple(range(40)), expected_logprobs=LEARNERS[:39])
+    assert short.check("actor", short.expanded_token_ids, engines(some=0.6, num_some=2)[:39]).largest == pytest.approx(0.6)
+    with pytest.raises(WeightSyncError, match=r"3 of 39 log-probabilities differ by more than 0\.5"):
+        short.check("actor", short.expanded_token_ids, engines(some=0.6, num_some=3)[:39])
+
+
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf])
 def test_in_bfloat16_too_a_single_token_that_is_no_number_is_a_difference(wrong: float) -> None:
     with pytest.raises(WeightSyncError, match="1 of 100"):

@@ -397,13 +397,6 @@ def test_a_comma_that_is_missing_in_front_of_another_member_costs_no_entry(parse
     assert parsed.dropped == () and [o.key for o in parsed.objects] == ["object_1", "object_2"]
 
 
-def test_an_object_is_followed_by_the_next_one_only_where_nothing_but_a_comma_stands_between(parse) -> None:
-    entries = [f'"object_1": {CAT}', f'"object_2": {DOG}', '"object_3": {"desc": "no box"}', f'"object_4": {CAT}', '"note": 1', f'"object_5": {DOG}']
-    parsed = parse("{" + ", ".join([*entries, f'"object_6" : {CAT} ,\n"object_7": {DOG}']) + "}")
-    assert [o.index for o in parsed.objects] == [1, 2, 4, 5, 6, 7]
-    assert parsed.next_objects == (1, None, None, 4, 5, None)
-
-
 def test_spans_of_bytes_lead_to_the_value_and_the_desc(parse) -> None:
     (parsed,) = parse(f' {{"object_1": {{"desc": "größe", "bbox_2d": {box(1, 2, 3, 4)}}}}}').objects
     text = f' {{"object_1": {{"desc": "größe", "bbox_2d": {box(1, 2, 3, 4)}}}'.encode()
