@@ -23,7 +23,9 @@ class StartUp:
         columns = (TextColumn("start     {task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         hidden = not self._console.is_terminal
         # Streams stay as they are: Ray looks at those of this process when it starts.
-        with Progress(*columns, console=self._console, transient=True, disable=hidden, redirect_stdout=False, redirect_stderr=False) as bar:
+        with Progress(
+            *columns, console=self._console, refresh_per_second=2, transient=True, disable=hidden, redirect_stdout=False, redirect_stderr=False
+        ) as bar:
             # Without an end, so that it pulses: nobody knows how long an engine takes.
             bar.add_task(name, total=None)
             yield
