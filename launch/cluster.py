@@ -20,6 +20,7 @@ from launch.rank_rollouts import RankRollouts
 from launch.ray_connection import connect, nodes_there
 from launch.run_engines import neighbour_env, settings_of_run
 from launch.server_checks import instead_of_servers
+from launch.start_up import StartUp
 from launch.version_checks import require_vllm
 from learner.actor import STOPPING, LearnerActor
 from learner.place import LearnerPlace, ReceiverGroup
@@ -55,9 +56,10 @@ GRACE_S = 60.0
 class Cluster:
     """One run's processes. On exit, good or bad, all of them end; a cluster that was running before the run is left running."""
 
-    def __init__(self, config: RunConfig, images: ImageNeeds, examples: ExampleCounts | None = None) -> None:
-        """`examples` are those of the run's environment, where it has one."""
+    def __init__(self, config: RunConfig, images: ImageNeeds, start_up: StartUp, examples: ExampleCounts | None = None) -> None:
+        """`start_up` hears of every stage; `examples` are those of the run's environment, where it has one."""
         self._config = config
+        self._start_up = start_up
         self._images, self._examples = images, examples
         self._ends = ExitStack()
 
@@ -69,7 +71,8 @@ class Cluster:
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self._ends.callback(ray.shutdown)
         try:
-            connect(self._config, **own)
+            with self._start_up.stage("Ray"):
+                connect(self._config, **own)
         except ConfigError:
             self._ends.close()
             raise
@@ -101,7 +104,8 @@ class Cluster:
     def _start_in_ranks(self, placement: Placement, learner: RemoteLearner) -> RankRollouts:
         """One wait for both: a rank loads its engine when it has loaded its model, whose device the two share."""
         config = self._config
-        learner.start(config, _places(placement, ()), _make_backend(config, placement, self._images))
+        with self._start_up.stage(f"{_who(placement)} with an engine"):
+            learner.start(config, _places(placement, ()), _make_backend(config, placement, self._images))
         size, devices = config.rollout_matching.decode_batch_size, placement.devices_per_engine
         return RankRollouts(learner, num_ranks=config.learner.world_size, devices_per_rank=devices, decode_batch_size=size)
 
@@ -109,8 +113,9 @@ class Cluster:
         """The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created before that, start meanwhile."""
         pool = self._place_actors(placement, group)
         workers = len(placement.engines) * placement.devices_per_engine
-        learner.start(self._config, _places(placement, (ReceiverGroup(workers),)), examples=self._examples)
-        pool.start()
+        with self._start_up.stage(_who(placement)):
+            learner.start(self._config, _places(placement, (ReceiverGroup(workers),)), examples=self._examples)
+        self._start(pool)
         return self._with_environments(pool, placement)
 
     def _start_with_servers(self, placement: Placement, learner: RemoteLearner) -> ActorPool | EnvironmentPool:
@@ -118,9 +123,10 @@ class Cluster:
         section = rollout_servers(self._config)
         assert section is not None
         pool = self._reach_servers(placement, section)
-        pool.start()
+        self._start(pool)
         receivers = tuple(ReceiverGroup(devices, server.group_port) for devices, server in zip(pool.devices, section.servers, strict=True))
-        learner.start(self._config, _places(placement, receivers), examples=self._examples)
+        with self._start_up.stage(_who(placement)):
+            learner.start(self._config, _places(placement, receivers), examples=self._examples)
         return self._with_environments(pool, placement)
 
     def start_actors(self) -> ActorPool:
@@ -128,7 +134,7 @@ class Cluster:
         placement = plan_placement(self._config, nodes_there(), learns=False)
         require_vllm(self._config, placement.transport)
         pool = self._place_actors(placement, self._reserve(placement))
-        pool.start()
+        self._start(pool)
         return pool
 
     def _place_learner(self, placement: Placement, group: PlacementGroup) -> RemoteLearner:
@@ -192,7 +198,7 @@ class Cluster:
         # What bounds a round is what the engines take.
         environments = ActorPool(actors, names, environment_timeouts(config.timeouts), decode_batch_size=sys.maxsize)
         self._ends.callback(environments.close)
-        environments.start()
+        self._start(environments)
         size, ranks = config.rollout_matching.decode_batch_size, config.learner.world_size
         return EnvironmentPool(engines, environments, decode_batch_size=size, learner_ranks=ranks, group_size=section.rollouts_per_example)
 
@@ -216,6 +222,10 @@ class Cluster:
         self._ends.callback(pool.close)
         return pool
 
+    def _start(self, pool: ActorPool) -> None:
+        with self._start_up.stage(", ".join(pool.names)):
+            pool.start()
+
     def _create(self, shell: Any, arguments: tuple[Any, ...], *, name: str, resources: Resources, where: Any, runtime_env: dict[str, Any]) -> Any:
         """`shell` is what `ray.remote` made of a class; `where` is the strategy by which Ray chooses its node."""
         actor = shell.options(
@@ -231,7 +241,9 @@ class Cluster:
     def _reserve(self, placement: Placement) -> PlacementGroup:
         group = placement_group([bundle.named() for bundle in placement.bundles], strategy="PACK")
         self._ends.callback(remove_placement_group, group)
-        if not group.wait(self._config.timeouts.start_s):
+        with self._start_up.stage("room in the cluster"):
+            is_there = group.wait(self._config.timeouts.start_s)
+        if not is_there:
             asked = ", ".join(f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles)
             raise ConfigError(
                 f"{placement.key}: the cluster has the resources, but in {self._config.timeouts.start_s:g} s (timeouts.start_s) no nodes had room for "
@@ -282,6 +294,11 @@ def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTi
 def here() -> NodeAffinitySchedulingStrategy:
     """The driver's node and no other."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _who(placement: Placement) -> str:
+    """Return the names of the learner's ranks."""
+    return ", ".join(rank_name(rank, len(placement.ranks)) for rank in range(len(placement.ranks)))
 
 
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:

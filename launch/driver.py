@@ -61,7 +61,7 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
                 record.report = learner.finish_step()
                 if plan.sync_after:
                     record.sync = sync_weights(learner, rollouts)
-            checkpoints.after_step(plan.step + 1)
+            checkpoints.after_step(plan.number)
     # Before the last report: what can go wrong there must not cost the run.
     checkpoints.at_end(schedule.max_steps)
     if schedule.evaluates_before(schedule.max_steps):

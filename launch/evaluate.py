@@ -29,6 +29,7 @@ from launch.command import end_on_signals, explained, with_absolute_paths
 from launch.html_text import printable
 from launch.saved_run import load_run
 from launch.serve_options import device_here
+from launch.start_up import StartUp
 from learner.checkpoint_folder import checkpoint_problems
 from rollout_actors.backends.server_command import serve_command
 from rollout_actors.engine_settings import EngineSettings
@@ -64,6 +65,9 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
     "training.packing": False,
     "stage2_ab.channel_b.rollouts_per_step": None,
 }
+
+MAX_CHARACTERS = 200
+"""Of an answer's text on the console."""
 
 _SERVED_AT = "http://127.0.0.1:8000"
 """Where the server of a checkpoint is, in the commands for runs that this one does not evaluate."""
@@ -102,7 +106,9 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     folder = report_folder(config, options)
     from launch.data_checks import load_checked
 
-    dataset = load_checked(config, "data.val", config.data.val)
+    start_up = StartUp(console)
+    with start_up.stage("data"):
+        dataset = load_checked(config, "data.val", config.data.val)
     if dataset.num_skipped:
         console.print(f"data      skipped {dataset.num_skipped} bad rows (data.on_bad_row: skip)", highlight=False)
 
@@ -116,12 +122,12 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     from launch.pipeline import one_ahead
     from launch.report import make_report
     from launch.report_folder import write_report
-    from launch.report_tables import report_tables
+    from launch.report_tables import answer_line, report_tables
     from learner.heldout import HeldOut
     from learner.loading import load_tokens
 
     held_out = HeldOut.of(config, dataset, load_tokens(config))
-    with Cluster(config, ImageNeeds.of(dataset)) as cluster:
+    with Cluster(config, ImageNeeds.of(dataset), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
         console.print(f"ready     {', '.join(rollouts.names)} with {config.model.path}", highlight=False)
@@ -132,6 +138,8 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     write_report(folder, report)
     for table in report_tables(report):
         console.print(_console_table(table))
+    for scene in report.incomplete:
+        console.print(f"answer    {printable(answer_line(scene, MAX_CHARACTERS))}", markup=False, highlight=False)
     console.print(f"report    {folder / 'report.html'}", highlight=False)
 
 

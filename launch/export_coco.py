@@ -1,7 +1,7 @@
 """`python -m launch.export_coco predictions=RUN/.../predictions.jsonl categories=data/val.categories.json out=results.json`: COCO results.
 
 `predictions` is what an evaluation wrote, one row per sample:
-`{"sample_id", "width", "height", "metadata": {"image_id"}, "objects": [{"kind", "bins", "desc", "score"}]}`; `categories` what
+`{"sample_id", "width", "height", "metadata": {"image_id"}, "objects": [{"kind", "bins", "desc", "score"}], "finish_reason", "text"}`; `categories` what
 `launch.import_coco` wrote beside the data. An object whose name is no category's is left out and counted. Nothing is overwritten.
 """
 

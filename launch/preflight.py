@@ -31,7 +31,7 @@ from learner.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig, load_config
 from shared.config.batch_algebra import batch_algebra
-from shared.config.derive import actor_name, engine_devices, environment_name, rank_name, remarks, rollout_servers
+from shared.config.derive import actor_name, engine_devices, environment_name, num_b_steps, rank_name, remarks, rollout_servers
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.transports import Device
@@ -121,7 +121,7 @@ def _data(config: RunConfig, findings: Findings) -> DataFacts | None:
     data = findings.attempt(lambda: load_data(config))
     if data is None:
         return None
-    findings.attempt(lambda: _require_learnable(config, *data))
+    findings.lines += findings.attempt(lambda: _require_learnable(config, *data)) or ()
     return DataFacts.of(*data)
 
 
@@ -131,16 +131,21 @@ def _load_tokens(config: RunConfig) -> LoadedTokens:
     return load_tokens(config)
 
 
-def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -> None:
-    """What the learner would find: coord tokens that are missing, and samples that are too long."""
+def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -> list[str]:
+    """What the learner would find: coord tokens that are missing, and samples that are too long. Returns warnings of answers that will be cut."""
     from learner.heldout import HeldOut
-    from learner.lengths import require_train_lengths
+    from learner.lengths import describe_cut_answers, require_train_lengths
     from learner.segments import PromptEncoder
 
     tokens = _load_tokens(config)
     require_train_lengths(config, train, PromptEncoder.of(config, tokens.processor), tokens.codec)
+    answered = [train] if num_b_steps(config) else []
     if val is not None:
         HeldOut.of(config, val, tokens)
+        answered.append(val.first(config.data.max_val_samples))
+    longest, field_order = config.rollout_matching.max_new_tokens, config.custom.object_field_order
+    found = (describe_cut_answers(dataset, tokens.codec, max_new_tokens=longest, field_order=field_order) for dataset in answered)
+    return [f"warning   {warning}" for warning in found if warning is not None]
 
 
 def _require_offload(config: RunConfig, placement: Placement) -> None:

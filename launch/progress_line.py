@@ -9,7 +9,7 @@ from shared.reports import StepReport
 
 
 def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_steps: int) -> str:
-    parts = [f"step {report.step + 1:>4}/{max_steps} {report.channel}", f"loss {metrics['loss/total']:7.4f}", f"rows {metrics['packing/num_rows']:.0f}"]
+    parts = [f"step {report.number:>4}/{max_steps} {report.channel}", f"loss {metrics['loss/total']:7.4f}", f"rows {metrics['packing/num_rows']:.0f}"]
     if report.channel is Channel.B:
         parts += [
             *(_of_environments(metrics) if "rollout/num_groups" in metrics else _of_samples(metrics)),

@@ -11,6 +11,9 @@ from launch.headline import Headline
 from shared.config import RunConfig
 from shared.evaluation import DetectionCounts, DetectionSummary, Evaluation, Pair, Scene, pair_objects, summarise, worst_scenes
 
+NUM_ANSWERS_SHOWN = 3
+"""Of the answers that are not complete, where a report has any."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorstScene:
@@ -47,6 +50,17 @@ class Report:
         """The first."""
         return self.detection.thresholds[0].iou_threshold
 
+    @property
+    def num_not_closed(self) -> int:
+        """Answers that opened, and ended before they closed."""
+        return self.detection.num_truncated - self.detection.num_never_opened
+
+    @property
+    def incomplete(self) -> list[Scene]:
+        """Some of the scenes whose answers are not complete, first of those that never opened."""
+        found = [scene for scene in self.evaluation.outcomes if scene.truncated]
+        return sorted(found, key=lambda scene: not scene.never_opened)[:NUM_ANSWERS_SHOWN]
+
     def metrics(self) -> dict[str, float]:
         """The numbers to follow over a run. COCO's are absent where there is no ground truth."""
         first, coco = self.detection.thresholds[0], self.coco.by_class[IouType.BBOX]
@@ -61,6 +75,9 @@ class Report:
             "val/coco_ap50": coco.ap50,
             "val/coco_ap75": coco.ap75,
             "val/coco_ar": coco.ar,
+            "val/num_never_opened": self.detection.num_never_opened,
+            "val/num_not_closed": self.num_not_closed,
+            "val/num_length_limited": self.detection.num_length_limited,
         }
         for later in self.detection.thresholds[1:]:
             at = f"@{later.iou_threshold:g}"
@@ -72,12 +89,23 @@ class Report:
         return Headline(f"F1@{self.iou_threshold:g}", self.counts.f1)
 
     def describe(self) -> str:
-        """The figures at the first threshold, in a line."""
+        """The figures at the first threshold, and what was wrong with answers, in a line."""
         counts = self.counts
-        return (
+        figures = (
             f"F1@{self.iou_threshold:g} {counts.f1:.3f}, precision {counts.precision:.3f}, recall {counts.recall:.3f}, "
             f"valid objects {counts.valid_rate:.3f}, class accuracy on matched objects {counts.class_accuracy:.3f}"
         )
+        faults = [f"{number} {what}" for what, number in self.faults().items() if number]
+        return f"{figures}; of {len(self.evaluation.outcomes)} answers {', '.join(faults)}" if faults else figures
+
+    def faults(self) -> dict[str, int]:
+        """Return the number of answers by what is wrong with them; one that was cut may be counted under another name too."""
+        limit = self.config.rollout_matching.max_new_tokens
+        return {
+            "never opened with {": self.detection.num_never_opened,
+            "not closed": self.num_not_closed,
+            f"cut by length (rollout_matching.max_new_tokens: {limit})": self.detection.num_length_limited,
+        }
 
     def as_json(self) -> dict[str, Any]:
         """The content of `report.json`."""
@@ -94,6 +122,10 @@ class Report:
             "num_ground_truth": counts.num_ground_truth,
             "num_dropped": counts.num_dropped,
             "num_truncated": self.detection.num_truncated,
+            "num_never_opened": self.detection.num_never_opened,
+            "num_not_closed": self.num_not_closed,
+            "num_length_limited": self.detection.num_length_limited,
+            "max_new_tokens": self.config.rollout_matching.max_new_tokens,
             "valid_object_rate": counts.valid_rate,
             "dropped": dict(self.detection.dropped),
             "detection": [

@@ -3,7 +3,7 @@
 report.json        every number
 report.html        the same to read, with the worst scenes
 config.json        what it was evaluated with
-predictions.jsonl  what was found on every sample; `launch.export_coco` reads it
+predictions.jsonl  every sample's answer and what was found in it; `launch.export_coco` reads it
 pictures/          the worst scenes
 """
 
@@ -65,4 +65,6 @@ def _row(scene: Scene) -> dict[str, Any]:
         "height": scene.sample.height,
         "metadata": dict(scene.sample.metadata),
         "objects": [{"kind": found.kind, "bins": found.bins, "desc": found.desc, "score": found.score} for found in scene.objects],
+        "finish_reason": scene.finish_reason,
+        "text": scene.text,
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launch.html_text import attribute, inline
 from launch.report import Report, WorstScene
-from launch.report_tables import Table, report_tables
+from launch.report_tables import Table, answer_line, report_tables
 
 _STYLE = """
 body { margin: 0; background: #f5f7fa; color: #1c2330; font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -24,6 +24,10 @@ figcaption b { color: #1c2330; } .code { color: #8a4b00; background: #fff3dc; fo
 """
 
 
+MAX_CHARACTERS = 600
+"""Of an answer's text on the page."""
+
+
 def page(report: Report) -> str:
     evaluation, counts = report.evaluation, report.counts
     facts = [
@@ -31,7 +35,7 @@ def page(report: Report) -> str:
         f"weight version {evaluation.weight_version}",
         f"{counts.num_ground_truth} objects to find",
         f"{counts.num_predictions} valid objects of {counts.num_predictions + counts.num_dropped} written ({counts.valid_rate:.3f})",
-        f"{report.detection.num_truncated} responses not closed",
+        *(f"{number} answers {what}" for what, number in report.faults().items()),
         f"generated and read in {evaluation.wall_s:.1f} s",
     ]
     title = inline(f"Held-out report: {report.subject}")
@@ -39,7 +43,7 @@ def page(report: Report) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
-        f'<p class="soft">{inline(" · ".join(facts))}</p>\n{body}{_scenes(report.worst, report.iou_threshold)}</main></body></html>\n'
+        f'<p class="soft">{inline(" · ".join(facts))}</p>\n{body}{_answers(report)}{_scenes(report.worst, report.iou_threshold)}</main></body></html>\n'
     )
 
 
@@ -50,6 +54,14 @@ def _table(table: Table) -> str:
         f'<section><h2>{inline(table.title)}</h2><p class="soft">{inline(table.note)}</p>\n'
         f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></section>\n"
     )
+
+
+def _answers(report: Report) -> str:
+    if not report.incomplete:
+        return ""
+    shown = "".join(f"<p>{inline(answer_line(scene, MAX_CHARACTERS))}</p>" for scene in report.incomplete)
+    note = f"The first {len(report.incomplete)} of {report.detection.num_truncated}; `predictions.jsonl` has every answer whole."
+    return f'<section><h2>What incomplete answers say</h2><p class="soft">{inline(note)}</p>\n{shown}</section>\n'
 
 
 def _scenes(worst: Sequence[WorstScene], iou_threshold: float) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from launch.coco_ap import MAX_PREDICTIONS, CocoAP, IouType
 from launch.report import Report
 from shared.config import RunConfig
+from shared.evaluation import Scene
+from shared.rollouts import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Table:
 
 
 def report_tables(report: Report) -> list[Table]:
-    tables = [_detection(report), _coco(report), _classes(report), _dropped(report)]
+    tables = [_detection(report), _coco(report), _classes(report), _dropped(report), _answers(report)]
     return [table for table in tables if table.rows]
 
 
@@ -73,6 +75,25 @@ def _classes(report: Report) -> Table:
 def _dropped(report: Report) -> Table:
     rows = tuple((str(reason), str(count)) for reason, count in report.detection.dropped.items())
     return Table("Dropped entries", "Complete entries that are no valid objects, by the first reason that holds.", ("reason", "entries"), rows)
+
+
+def _answers(report: Report) -> Table:
+    rows = tuple((what, str(number)) for what, number in report.faults().items() if number)
+    note = f"Of {len(report.evaluation.outcomes)}. Objects are read from the JSON object that an answer begins with, up to its last complete entry."
+    return Table("Incomplete answers", note, ("", "answers"), rows)
+
+
+def answer_line(scene: Scene, max_characters: int) -> str:
+    """Describe an answer that is not complete: whose it is, what is wrong with it, and its text, or the beginning of that."""
+    ends = {
+        FinishReason.STOP: "ended by the model",
+        FinishReason.LENGTH: "cut by length",
+        FinishReason.REPETITION: "ended by the repeat guard",
+        FinishReason.ABORTED: "aborted",
+    }
+    fault = "never opened" if scene.never_opened else "not closed"
+    shown = scene.text if len(scene.text) <= max_characters else f"{scene.text[:max_characters]}..."
+    return f"{scene.sample.sample_id} ({fault}, {ends[scene.finish_reason]}): {shown or 'no text at all'}"
 
 
 def _number(value: float | None) -> str:

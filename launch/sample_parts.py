@@ -23,7 +23,7 @@ def header(heading: str, run: str, summary: str, chips: Sequence[str], notes: Se
     """`chips` are rows of them."""
     below = "".join(f'<p class="note">{inline(note)}</p>' for note in notes)
     return (
-        f'<header><h1>{inline(heading)}</h1><p class="soft">{inline(run)} · steps and positions count from 0</p>'
+        f'<header><h1>{inline(heading)}</h1><p class="soft">{inline(run)} · steps count from 1, positions from 0</p>'
         f"<p>{inline(summary)}</p>{''.join(chips)}{below}</header>"
     )
 

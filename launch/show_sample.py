@@ -45,7 +45,7 @@ class ShowOptions(Section):
     """Folder of the run."""
 
     step: Annotated[NonNegativeInt, Field(examples=[7])]
-    """Step, from 0, as in the name of its file in `rollouts`."""
+    """Step, from 1, as the console and the name of its file in `rollouts` have it."""
 
     position: Annotated[NonNegativeInt, Field(examples=[3])]
     """The sample's, or the rollout's, place in the step, from 0."""

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +98,42 @@ def _last_report(folder: Path) -> dict[str, Any]:
 
 
 def print_summary(folder: Path) -> int:
-    """A line for every trial that has begun, with its held-out F1 or how it failed; the number of those that did."""
+    """A line for every trial that has begun, with the headline of its last held-out report or how it failed, and a table of what was tried and what came
+    of it; the number of those that failed."""
     trials = [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
     console = Console(soft_wrap=True)
     for trial in trials:
-        f1 = next((f"{name.removeprefix('val/')} {value:.3f}" for name, value in trial.items() if name.startswith("val/f1")), "no held-out report")
-        end = "interrupted" if trial["interrupted"] else f1 if trial["exit_code"] == 0 else f"failed with exit status {trial['exit_code']}"
+        headline = f"{trial['headline']} {trial['score']:.3f}" if "headline" in trial else "no held-out report"
+        end = "interrupted" if trial["interrupted"] else headline if trial["exit_code"] == 0 else f"failed with exit status {trial['exit_code']}"
         console.print(f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}", markup=False, highlight=False)
+    for row in trial_table(trials):
+        console.print(row, markup=False, highlight=False)
     failed = sum(trial["exit_code"] != 0 for trial in trials)
     console.print(f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {folder / TRIALS}", highlight=False)
     return failed
+
+
+def trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table over trials: the keys in which they differ, the updates before the last report, and its headline.
+
+    The best figure of each headline is marked; a trial of another kind has its own. There is no table where no trial has a report.
+    """
+    names = list(dict.fromkeys(trial["headline"] for trial in trials if "headline" in trial))
+    if not names:
+        return []
+    settings = [dict(override.lstrip("+").partition("=")[::2] for override in trial["overrides"]) for trial in trials]
+    keys = [key for key in dict.fromkeys(chain(*settings)) if len({one.get(key) for one in settings}) > 1]
+    best = {name: max(trial["score"] for trial in trials if trial.get("headline") == name) for name in names}
+    rows = [("trial", *keys, "steps", *names)]
+    for trial, own in zip(trials, settings, strict=True):
+        figures = []
+        for name in names:
+            has_it = trial.get("headline") == name
+            mark = " (best)" if has_it and len(trials) > 1 and trial["score"] == best[name] else ""
+            figures.append(f"{trial['score']:.3f}{mark}" if has_it else "-")
+        rows.append((str(trial["trial"]), *(own.get(key, "-") for key in keys), str(trial.get("step", "-")), *figures))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 class SweepSummary(Callback):

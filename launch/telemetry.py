@@ -150,6 +150,7 @@ class Telemetry:
             self._plans,
             {
                 **asdict(plan),
+                "step": plan.number,
                 "rounds": [[[positions.start, positions.stop] for positions in ranks] for ranks in rounds],
                 "calls": self._calls(rounds, plan.step),
                 "engines": self._engines,
@@ -162,7 +163,7 @@ class Telemetry:
         record = StepRecord(plan)
         yield record
         assert record.report is not None
-        self._step_done(record.report, record.sync, record.queue_wait_s, Span(TRACK, f"step {plan.step} ({plan.channel})", started_s, time.time()))
+        self._step_done(record.report, record.sync, record.queue_wait_s, Span(TRACK, f"step {plan.number} ({plan.channel})", started_s, time.time()))
 
     def sync(self, report: SyncReport) -> None:
         """Report a sync outside any step, that ended now, and record the noise that it measured.
@@ -183,7 +184,9 @@ class Telemetry:
         report = self._report(evaluation)
         self.evaluations.append(HeldOutFigure(evaluation.step, report.headline))
         place = {"step": evaluation.step, "weight_version": evaluation.weight_version, "num_samples": len(evaluation.outcomes)}
-        _write(self._evaluations, {**place, **report.metrics()})
+        # By its name, so that who compares runs of any kind need not know what theirs are about.
+        headline = {"headline": report.headline.name, "score": report.headline.value}
+        _write(self._evaluations, {**place, **headline, **report.metrics()})
         self._console.print(f"held out  after {evaluation.step} steps, {len(evaluation.outcomes)} samples: {report.describe()}", markup=False, highlight=False)
         return report.headline.value
 
@@ -222,9 +225,9 @@ class Telemetry:
             self._note_mode(sync)
             metrics |= sync.metrics()
         assert all(map(metric_of, metrics)), f"not in shared/metrics.py: {[name for name in metrics if metric_of(name) is None]}"
-        _write(self._metrics, {"step": report.step, "channel": report.channel, "weight_version": report.weight_version, **metrics})
+        _write(self._metrics, {"step": report.number, "channel": report.channel, "weight_version": report.weight_version, **metrics})
         if self._ray_metrics is not None:
-            self._ray_metrics.step_done(report.step + 1, report.weight_version if sync is None else sync.version, metrics)
+            self._ray_metrics.step_done(report.number, report.weight_version if sync is None else sync.version, metrics)
         # What is left of the step when the learner is done is the sync.
         sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
         self._trace_spans([span, *report.spans, *sync_span])

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from launch.command import end_on_signals, explained, with_absolute_paths
 from launch.composition import CONF, as_mapping, as_schema_overrides
+from launch.start_up import StartUp
 from launch.sweep import is_sweep, run_trial
 from launch.version_checks import require_vllm
 from shared.config import RunConfig, load_config
@@ -43,7 +44,9 @@ def run(config: RunConfig, console: Console) -> None:
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))
     config = with_absolute_paths(config)
-    facts = check_data(config)
+    start_up = StartUp(console)
+    with start_up.stage("data"):
+        facts = check_data(config)
     _print(console, facts.describe())
 
     from launch.checkpoints import Checkpoints
@@ -55,7 +58,7 @@ def run(config: RunConfig, console: Console) -> None:
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
-    with Telemetry(config, console) as telemetry, Cluster(config, facts.images, facts.examples) as cluster:
+    with Telemetry(config, console) as telemetry, Cluster(config, facts.images, start_up, facts.examples) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)

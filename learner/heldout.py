@@ -78,6 +78,8 @@ class HeldOut:
             objects=tuple(ScoredObject(found.kind, found.bins, found.desc, self._confidence(found, rollout)) for found in parsed.objects),
             dropped=tuple(dropped.reason for dropped in parsed.dropped),
             truncated=parsed.truncated,
+            text=b"".join(map(self.codec.piece_bytes, rollout.response_token_ids)).decode(errors="replace"),
+            finish_reason=rollout.finish_reason,
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:

@@ -14,7 +14,7 @@ from shared.config import RunConfig
 from shared.config.derive import num_b_steps
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
-from shared.grounding.serialize import SerializedText, layout_append
+from shared.grounding.serialize import SerializedText, layout_append, serialize_objects
 from shared.records import Sample
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.pieces import piece_spans
@@ -80,6 +80,22 @@ def require_lengths(dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCode
             f"global_max_length: {global_max_length} is too short for sample {longest.sample.sample_id} of {dataset.path}: {longest.describe()}; "
             f"raise global_max_length to {longest.total}, lower rollout_matching.max_new_tokens, or remove the sample"
         )
+
+
+def describe_cut_answers(dataset: Dataset, codec: HFTokenCodec, *, max_new_tokens: int, field_order: str) -> str | None:
+    """Tell how many samples have a ground truth longer than an answer may be; None where all of them fit.
+
+    A run may mean it so: what was complete before the cut counts. It is told, because the default of an experiment is that of its own data.
+    """
+    # With the stop token, which an answer needs to end by itself.
+    lengths = [len(codec.encode(serialize_objects(sample.objects, field_order=field_order))) + 1 for sample in dataset]
+    num_cut = sum(length > max_new_tokens for length in lengths)
+    if not num_cut:
+        return None
+    return (
+        f"rollout_matching.max_new_tokens: {max_new_tokens} is less than the ground truth of {num_cut} of the {len(lengths)} samples of {dataset.path}, "
+        f"which takes up to {max(lengths)} tokens; raise it to {max(lengths)}, or expect such answers to be cut"
+    )
 
 
 def _append_length(dataset: Dataset, sample: Sample, codec: HFTokenCodec) -> int:

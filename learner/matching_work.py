@@ -83,7 +83,7 @@ class MatchingStep:
 
     def become_current(self) -> None:
         if self._work.log is not None:
-            self._work.log.begin(self._plan.step, self._plan.channel)
+            self._work.log.begin(self._plan.number, self._plan.channel)
 
     def generation_spans(self, answers: Sequence[Rollout]) -> list[Span]:
         """One per engine's share of the round."""
@@ -92,7 +92,7 @@ class MatchingStep:
             of_engine = list(share)
             start_s, end_s = min(r.started_s for r in of_engine), max(r.started_s + r.generate_s for r in of_engine)
             tokens = sum(len(r.response_token_ids) for r in of_engine)
-            place = {"step": of_engine[0].step, "first_position": of_engine[0].position, "last_position": of_engine[-1].position}
+            place = {"step": self._plan.number, "first_position": of_engine[0].position, "last_position": of_engine[-1].position}
             spans.append(Span(engine, "generate", start_s, end_s, {**place, "tokens": tokens}))
         return spans
 

@@ -82,6 +82,7 @@ class Updater:
     def update(self, step: int, denominator: int) -> UpdateResult:
         """Sum the gradients over ranks, divide by the samples of the step, clip, set the learning rates, update, and drop the gradients.
 
+        `step` counts from 0, as the schedule of the learning rate does.
         A gradient that is not finite updates nothing: weights, masters and moments stay as they are. LearnerError after more than
         `training.max_nonfinite_updates` of them in a row. All ranks see the same sum, and so do the same.
         """
@@ -139,7 +140,7 @@ class Updater:
         allowed = self._config.max_nonfinite_updates
         many = f", and so were those of the {self._num_skipped - 1} updates before it, which were skipped" if allowed else ""
         return (
-            f"step {step}: the gradient norm is {grad_norm}{many} (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or "
+            f"step {step + 1}: the gradient norm is {grad_norm}{many} (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or "
             "raise lr_warmup_steps, look at the step's data, or skip more such updates with training.max_nonfinite_updates"
         )
 

@@ -37,7 +37,7 @@ class StepInProgress:
 
     def mark(self, name: str, started_s: float, **args: int) -> None:
         """This rank's own work, from then until now."""
-        span = Span(self.track, name, started_s, time.time(), {"step": self.plan.step, **args})
+        span = Span(self.track, name, started_s, time.time(), {"step": self.plan.number, **args})
         self.learn_s += span.duration_s
         self.spans.append(span)
 
@@ -49,7 +49,7 @@ class StepInProgress:
         totals.raise_to("time/learn_s", self.learn_s)
         if waits:
             totals.raise_to("time/reduce_s", sum(wait.duration_s for wait in waits))
-        self.spans += [replace(wait, args={"step": self.plan.step}) for wait in waits]
+        self.spans += [replace(wait, args={"step": self.plan.number}) for wait in waits]
         if self.plan.channel is Channel.B:
             totals.raise_to("time/generate_s", self.generate_s)
         return RankReport(self.plan.step, self.plan.channel, version, totals, step_metrics, tuple(self.spans))

@@ -135,7 +135,7 @@ class RolloutLine(TypedDict):
     """One sample of one step."""
 
     step: int
-    """From 0."""
+    """From 1."""
     position: int
     """The sample's place in the step, from 0."""
     channel: Annotated[str, Field(pattern="^[AB]$")]

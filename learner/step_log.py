@@ -39,7 +39,7 @@ class StepLog:
             raise cannot_write(folder, error) from error
 
     def begin(self, step: int) -> None:
-        """The lines that follow are of this step. Raises StorageError."""
+        """The lines that follow are of this step, counted from 1. Raises StorageError."""
         self.close()
         self._file = RunFile(step_path(self._folder, step, self._rank))
 

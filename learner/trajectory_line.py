@@ -75,7 +75,7 @@ class TrajectoryLine(TypedDict):
     """One rollout."""
 
     step: _Count | None
-    """From 0; null in the report of a checkpoint that does not say."""
+    """From 1; in a held-out report the steps before it, and null where the checkpoint does not say."""
     position: _Count
     """In the step, from 0; of a held-out report that of its example."""
     example: _Count

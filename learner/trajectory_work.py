@@ -109,7 +109,7 @@ class TrajectoryStep:
 
     def become_current(self) -> None:
         if self._work.log is not None:
-            self._work.log.begin(self._plan.step)
+            self._work.log.begin(self._plan.number)
 
     def generation_spans(self, answers: Sequence[Answer]) -> list[Span]:
         """One per environment actor's part of the round."""
@@ -145,7 +145,7 @@ class TrajectoryStep:
         num_sound = self._work.ranks.sum(self._num_taken - self._num_failed)
         if self._failure is not None and not num_sound:
             first = self._failure
-            told = f"all {self._plan.num_samples} rollouts of step {self._plan.step} failed, the one at position {first.position} with: {first.error}"
+            told = f"all {self._plan.num_samples} rollouts of step {self._plan.number} failed, the one at position {first.position} with: {first.error}"
             raise RolloutError(f"{told}; check the environment", actor=first.actor, phase="environment")
 
     def _take(self, rollout: EnvironmentRollout, version: int) -> None:
@@ -197,7 +197,7 @@ class TrajectoryStep:
 
     def _span(self, actor: str, rollouts: Sequence[EnvironmentRollout]) -> Span:
         start_s, end_s = min(r.started_s for r in rollouts), max(r.started_s + r.generate_s for r in rollouts)
-        place = {"step": self._plan.step, "first_position": rollouts[0].position, "last_position": rollouts[-1].position}
+        place = {"step": self._plan.number, "first_position": rollouts[0].position, "last_position": rollouts[-1].position}
         counts = {"turns": sum(r.num_turns for r in rollouts), "tokens": sum(r.num_tokens for r in rollouts)}
         return Span(actor, "rollouts", start_s, end_s, {**place, **counts})
 

@@ -18,6 +18,7 @@ from shared.coco import ScoredObject
 from shared.grounding.geometry import Shape, aabb, box_iou, mask_iou
 from shared.grounding.objects import DropReason
 from shared.records import GeometryKind, Sample
+from shared.rollouts import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,15 @@ class Scene:
     dropped: tuple[DropReason, ...]
     """One per complete entry that was no valid object, in order of appearance."""
     truncated: bool
-    """The response ended before its container closed."""
+    """No container closed: the response ended before, or it never opened one."""
+    text: str = ""
+    """The whole response, without its stop token; bytes that are not UTF-8 appear as U+FFFD."""
+    finish_reason: FinishReason = FinishReason.STOP
+
+    @property
+    def never_opened(self) -> bool:
+        """The response is prose or empty: it does not begin with `{`."""
+        return self.truncated and not self.text.lstrip(" \t\n\r").startswith("{")
 
 
 class Outcome(Protocol):
@@ -143,6 +152,10 @@ class DetectionSummary:
     dropped: Mapping[DropReason, int]
     """Reasons that occurred, the most frequent first."""
     num_truncated: int
+    """Responses whose container did not close, those that never opened one included."""
+    num_never_opened: int
+    num_length_limited: int
+    """Responses that ended at `max_new_tokens`."""
     scene_f1: tuple[float, ...]
     """One per scene: F1 at the first threshold whatever the class; 1 where there is nothing to find and nothing was found."""
 
@@ -159,6 +172,8 @@ def summarise(scenes: Sequence[Scene], iou_thresholds: Sequence[float]) -> Detec
         classes=_class_table(same_class, first),
         dropped=dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0]))),
         num_truncated=sum(scene.truncated for scene in scenes),
+        num_never_opened=sum(scene.never_opened for scene in scenes),
+        num_length_limited=sum(scene.finish_reason is FinishReason.LENGTH for scene in scenes),
         scene_f1=tuple(f1),
     )
 

@@ -30,12 +30,18 @@ class StepReport:
     """A step of the run: its ranks' reports, merged."""
 
     step: int
+    """From 0."""
     channel: Channel
     weight_version: int
     """Of the learner's weights when it took the step. Its rollouts came from them or, by at most `rollout/staleness_max` updates, from older ones."""
     metrics: Mapping[str, float]
     """`loss/...`, `rollout/...`, `packing/...`, `optim/...`, `time/...`; no IoU, ever."""
     spans: tuple[Span, ...]
+
+    @property
+    def number(self) -> int:
+        """As `StepPlan.number`: from 1."""
+        return self.step + 1
 
 
 def merge_reports(reports: Sequence[RankReport]) -> StepReport:

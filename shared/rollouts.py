@@ -40,6 +40,7 @@ class DecodeSettings:
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
     step: int
+    """From 0, as seeds count; people and files count from 1."""
     position: int
     """The request's place in the step over all learner ranks: 0 .. rollouts_per_step - 1."""
     sample_id: str

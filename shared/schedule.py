@@ -16,6 +16,7 @@ class StepPlan:
     """One optimizer step before it happens."""
 
     step: int
+    """From 0, as rules and seeds count."""
     channel: Channel
     num_samples: int
     """Samples of the step over all learner ranks; the denominator of its loss (DESIGN 5, decision 6)."""
@@ -25,6 +26,11 @@ class StepPlan:
     """The held-out report is due with the weights this step starts from."""
     sync_after: bool
     """The weights this step leaves behind are going to generate: the next step's rollouts, or a report."""
+
+    @property
+    def number(self) -> int:
+        """The step's number wherever a person reads it: from 1. Step 10 is the tenth update, and the checkpoint behind it is `step_000010`."""
+        return self.step + 1
 
 
 class RunSchedule:

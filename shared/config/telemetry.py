@@ -21,4 +21,4 @@ class TelemetrySection(Section):
     """Record spans of every process, as a file that Perfetto opens."""
 
     rollouts: bool = True
-    """Write what became of every rollout into `rollouts/step_xxxxxx.jsonl`; `launch.show_sample` reads it."""
+    """Write what became of every rollout into `rollouts/step_xxxxxx.jsonl`, the first step's into `step_000001.jsonl`; `launch.show_sample` reads it."""

@@ -46,7 +46,7 @@ def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves
     assert [line["rollout/num"] for line in run.lines("metrics.jsonl")] == [32, 32]
     assert all(line["rollout/logprob_max_abs"] < 1e-4 for line in run.lines("metrics.jsonl"))
     assert [(line["step"], line["num_samples"]) for line in run.lines("evaluations.jsonl")] == [(0, 12), (1, 12), (2, 12)]
-    dialogues = run.lines("rollouts/step_000001.jsonl")
+    dialogues = run.lines("rollouts/step_000002.jsonl")
     assert [line["position"] for line in dialogues] == list(range(32))
     assert {line["actor"] for line in dialogues} == {"environment-0", "environment-1"}
     assert [message["role"] for message in dialogues[0]["completion"]] == ["assistant", "user", "assistant"]
@@ -72,7 +72,7 @@ def test_a_killed_environment_actor_ends_the_run_with_its_name_and_leaves_no_pro
 
 def test_rollouts_by_servers_are_those_by_actors(by_actors, command, checkpoint, tmp_path):
     """One environment actor here, two there."""
-    dialogues, losses = by_actors.lines("rollouts/step_000001.jsonl"), [line["loss/total"] for line in by_actors.lines("metrics.jsonl")]
+    dialogues, losses = by_actors.lines("rollouts/step_000002.jsonl"), [line["loss/total"] for line in by_actors.lines("metrics.jsonl")]
     settings = ["device=cpu", "dtype=float32", "max_model_len=512", "max_num_seqs=48", "kv_cache_memory_bytes=67108864", "enforce_eager=true", "port=0"]
     with ExitStack() as servers:
         urls = []
@@ -84,7 +84,7 @@ def test_rollouts_by_servers_are_those_by_actors(by_actors, command, checkpoint,
         by_servers = command(*SMALL, "backend=server", f"rollout_matching.vllm.server.servers=[{listed}]")
         assert by_servers.process.wait(timeout=300) == 0, by_servers.output
     assert [line["loss/total"] for line in by_servers.lines("metrics.jsonl")] == losses
-    assert [what_was_said(line) for line in by_servers.lines("rollouts/step_000001.jsonl")] == [what_was_said(line) for line in dialogues]
+    assert [what_was_said(line) for line in by_servers.lines("rollouts/step_000002.jsonl")] == [what_was_said(line) for line in dialogues]
 
 
 def what_was_said(dialogue):

@@ -61,6 +61,15 @@ def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config):
 
 
 @pytest.mark.slow
+def test_answers_that_will_be_cut_are_warned_of(config):
+    """Of training, where a step generates, and of the held-out report; it is no problem, since a run may mean it."""
+    findings = preflight(config(rollout_matching__max_new_tokens=8))
+    assert findings.problems == []
+    told = [line for line in findings.lines if line.startswith("warning   rollout_matching.max_new_tokens: 8 is less than the ground truth of ")]
+    assert ["train.jsonl" in line for line in told] == [True, False]
+
+
+@pytest.mark.slow
 def test_every_problem_is_reported_at_once(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")

@@ -1,6 +1,7 @@
 """The held-out report: its numbers, its folder, its page and its pictures (issue 3, "Evaluation")."""
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from launch.pictures import FOUND, OTHER_NAME, TRUTH, UNMATCHED, draw_scene
 from launch.report import make_report
 from launch.report_folder import write_report
 from launch.report_page import page
-from launch.report_tables import report_tables
+from launch.report_tables import answer_line, report_tables
 from shared.coco import ImagePredictions
 from shared.config import RunConfig
 from shared.errors import StorageError
 from shared.evaluation import Evaluation, pair_objects, summarise
+from shared.rollouts import FinishReason
 
 HOSTILE = '<script src="https://example.org/x.js">alert(1)</script>&\u202e\ud800'
 
@@ -81,9 +83,46 @@ def test_the_folder_holds_report_page_predictions_and_pictures(tmp_path):
         "height": 61,
         "metadata": {},
         "objects": [{"kind": "bbox_2d", "bins": [0, 0, 99, 99], "desc": "cat", "score": 0.25}],
+        "finish_reason": "stop",
+        "text": "",
     }
     assert rows[1]["objects"][0]["kind"] == "poly"
     assert [path.name for path in folder.parent.iterdir()] == ["step_000030"]
+
+
+def unread(position, text, finish_reason=FinishReason.LENGTH):
+    """A scene whose answer held no object."""
+    return replace(scene(position, [truth(0, 0, 99, 99)], [], image=png()), text=text, finish_reason=finish_reason, truncated=True)
+
+
+def test_an_f1_of_zero_says_what_the_answers_were(tmp_path):
+    """Counts on the console and in every file, and three of the answers, those first of which nothing could be read."""
+    rambling = [unread(place, f"Sure! Here are the objects: {HOSTILE}") for place in (1, 3, 4)]
+    scenes = [unread(0, '{"object_1": {"desc"'), rambling[0], unread(2, "", FinishReason.STOP), *rambling[1:]]
+    report = report_on(scenes)
+    faults = "4 never opened with {, 1 not closed, 4 cut by length (rollout_matching.max_new_tokens: 160)"
+    assert report.describe().endswith(f" 0.000; of 5 answers {faults}")
+    counts = {"num_never_opened": 4, "num_not_closed": 1, "num_length_limited": 4}
+    assert {f"val/{name}": number for name, number in counts.items()}.items() <= report.metrics().items()
+    assert (counts | {"num_truncated": 5, "max_new_tokens": 160}).items() <= report.as_json().items()
+    assert {table.title: table.rows for table in report_tables(report)}["Incomplete answers"][0] == ("never opened with {", "4")
+    assert [answer_line(one, 12) for one in report.incomplete] == [
+        "val:2 (never opened, cut by length): Sure! Here a...",
+        "val:3 (never opened, ended by the model): no text at all",
+        "val:4 (never opened, cut by length): Sure! Here a...",
+    ]
+    write_report(tmp_path / "report", report)
+    rows = [json.loads(line) for line in (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()]
+    assert [(row["text"], row["finish_reason"]) for row in rows] == [(one.text, one.finish_reason) for one in scenes]
+    shown = Reader((tmp_path / "report" / "report.html").read_text())
+    assert "4 answers never opened with {" in shown.text and "val:2 (never opened, cut by length): Sure!" in shown.text
+    assert "script" not in shown.tags
+
+
+def test_answers_that_are_complete_are_not_spoken_of():
+    report = report_on(random_scenes(5))
+    assert report.describe().rpartition(", ")[2].startswith("class accuracy on matched objects")
+    assert report.incomplete == [] and "incomplete answers" not in page(report)
 
 
 def test_the_predictions_can_be_exported_to_coco(tmp_path):

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from launch.composition import CONF
-from launch.sweep import MARGIN_S, end_s
+from launch.sweep import MARGIN_S, TRIALS, end_s, print_summary
 
 
 @pytest.mark.engine
@@ -34,7 +35,8 @@ def test_a_sweep_over_values_and_seeds_goes_on_behind_a_failed_trial_and_leaves_
     assert "training.learning_rate: must be greater than 0, got -1" in sweep.output
     assert "trial     1: failed with exit status 2" in sweep.output
     assert "sweep     2 of 4 trials finished" in sweep.output
-    assert "trial     0: f1 " in sweep.output
+    assert re.search(r"trial     0: F1@0\.5 \d\.\d{3}, ", sweep.output)
+    assert re.search(r"^trial  training\.seed  training\.learning_rate  steps  F1@0\.5$", sweep.output, flags=re.MULTILINE)
 
 
 @pytest.mark.engine
@@ -54,6 +56,41 @@ def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_an
     assert "trial     0: interrupted, " in sweep.output
     assert "sweep     0 of 1 trials finished" in sweep.output
     assert "Traceback" not in sweep.output
+
+
+def trial(number, *overrides, exit_code=0, **report):
+    """A line of the sweep's file."""
+    line = {"trial": number, "overrides": ["+experiment=env_3v1", *overrides], "folder": f"out/trial_{number}", "exit_code": exit_code, "interrupted": False}
+    return line | {"wall_s": 61.0} | report
+
+
+def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_them(tmp_path, capsys):
+    """Of an environment it is the mean reward."""
+    trials = [
+        trial(0, "++training.seed=1", "++training.learning_rate=1e-3", step=80, headline="mean reward", score=0.25, **{"val/reward": 0.25}),
+        trial(1, "++training.seed=2", "++training.learning_rate=1e-3", step=80, headline="mean reward", score=0.75, **{"val/reward": 0.75}),
+        trial(2, "++training.seed=2", "++training.learning_rate=-1", exit_code=2),
+    ]
+    (tmp_path / TRIALS).write_text("".join(json.dumps(line) + "\n" for line in trials))
+    assert print_summary(tmp_path) == 1
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "trial     0: mean reward 0.250, 61 s, out/trial_0",
+        "trial     1: mean reward 0.750, 61 s, out/trial_1",
+        "trial     2: failed with exit status 2, 61 s, out/trial_2",
+        "trial  training.seed  training.learning_rate  steps  mean reward",
+        "0      1              1e-3                    80     0.250",
+        "1      2              1e-3                    80     0.750 (best)",
+        "2      2              -1                      -      -",
+    ]
+
+
+def test_a_sweep_without_held_out_reports_has_no_table(tmp_path, capsys):
+    (tmp_path / TRIALS).write_text(json.dumps(trial(0, "++training.seed=1")) + "\n")
+    assert print_summary(tmp_path) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "trial     0",
+        "sweep     1 of 1 trials finished; " + str(tmp_path / TRIALS),
+    ]
 
 
 @pytest.mark.slow

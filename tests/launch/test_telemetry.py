@@ -61,7 +61,7 @@ def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
     with placed(config) as telemetry:
         take_step(telemetry, config)
         (plan,), (metrics,) = lines(config, "plan.jsonl"), lines(config, "metrics.jsonl")
-    assert (plan["step"], plan["channel"], plan["engines"], plan["sync_mode"]) == (25, Channel.B, ["a", "b"], "full")
+    assert (plan["step"], plan["channel"], plan["engines"], plan["sync_mode"]) == (26, Channel.B, ["a", "b"], "full")
     assert plan["rounds"] == [[[0, 11]], [[11, 22]], [[22, 32]]]
     assert plan["rollout_seed_base"] == request_seed(17, 25, 0)
     assert metrics["loss/total"] == 1.5
@@ -75,6 +75,19 @@ def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
     placement = json.loads((config.telemetry.run_dir / "placement.json").read_text())
     assert (placement["engines"], placement["devices"], placement["servers"], placement["learner_threads"]) == (["a", "b"], [1, 1], [], 2)
     assert (config.telemetry.run_dir / "batch_algebra.txt").read_text().startswith("updates ")
+
+
+def test_a_step_has_one_number_in_every_file_and_on_the_console(config):
+    """Step 26 is the update behind which the report of 26 steps comes."""
+    output = io.StringIO()
+    with placed(config, output=output) as telemetry:
+        take_step(telemetry, config, 25)
+        telemetry.evaluation(evaluation(26, num_right=3))
+        numbers = [line["step"] for name in ("plan.jsonl", "metrics.jsonl", "evaluations.jsonl") for line in lines(config, name)]
+    assert numbers == [26, 26, 26]
+    assert "step   26/" in output.getvalue() and "held out  after 26 steps" in output.getvalue()
+    assert '"name": "step 26 (B)"' in (config.telemetry.run_dir / "timeline.json").read_text()
+    assert (config.telemetry.run_dir / "evaluations" / "step_000026").is_dir()
 
 
 SERVERS = [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}, {"base_url": "http://127.0.0.1:8001", "group_port": 0}]
@@ -131,7 +144,7 @@ def test_the_timeline_is_a_trace_that_perfetto_opens(config):
         assert json.loads((config.telemetry.run_dir / "timeline.json").read_text() + "]")
     events = json.loads((config.telemetry.run_dir / "timeline.json").read_text())
     complete = [event for event in events if event["ph"] == "X"]
-    assert {event["name"] for event in complete} == {"step 25 (B)", "learn round", "generate", "sync v8", "held-out report"}
+    assert {event["name"] for event in complete} == {"step 26 (B)", "learn round", "generate", "sync v8", "held-out report"}
     assert all(event["dur"] >= 0 and {"pid", "tid", "ts"} <= event.keys() for event in complete)
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"driver", "learner", "actor"}
 
@@ -148,6 +161,7 @@ def test_a_held_out_report_is_a_line_a_row_and_a_folder(config):
         (row,) = lines(config, "evaluations.jsonl")
         assert "held out  after 20 steps, 4 samples: F1@0.5 0.750, precision 0.750, recall 0.750, valid objects 1.000, " in output.getvalue()
     assert (row["step"], row["weight_version"], row["num_samples"]) == (20, 21, 4)
+    assert (row["headline"], row["score"]) == ("F1@0.5", 0.75)
     assert (row["val/f1"], row["val/f1@0.75"], row["val/class_accuracy"]) == (0.75, 0.75, 1.0)
     assert 0 < row["val/coco_ap"] < 1
     folder = config.telemetry.run_dir / "evaluations" / "step_000020"
@@ -186,6 +200,7 @@ def test_a_held_out_report_of_an_environment_is_its_mean_reward_in_a_line_a_row_
         (row,) = lines(of_environment, "evaluations.jsonl")
     assert "held out  after 20 steps, 3 samples: mean reward 0.750 (last 0.750)" in output.getvalue()
     assert (row["step"], row["weight_version"], row["num_samples"], row["val/reward"], row["val/reward/last"]) == (20, 21, 3, 0.75, 0.75)
+    assert (row["headline"], row["score"]) == ("mean reward", 0.75)
     folder = of_environment.telemetry.run_dir / "evaluations" / "step_000020"
     assert json.loads((folder / "report.json").read_text())["val/reward"] == 0.75
     assert len((folder / "rollouts.jsonl").read_text().splitlines()) == 3

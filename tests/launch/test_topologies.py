@@ -43,7 +43,7 @@ def actors_job(job):
 
 def rollouts(command, step):
     """What became of every sample: response and seed, by position."""
-    lines = read_step(step_path(command.run_dir / "rollouts", step))
+    lines = read_step(step_path(command.run_dir / "rollouts", step + 1))
     return [(line["position"], line["rollout"]["response_token_ids"], line["rollout"]["seed"], line["rollout"]["weight_version"]) for line in lines]
 
 
@@ -56,7 +56,7 @@ def test_backend_implementation_swap_preserves_rollout_contract(job, actors_job)
     colocated = job("stage2_colocate")
     assert [rollouts(colocated, step) for step in range(2)] == [rollouts(actors_job, step) for step in range(2)]
     assert losses(colocated) == losses(actors_job)
-    assert {line["rollout"]["actor"] for line in colocated.lines("rollouts/step_000000.jsonl")} == {"learner"}
+    assert {line["rollout"]["actor"] for line in colocated.lines("rollouts/step_000001.jsonl")} == {"learner"}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_two_learner_ranks_that_generate_by_themselves_learn_what_one_does(job, 
     two = job("stage2_hf", "learner.world_size=2")
     assert rollouts(two, 0) == rollouts(hf_job, 0)
     assert losses(two) == pytest.approx(losses(hf_job), rel=1e-4)
-    assert {line["rollout"]["actor"] for rank in ("", ".rank1") for line in two.lines(f"rollouts/step_000000{rank}.jsonl")} == {"learner-0", "learner-1"}
+    assert {line["rollout"]["actor"] for rank in ("", ".rank1") for line in two.lines(f"rollouts/step_000001{rank}.jsonl")} == {"learner-0", "learner-1"}
 
 
 def test_two_learner_ranks_learn_what_one_does_with_the_in_step_queue_on(job, actors_job):

@@ -15,7 +15,7 @@ from learner.samples import load_samples
 from shared.errors import ConfigError, RolloutError
 from shared.grounding.objects import DropReason
 from shared.grounding.serialize import serialize_objects
-from shared.rollouts import DecodeMode
+from shared.rollouts import DecodeMode, FinishReason
 from shared.tokens.vocabulary import COORD_TOKENS
 
 SAMPLING = {"rollout_matching__decoding": {"temperature": 0.7, "top_p": 0.9, "top_k": 20}, "rollout_matching__repetition_penalty": 1.1}
@@ -87,7 +87,17 @@ def test_what_is_dropped_and_what_is_cut_off_is_reported(held_out):
     text = f'{{"object_1": {{"desc": "one", "bbox_2d": {box}}}, "object_2": {{"desc": "two", "bbox_2d": ["<|coord_1|>"]}}, "object_3": {{"desc": "th'
     (scene,) = held.score([answered(held, 0, text)])
     assert scene.dropped == (DropReason.BBOX_INVALID, DropReason.WRONG_ARITY)
-    assert (scene.objects, scene.truncated) == ((), True)
+    assert (scene.objects, scene.truncated, scene.never_opened) == ((), True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "truncated", "never_opened"), [("I see a seven.", True, True), ("", True, True), (' \n{"object_1": {', True, False), (" {}", False, False)]
+)
+def test_an_answer_keeps_its_text_its_end_and_whether_it_ever_opened(held_out, text, truncated, never_opened):
+    held = held_out()
+    (scene,) = held.score([replace(answered(held, 0, text), finish_reason=FinishReason.LENGTH)])
+    assert (scene.text, scene.finish_reason) == (text, FinishReason.LENGTH)
+    assert (scene.truncated, scene.never_opened) == (truncated, never_opened)
 
 
 def test_a_constant_score_is_1(held_out):

@@ -166,7 +166,7 @@ def test_parse_failures_are_visible_without_crashing(config):
     assert metrics["rollout/num_truncated"] > 0
     assert metrics["rollout/num_appended"] == metrics["rollout/num_ground_truth"], "the ground truth is learned all the same"
     assert metrics["loss/total"] > 0
-    lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", 1))
+    lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", 2))
     assert [line["rollout"]["text"] for line in lines] == [MALFORMED[i % len(MALFORMED)] for i in range(12)]
     assert [dropped["reason"] for line in lines for dropped in line["reading"]["dropped"]] == ["wrong_arity"] * int(metrics["rollout/num_dropped_objects"])
 

@@ -293,8 +293,8 @@ def test_ranks_that_are_told_to_stop_leave_the_step_together_and_save_the_last_u
 
 def test_each_rank_logs_its_own_samples_and_they_are_read_as_one_step(ddp, ddp_config):
     folder = ddp_config.telemetry.run_dir / "rollouts"
-    assert Counter(path.name for path in folder.iterdir()).keys() >= {"step_000001.jsonl", "step_000001.rank1.jsonl"}
-    lines = read_step(step_path(folder, 1))
+    assert Counter(path.name for path in folder.iterdir()).keys() >= {"step_000002.jsonl", "step_000002.rank1.jsonl"}
+    lines = read_step(step_path(folder, 2))
     assert [line["position"] for line in lines] == list(range(11))
     assert [line["sample_id"] for line in lines] == [*ddp[0].sample_ids[1], *ddp[1].sample_ids[1]]
 

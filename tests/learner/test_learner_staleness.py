@@ -62,10 +62,12 @@ def test_the_next_step_is_drawn_while_one_is_in_progress_and_rounds_belong_to_th
     _, (first, second) = two_steps(settings)
     assert (first.step, second.step) == (0, 1)
     assert (first.weight_version, second.weight_version) == (0, 1)
+    # The driver's plans count from 0, what is written from 1.
     for step in (0, 1):
-        lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", step))
+        lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", step + 1))
         assert [line["position"] for line in lines] == list(range(ROLLOUTS))
-        assert {line["step"] for line in lines} == {step}
+        assert {line["step"] for line in lines} == {step + 1}
+    assert {span.args["step"] for span in second.spans} == {2}
 
 
 def test_stale_rollouts_are_learned_and_counted_and_their_log_probabilities_are_not_compared(config):

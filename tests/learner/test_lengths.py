@@ -9,11 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from learner.lengths import require_lengths
+from learner.lengths import describe_cut_answers, require_lengths
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.grounding.parsing import parse_rollout
-from shared.grounding.serialize import layout_append
+from shared.grounding.serialize import layout_append, serialize_objects
 from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.vocabulary import COORD_TOKENS
@@ -80,6 +80,21 @@ def test_the_longest_sequence_is_prompt_response_append_behind_the_longest_key_a
         f"global_max_length: {needed - 1} is too short for sample longer of data/train.jsonl: prompt {PROMPT} + response 20 (rollout_matching.max_new_tokens) "
         f"+ appended objects {append} + {CUT_SLACK} for the cut = {needed} tokens; raise global_max_length to {needed}, "
         "lower rollout_matching.max_new_tokens, or remove the sample"
+    )
+
+
+def test_answers_shorter_than_their_ground_truth_are_told_before_the_run(codec):
+    short, long = sample("cat"), sample("cat", "dog", "owl", sample_id="long")
+    needed = len(codec.encode(serialize_objects(long.objects))) + 1
+    dataset = Dataset(Path("data/train.jsonl"), (long, short, short))
+
+    def told(max_new_tokens):
+        return describe_cut_answers(dataset, codec, max_new_tokens=max_new_tokens, field_order="desc_first")
+
+    assert told(needed) is None
+    assert told(needed - 1) == (
+        f"rollout_matching.max_new_tokens: {needed - 1} is less than the ground truth of 1 of the 3 samples of data/train.jsonl, "
+        f"which takes up to {needed} tokens; raise it to {needed}, or expect such answers to be cut"
     )
 
 

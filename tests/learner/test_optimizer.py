@@ -182,9 +182,9 @@ def test_one_more_than_the_allowed_number_in_a_row_stops_the_run_with_a_remedy()
     learn(model, updater, 0, spoil=NAN)
     learn(model, updater, 1)
     learn(model, updater, 2, spoil=NAN)
-    with pytest.raises(LearnerError, match=r"step 3: the gradient norm is nan, and so were those of the 1 updates before .*lower training\.learning_rate"):
+    with pytest.raises(LearnerError, match=r"step 4: the gradient norm is nan, and so were those of the 1 updates before .*lower training\.learning_rate"):
         learn(model, updater, 3, spoil=NAN)
-    with pytest.raises(LearnerError, match=r"step 0: the gradient norm is nan \(training\.max_nonfinite_updates: 0\)"):
+    with pytest.raises(LearnerError, match=r"step 1: the gradient norm is nan \(training\.max_nonfinite_updates: 0\)"):
         learn(model, Updater(model, training(), OneRank()), 0, spoil=NAN)
 
 

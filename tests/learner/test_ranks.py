@@ -92,4 +92,4 @@ def test_errors_of_several_ranks_say_which_rank_they_are_of(two_ranks, rank_conf
     for rank, error in enumerate((first, second)):
         assert type(error) is LearnerError, "the sum is the same on every rank, and so is what becomes of it"
         assert error.phase == "update"
-        assert f"rank {rank} of 2: step 1: the gradient norm is nan" in str(error)
+        assert f"rank {rank} of 2: step 2: the gradient norm is nan" in str(error)

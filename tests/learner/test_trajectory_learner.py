@@ -319,7 +319,7 @@ def test_a_step_whose_rollouts_have_all_failed_ends_the_run_with_the_first_error
     learner, groups = begun(config(), fails=range(ROLLOUTS))
     before = weights_of(learner)
     learner.accumulate(only(0, error="ValueError: temperature: 0.7 was asked for")(groups))
-    told = r"all 12 rollouts of step 0 failed, the one at position 0 with: ValueError: temperature: 0\.7 was asked for; check the environment"
+    told = r"all 12 rollouts of step 1 failed, the one at position 0 with: ValueError: temperature: 0\.7 was asked for; check the environment"
     with pytest.raises(RolloutError, match=told) as caught:
         learner.finish_step()
     assert (caught.value.actor, caught.value.phase) == (SCRIPTED, "environment")
@@ -449,7 +449,7 @@ def test_the_log_of_each_step_has_its_own_rollouts_though_the_next_has_begun(con
     settings = config(**STALE)
     stale_steps(settings)
     for step in (0, 1):
-        assert [(line["step"], line["position"]) for line in logged(settings, step)] == [(step, position) for position in range(ROLLOUTS)]
+        assert [(line["step"], line["position"]) for line in logged(settings, step)] == [(step + 1, position) for position in range(ROLLOUTS)]
 
 
 def test_a_rollout_two_versions_old_ends_the_run(config):
@@ -552,7 +552,7 @@ def test_what_held_out_rollouts_are_worth_they_bring_along(config):
 
 
 def logged(config, step):
-    return [json.loads(line) for line in step_path(config.telemetry.run_dir / "rollouts", step).read_text().splitlines()]
+    return [json.loads(line) for line in step_path(config.telemetry.run_dir / "rollouts", step + 1).read_text().splitlines()]
 
 
 def test_every_rollout_is_a_line_with_its_tokens_rewards_and_messages(config):

@@ -109,7 +109,7 @@ def test_rollouts_that_have_failed_on_every_rank_end_them_all_with_an_error_of_t
     first, second = two_ranks.outcomes(trajectory_jobs.learn, config(**parallel), 1, 1, range(3 * GROUP))
     assert type(first) is type(second) is RolloutError
     for position, error in ((0, first), (2 * GROUP, second)):
-        assert f"all 12 rollouts of step 0 failed, the one at position {position} with: ZeroDivisionError: no such luck; check the environment" in str(error)
+        assert f"all 12 rollouts of step 1 failed, the one at position {position} with: ZeroDivisionError: no such luck; check the environment" in str(error)
 
 
 def test_each_rank_writes_down_its_own_rollouts(ddp, ddp_config):
