@@ -12,7 +12,7 @@ from shared.config.checkpoint import CheckpointSection
 
 class RetentionReason(StrEnum):
     PERIODIC = "periodic"
-    """One of the newest `keep_last` of `save_steps`."""
+    """One of the newest `keep_last` of `save_steps` and `save_minutes`."""
     BEST = "best"
     """One of the `keep_best` with the highest score."""
 
@@ -54,9 +54,10 @@ class Retention:
         """From the oldest to the newest."""
         return tuple(self._kept[step] for step in sorted(self._kept))
 
-    def after_step(self, step: int) -> RetentionChange:
-        """`step` updates are done."""
-        if self._config.save_steps is None or step % self._config.save_steps:
+    def after_step(self, step: int, *, is_due: bool = False) -> RetentionChange:
+        """`step` updates are done. `is_due`: `save_minutes` have gone by."""
+        is_periodic = self._config.save_steps is not None and step % self._config.save_steps == 0
+        if not is_periodic and not is_due:
             return RetentionChange()
         self._periodic.add(step)
         return self._add(KeptCheckpoint(step, self._of(step)))

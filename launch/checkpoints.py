@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from launch.checkpoint_retention import Retention, RetentionChange
+from launch.checkpoint_retention import KeptCheckpoint, Retention, RetentionChange
 from shared.config import RunConfig
 from shared.errors import RolloutError, StorageError, WeightSyncError
 
@@ -40,16 +40,24 @@ class Checkpoints:
     report: F1, or mean reward.
     """
 
-    def __init__(self, config: RunConfig, learner: SavesWeights, telemetry: HearsOfCheckpoints) -> None:
+    def __init__(self, config: RunConfig, learner: SavesWeights, telemetry: HearsOfCheckpoints, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        """The time of `checkpoint.save_minutes` begins here. `clock_s` tells it."""
         self._config, self._learner, self._telemetry = config, learner, telemetry
         self._run_dir = config.telemetry.run_dir
         self._retention = Retention(config.checkpoint, self._run_dir / "checkpoints")
+        self._clock_s = clock_s
+        self._saved_s = clock_s()
+        """When the newest checkpoint was complete, or the run began."""
+        self._on_the_way: dict[Path, KeptCheckpoint] = {}
+        """Of the index, by folder: those that a later one may take the place of, from before they are written until before they are deleted."""
         self._others: list[dict[str, object]] = []
-        """Of the index: those that no later one takes the place of."""
+        """Of the index: those that no later one takes the place of, from before they are written."""
 
     def after_step(self, num_steps: int) -> None:
         """`num_steps` updates are done. StorageError where a checkpoint cannot be written; the older ones are still there then."""
-        self._carry_out(self._retention.after_step(num_steps))
+        minutes = self._config.checkpoint.save_minutes
+        is_due = minutes is not None and self._clock_s() - self._saved_s >= 60 * minutes
+        self._carry_out(self._retention.after_step(num_steps, is_due=is_due))
 
     def after_report(self, num_steps: int, score: float) -> None:
         """The weights after so many updates, which the learner holds, have this score on the held-out samples."""
@@ -83,17 +91,27 @@ class Checkpoints:
         try:
             # Asked, not counted here: the learner may have finished an update that nobody has heard of yet.
             num_updates = self._learner.stop(timeout_s=limit_s)
-            if num_updates and all(entry["step"] != num_updates for entry in self._others):
+            # A save that was interrupted here went on in the learner, which is free now: it is complete, or not there at all.
+            complete = [entry for entry in self._others if entry["step"] == num_updates and self._is_there(entry)]
+            if complete:
+                self._telemetry.saved(self._run_dir / str(complete[0]["folder"]))
+            elif num_updates:
                 left_s = max(0.0, limit_s - (time.monotonic() - started_s))
                 self._save_for_good(self._run_dir / f"checkpoint_interrupted_{num_updates:06d}", num_updates, reason, timeout_s=left_s)
+            if self._others or self._on_the_way:
+                self._write_index()
         except Exception as error:  # of any kind: it is told, and the run ends with what it was ended by
             self._telemetry.not_saved(error)
 
     def _carry_out(self, change: RetentionChange) -> None:
+        self._on_the_way |= {kept.folder: kept for kept in self._retention.kept}
         if change.save is not None:
             self._learner.save(change.save)
+            self._saved_s = self._clock_s()
             self._telemetry.saved(change.save)
-        if self._retention.kept or change.delete:
+        for folder in change.delete:
+            del self._on_the_way[folder]
+        if self._on_the_way or change.delete:
             self._write_index()
         for folder in change.delete:
             try:
@@ -102,20 +120,26 @@ class Checkpoints:
                 raise StorageError(str(folder), str(error), action="delete", remedy="it is not kept any more: permit deleting it") from error
 
     def _save_for_good(self, folder: Path, num_steps: int, reason: str, *, timeout_s: float | None = None) -> None:
+        self._others.append({"folder": folder.name, "step": num_steps, "score": None, "reasons": [reason]})
         self._learner.save(folder, timeout_s=timeout_s)
         self._telemetry.saved(folder)
-        self._others.append({"folder": folder.name, "step": num_steps, "score": None, "reasons": [reason]})
         self._write_index()
 
+    def _is_there(self, entry: Mapping[str, object]) -> bool:
+        """Whether this checkpoint of the index is complete: its folder gets its name last of all."""
+        return (self._run_dir / str(entry["folder"])).is_dir()
+
     def _write_index(self) -> None:
-        periodic_and_best = [
+        """List what is complete. What was interrupted, or failed, may have begun and not be there."""
+        periodic_and_best: list[dict[str, object]] = [
             {"folder": str(kept.folder.relative_to(self._run_dir)), "step": kept.step, "score": kept.score, "reasons": list(kept.reasons)}
-            for kept in self._retention.kept
+            for _, kept in sorted(self._on_the_way.items())
         ]
+        entries = [entry for entry in (*periodic_and_best, *self._others) if self._is_there(entry)]
         index = self._run_dir / "checkpoints.json"
         partial = index.with_suffix(".json.partial")
         try:
-            partial.write_text(json.dumps([*periodic_and_best, *self._others], indent=2) + "\n")
+            partial.write_text(json.dumps(entries, indent=2) + "\n")
             partial.replace(index)
         except OSError as error:
             raise StorageError(str(index), str(error)) from error

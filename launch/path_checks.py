@@ -41,7 +41,7 @@ def _run_folder(config: RunConfig) -> Iterator[str]:
     if needed > free:
         yield (
             f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)}, {above} has {in_gib(free)} free; "
-            "free space, keep fewer (checkpoint.keep_last, checkpoint.keep_best), or choose another folder"
+            "free space, keep fewer (checkpoint.keep_last, checkpoint.keep_best; none on the way: checkpoint.save_minutes=null), or choose another folder"
         )
 
 
@@ -50,7 +50,7 @@ def _checkpoint_bytes(config: RunConfig) -> int:
     if not (Path(config.model.path) / "config.json").is_file():
         return 0
     section = config.checkpoint
-    periodic = section.keep_last + 1 if section.save_steps else 0
+    periodic = section.keep_last + 1 if section.save_steps or section.save_minutes else 0
     best = section.keep_best + 1 if section.keep_best else 0
     size = ModelShape.read(Path(config.model.path)).num_parameters * BYTES[config.model.dtype]
     return size * (int(section.save_final) + periodic + best)

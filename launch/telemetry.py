@@ -38,6 +38,10 @@ from shared.schedule import StepPlan
 from shared.timeline import Span, TraceWriter
 
 TRACK = "driver"
+CONFIG, ERROR = "config.json", "error.txt"
+"""In the run's folder: what it was started with, and what ended it. A folder with the first one holds a run."""
+FAILED_CONFIG = "config_of_failed_start.json"
+"""The first one's name where the run ended before its first sync was done: another start may use the folder."""
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class Telemetry:
     """Owns the run's folder. Every line is flushed when it is written, so a run that dies keeps what it had."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
-        """Creates the folder and saves the configuration.
+        """Creates the folder and saves the configuration. Removes what a start that failed has left there.
 
         Raises:
             ConfigError: the folder holds a run, which would be overwritten.
@@ -77,12 +81,17 @@ class Telemetry:
         self._console = console
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if (folder / FAILED_CONFIG).exists():
+                for name in (ERROR, FAILED_CONFIG):
+                    (folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        write_run_file(folder / "config.json", config.model_dump_json(indent=2) + "\n")
+        write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
         self._metrics, self._plans, self._evaluations = (RunFile(folder / f"{name}.jsonl") for name in ("metrics", "plan", "evaluations"))
         self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
         self._engines: tuple[str, ...] = ()
+        self._has_begun = False
+        """Whether there is anything of this run that another one must not overwrite."""
         self._ray_metrics: RayMetrics | None = None
         self._sync_mode: str = resolved_sync_mode(config)
         self._sync_fallback: str | None = None
@@ -97,6 +106,8 @@ class Telemetry:
         try:
             if isinstance(error, Exception):
                 self._keep(error)
+            if error is not None and not self._has_begun:
+                self._leave_folder()
             if self._trace is not None:
                 self._trace.complete()
         except StorageError as unwritten:
@@ -110,9 +121,17 @@ class Telemetry:
             if self._trace is not None:
                 self._trace.close()
 
+    def _leave_folder(self) -> None:
+        """Let another start use the folder, because nothing came of this one. Raises StorageError."""
+        folder = self._config.telemetry.run_dir
+        try:
+            (folder / CONFIG).replace(folder / FAILED_CONFIG)
+        except OSError as error:
+            raise cannot_write(folder / FAILED_CONFIG, error) from error
+
     def _keep(self, error: Exception) -> None:
         """The console shows the message; the whole story, with what other processes raised, is kept in a file, or else shown too."""
-        details, story = self._config.telemetry.run_dir / "error.txt", "".join(traceback.format_exception(error))
+        details, story = self._config.telemetry.run_dir / ERROR, "".join(traceback.format_exception(error))
         others = "what the other processes said in Ray's session folder (/tmp/ray/session_latest/logs)"
         try:
             write_run_file(details, story)
@@ -145,6 +164,7 @@ class Telemetry:
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
         """Write the plan before the step and its metrics after it; nothing of a step that failed but its plan."""
         assert self._algebra is not None, "placed comes before the first step"
+        self._has_begun = True
         rounds = self._algebra.rounds if plan.channel is Channel.B else ()
         _write(
             self._plans,
@@ -170,6 +190,7 @@ class Telemetry:
 
         Raises StorageError.
         """
+        self._has_begun = True
         if report.canary_noise is not None:
             write_run_file(self._config.telemetry.run_dir / NOISE_FILE, report.canary_noise.as_json())
         self._note_mode(report)

@@ -13,6 +13,7 @@ from PIL import Image
 from learner.rules import target_rules
 from shared.config import RunConfig
 from shared.dataset import Dataset, load_dataset
+from shared.pictures import on_white
 
 
 def load_samples(config: RunConfig, path: Path) -> Dataset:
@@ -32,7 +33,7 @@ def image_size(data: bytes) -> tuple[int, int]:
     """(width, height) in pixels of an encoded image, decoded to its end: a header tells nothing about a truncated file. ValueError with the reason."""
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return image.convert("RGB").size
+            return on_white(image).size
     except Exception as error:
         # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into (OSError, SyntaxError, struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error

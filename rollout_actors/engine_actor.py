@@ -6,11 +6,11 @@ vllm is imported, and reach its children.
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
-
-import ray
 
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.vllm_import import explained_import
@@ -20,6 +20,9 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
 T = TypeVar("T")
+
+LAST_WORDS_S = 5.0
+"""From the first call that learns that the engine has died to the end of the actor: for this call's answer, and those of the calls beside it, to arrive."""
 
 
 class PooledEngine(RolloutEngine, Protocol):
@@ -53,7 +56,7 @@ class VllmEngineSpec:
 
 
 class EngineActor:
-    """Gives an engine a process and an event loop. Ends its own process when the engine's has died, or Ray would go on sending it work."""
+    """Gives an engine a process and an event loop. Ends its own process soon after the engine's has died, or Ray would go on sending it work."""
 
     def __init__(self, make_engine: MakeEngine) -> None:
         # Made here, because vLLM is then imported while the learner loads. What goes wrong is
@@ -91,5 +94,6 @@ class EngineActor:
             return await work
         except Exception:
             if self._engine.is_dead:
-                ray.actor.exit_actor()
+                # Not at once, and not by `ray.actor.exit_actor`: in place of the reason that is raised here, Ray would tell the callers that it was called.
+                asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
             raise

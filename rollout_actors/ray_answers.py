@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from rollout_actors.engine_failure import EngineEndedError
 from shared.errors import Limit, RolloutError, WeightSyncError, ended, late
 
 Error = RolloutError | WeightSyncError
@@ -100,4 +101,6 @@ def told(call: Call, name: str, error: RayError) -> Error:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, Error):
         return cause
+    if isinstance(cause, EngineEndedError):
+        return call.error(ended("its", cause.args[0]), actor=name, phase=call.phase)
     return call.error(f"{type(cause).__name__}: {cause}", actor=name, phase=call.phase)

@@ -6,6 +6,7 @@ No Ray here: `rollout_actors.engine_actor` is the shell that puts an engine into
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_actors.adapter_intake import AdapterIntake
 from rollout_actors.answer import Origin, Started
+from rollout_actors.engine_failure import EngineEndedError, EngineFailures
 from rollout_actors.engine_settings import EngineSettings, engine_arguments
 from rollout_actors.repeat_rule import engine_rule, guard_call, require_guard
 from rollout_actors.transfer_group import TransferGroup
@@ -47,6 +49,7 @@ class VllmEngine:
         self._settings = settings
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
+        self._failures = EngineFailures()
         self.intake: WeightIntake | None = None
         """Since the start."""
         self._num_probes = 0
@@ -57,9 +60,18 @@ class VllmEngine:
     async def start(self) -> int:
         """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already. Returns its devices.
 
-        Raises RolloutError where the repeat guard is configured and not active.
+        Raises RolloutError with what vLLM has failed with, and where the repeat guard is configured and not active.
         """
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        os.environ.update(self._failures.environment)
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        except Exception as error:  # vLLM reports whatever it does not like about a model or a machine as some exception or other
+            why, story = self._failures.of_error(error)
+            self._failures.remove()
+            failed = RolloutError(f"the engine did not start: {why}", actor=self.name, phase="start")
+            # Not in the message: it is for error.txt.
+            failed.add_note(story)
+            raise failed from error
         await self.guard_by(self._settings.repeat_guard)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version("0")
@@ -138,7 +150,7 @@ class VllmEngine:
         self._num_finished_tokens += num_tokens
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """One rollout per request, in order. Raises RolloutError, and vLLM's EngineDeadError when its process is gone."""
+        """One rollout per request, in order. Raises RolloutError, and EngineEndedError when its process is gone."""
         if not requests:
             return []
         if self.shut:
@@ -147,8 +159,8 @@ class VllmEngine:
         return await self._all([self._rollout(request, origin) for request in requests])
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report. Raises vLLM's
-        EngineDeadError when its process is gone."""
+        """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report. Raises
+        EngineEndedError when its process is gone."""
         assert self.intake is not None, "start comes first"
         if phase is SyncPhase.CANARY:
             await self._send_away()
@@ -159,6 +171,7 @@ class VllmEngine:
         if self._llm is not None:
             # vLLM's own limit is less than what it waits for inside.
             self._llm.shutdown(timeout=CLOSE_S)
+            self._failures.remove()
         self._llm = self.intake = None
 
     async def _send_away(self) -> None:
@@ -169,7 +182,8 @@ class VllmEngine:
             await self.llm.abort(queued, internal=True)
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Every result, or the first error. What vLLM is asked for while its process is dying is never answered: hence the watch."""
+        """Every result, or the first error, which is EngineEndedError where the engine's process has ended. What vLLM is asked for while its process is dying
+        is never answered: hence the watch."""
         llm, tasks = self.llm, [asyncio.create_task(work) for work in works]
         pending: set[asyncio.Task[T]] = set(tasks)
         try:
@@ -180,10 +194,20 @@ class VllmEngine:
                 if pending and llm.errored:
                     raise llm.dead_error
             return [task.result() for task in tasks]
+        except EngineDeadError as error:
+            raise self._ended() from error
         finally:
             for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the other requests
                 task.cancel()
             await asyncio.wait(tasks, timeout=WATCH_S)
+
+    def _ended(self) -> EngineEndedError:
+        """Say why the engine's process is not there any more, which vLLM's EngineDeadError does not."""
+        manager = self.llm.engine_core.resources.engine_manager
+        why, story = self._failures.of_end({} if manager is None else {process.name: process.exitcode for process in manager.processes})
+        error = EngineEndedError(why)
+        error.add_note(story)
+        return error
 
     async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)

@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from threading import Thread
 
+from rollout_actors.engine_failure import write_failures_down
 from rollout_actors.warm_python import end_at_once
 from shared.transports import Transport
 
@@ -23,7 +24,7 @@ LAST = -1000
 
 @cache
 def register() -> None:
-    """Make this package's weight transports known. vLLM may call its plugins again, and refuses a name twice: only the first call acts.
+    """Make this package's weight transports known, and have the processes of an engine write their errors down. vLLM may call its plugins again, and refuses a name twice: only the first call acts.
 
     In a forked process none would: they are started anew (`rollout_actors.engine_settings.engine_environment`).
     """
@@ -32,6 +33,7 @@ def register() -> None:
     for transport, receiver in ((Transport.GLOO, "GlooWeightReceiver"), (Transport.INPROC, "InProcessWeightReceiver")):
         WeightTransferEngineFactory.register_engine(transport, "rollout_actors.weight_receiver", receiver)
     if (parent := parent_process()) is not None:
+        write_failures_down()
         Thread(target=_end_with, args=(parent,), name="ends-with-its-parent", daemon=True).start()
         if current_process().name.startswith(ENGINE_CORE):
             Finalize(None, _end_at_once, exitpriority=LAST)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_actors.answer import Started
+from rollout_actors.engine_failure import EngineFailures
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.vllm_import import explained_import
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -40,11 +41,11 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
     return given
 
 
-def _engine_context(settings: EngineSettings) -> EngineContext:
+def _engine_context(settings: EngineSettings, failures: EngineFailures) -> EngineContext:
     # Here and not above: whoever places the engines imports this module, and need not pay for torch.
     from rollout_actors.engine_context import EngineContext
 
-    environment = engine_environment(settings)
+    environment = engine_environment(settings) | failures.environment
     if settings.transport == Transport.IPC:
         # The handles of a GPU's memory are pickled on their way from this process to the engine's, which is its child.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -78,7 +79,8 @@ class ColocatedBackend:
         self._name = name
         self._settings = settings
         self._sleep = sleep
-        self._context = _engine_context(settings)
+        self._failures = EngineFailures()
+        self._context = _engine_context(settings, self._failures)
         self._llm: ColocatedLLM | None = None
         self._over = ""
         """Why there will be nothing any more."""
@@ -133,6 +135,7 @@ class ColocatedBackend:
             llm, self._llm = self._llm, None
             self._context.forget_default_group()
             llm.shut_down()
+        self._failures.remove()
 
     @property
     def _engine(self) -> ColocatedLLM:
@@ -165,6 +168,8 @@ class ColocatedBackend:
         except (RolloutError, ConfigError):
             raise
         except Exception as error:  # whatever an engine dies of comes out of it here, and leaves it in the middle of a step
-            self._over = f"it failed ({type(error).__name__}: {error})"
-            told = f"{type(error).__name__}: {error}; see the learner's log, and the device's free memory"
-            raise RolloutError(told, actor=self._name, phase=phase) from error
+            why, story = self._failures.of_error(error)
+            self._over = f"it failed ({why})"
+            failed = RolloutError(f"{why}; see the learner's log, and the device's free memory", actor=self._name, phase=phase)
+            failed.add_note(story)
+            raise failed from error

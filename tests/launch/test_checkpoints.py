@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ class Writer:
 
     def __init__(self):
         self.full, self.events, self.finished, self.lost, self.stops = False, [], 0, False, []
+        self.interrupted = None
+        """In the midst of the next save, the driver is interrupted: what of it becomes complete, `writes` or `fails`."""
 
     def stop(self, *, timeout_s):
         self.stops.append(timeout_s)
@@ -34,9 +37,14 @@ class Writer:
     def save(self, folder, *, timeout_s=None):
         if self.full:
             raise StorageError(str(folder), "[Errno 28] No space left on device")
+        interrupted, self.interrupted = self.interrupted, None
+        if interrupted == "fails":
+            raise KeyboardInterrupt
         folder.mkdir(parents=True)
         (folder / "weights").write_text("")
         self.events.append((folder.name, sorted(path.name for path in folder.parent.iterdir()), timeout_s))
+        if interrupted == "writes":
+            raise KeyboardInterrupt
 
 
 class Told:
@@ -57,10 +65,11 @@ def world(tmp_path, demo_checkpoint, demo_data):
     """A run's folder, its writer, and `Checkpoints` of a configuration."""
     writer, told = Writer(), Told()
 
-    def make(**checkpoint):
+    def make(clock_s=time.monotonic, **checkpoint):
         (tmp_path / "run").mkdir(exist_ok=True)
         changes = {f"checkpoint__{key}": value for key, value in checkpoint.items()}
-        return Checkpoints(configuration(demo_checkpoint, demo_data, tmp_path / "run", timeouts__interrupt_s=7.0, **changes), writer, told)
+        config = configuration(demo_checkpoint, demo_data, tmp_path / "run", timeouts__interrupt_s=7.0, **changes)
+        return Checkpoints(config, writer, told, clock_s=clock_s)
 
     make.run_dir, make.writer, make.told = tmp_path / "run", writer, told
     return make
@@ -186,6 +195,68 @@ def test_a_run_that_keeps_nothing_on_its_way_writes_no_index_before_its_end(worl
     checkpoints.after_report(1, 0.5)
     checkpoints.at_end(1)
     assert list(world.run_dir.iterdir()) == []
+
+
+def test_by_default_no_more_than_fifteen_minutes_of_learning_can_be_lost(world):
+    minutes = [0.0]
+    checkpoints = world(clock_s=lambda: 60 * minutes[0])
+    for step, now in ((1, 14.9), (2, 15.0), (3, 29.9), (4, 31.0), (5, 46.0)):
+        minutes[0] = now
+        checkpoints.after_step(step)
+    assert [name for name, _, _ in world.writer.events] == ["step_000002", "step_000004", "step_000005"]
+    assert [(entry["step"], entry["reasons"]) for entry in index(world.run_dir)] == [(4, ["periodic"]), (5, ["periodic"])]
+
+
+def test_the_minutes_are_counted_from_the_end_of_the_last_save(world):
+    """Or a disk that takes as long as that for every one would be written to after every step."""
+    minutes = [0.0]
+
+    def save(folder, *, timeout_s=None):
+        minutes[0] += 20.0
+        folder.mkdir(parents=True)
+
+    world.writer.save = save
+    checkpoints = world(clock_s=lambda: 60 * minutes[0], save_steps=2)
+    for step in range(1, 5):
+        minutes[0] += 6.0
+        checkpoints.after_step(step)
+    assert [entry["step"] for entry in index(world.run_dir)] == [2, 4]
+
+
+def test_without_save_minutes_time_saves_nothing(world):
+    minutes = iter(range(0, 10**6, 1000))
+    checkpoints = world(clock_s=lambda: 60 * next(minutes), save_minutes=None)
+    checkpoints.after_step(1)
+    assert world.writer.events == []
+
+
+def test_a_final_save_that_was_interrupted_and_became_complete_is_in_the_index_and_not_written_twice(world):
+    checkpoints = world()
+    world.writer.finished, world.writer.interrupted = 3, "writes"
+    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
+        checkpoints.at_end(3)
+    assert index(world.run_dir) == [{"folder": "checkpoint", "step": 3, "score": None, "reasons": ["final"]}]
+    assert there(world.run_dir) == ["checkpoint/weights"]
+    assert world.told.checkpoints == [world.run_dir / "checkpoint"]
+
+
+def test_a_final_save_that_was_interrupted_and_came_to_nothing_is_made_up_for_and_not_in_the_index(world):
+    checkpoints = world()
+    world.writer.finished, world.writer.interrupted = 3, "fails"
+    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
+        checkpoints.at_end(3)
+    assert index(world.run_dir) == [{"folder": "checkpoint_interrupted_000003", "step": 3, "score": None, "reasons": ["interrupted"]}]
+
+
+@pytest.mark.parametrize(("became", "kept"), [("writes", [1, 2, 3]), ("fails", [1, 3])])
+def test_after_an_interrupted_save_on_the_way_the_index_is_what_is_there(world, became, kept):
+    checkpoints = world(save_steps=1, keep_last=1)
+    checkpoints.after_step(1)
+    world.writer.finished, world.writer.interrupted = 3, became
+    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
+        checkpoints.after_step(2)
+    assert [entry["step"] for entry in index(world.run_dir)] == kept, "the one that was to go is there still"
+    assert there(world.run_dir) == sorted(f"{entry['folder']}/weights" for entry in index(world.run_dir))
 
 
 @pytest.fixture

@@ -239,8 +239,9 @@ def test_a_folder_that_cannot_be_made_is_named(config, tmp_path):
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
-    (problem,) = path_problems(config(checkpoint__save_steps=1, checkpoint__keep_last=10**9))
+    (problem,) = path_problems(config(checkpoint__keep_last=10**9))
     assert problem.startswith("telemetry.run_dir: the checkpoints that are kept need about ") and "keep fewer" in problem
+    assert list(path_problems(config(checkpoint__keep_last=10**9, checkpoint__save_minutes=None))) == []
 
 
 def test_the_installed_packages_are_those_that_were_run_together(config):

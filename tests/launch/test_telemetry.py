@@ -238,6 +238,30 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(config):
         open_telemetry(config)
 
 
+@pytest.mark.parametrize("ending", [RuntimeError("the engines did not start"), KeyboardInterrupt()], ids=["failed", "interrupted"])
+@pytest.mark.parametrize("begin", [open_telemetry, placed], ids=["while it starts", "at its first sync"])
+def test_a_start_that_failed_leaves_its_folder_to_another_one(config, begin, ending):
+    """With what it was started with and what ended it, until another one has begun."""
+    folder = config.telemetry.run_dir
+    with pytest.raises(type(ending)), begin(config):
+        raise ending
+    assert not (folder / "config.json").exists()
+    assert json.loads((folder / "config_of_failed_start.json").read_text())["training"]["seed"] == 17
+    assert (folder / "error.txt").exists() == isinstance(ending, Exception)
+    with placed(config) as telemetry:
+        take_step(telemetry, config)
+    assert len(lines(config, "plan.jsonl")) == len(lines(config, "metrics.jsonl")) == 1
+    assert not {"error.txt", "config_of_failed_start.json"} & {path.name for path in folder.iterdir()}
+
+
+def test_a_run_that_fails_after_its_first_sync_keeps_its_folder(config):
+    with pytest.raises(RuntimeError), placed(config) as telemetry:
+        telemetry.sync(SyncReport(1, 11_000_000, {"wire": 0.01}, 2e-6))
+        raise RuntimeError("gone")
+    with pytest.raises(ConfigError, match=r"telemetry\.run_dir: .* holds a run already"):
+        open_telemetry(config)
+
+
 def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(config):
     config.telemetry.run_dir.mkdir(parents=True)
     (config.telemetry.run_dir / "metrics.jsonl").symlink_to("/dev/full")

@@ -28,6 +28,13 @@ def test_an_image_of_any_mode_that_becomes_rgb_has_its_size(mode):
     assert image_size(encoded("PNG", mode)) == (40, 30)
 
 
+def test_a_picture_whose_range_no_file_tells_is_refused_before_the_start_with_the_remedy():
+    file = io.BytesIO()
+    Image.effect_noise((40, 30), 90).convert("F").save(file, format="TIFF")
+    with pytest.raises(ValueError, match=r"floating-point numbers .*; save it with 8 or 16 bits a channel"):
+        image_size(file.getvalue())
+
+
 @pytest.mark.parametrize("image_format", FORMATS)
 def test_a_file_that_ends_too_early_is_no_image_although_its_header_is_sound(image_format):
     data = encoded(image_format)

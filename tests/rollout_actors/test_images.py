@@ -41,13 +41,20 @@ def test_it_names_the_file_where_there_is_one_and_no_address_in_memory(path: Pat
         decode_images([ImageRef(path=path, data=b"no image", sha256="")], "a", actor="b")
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P", "I;16"])
 def test_engine_and_learner_see_the_same_pixels(mode: str) -> None:
     buffer = io.BytesIO()
     Image.effect_noise((9, 8), 90).convert(mode).save(buffer, "PNG", **({"transparency": 5} if mode == "P" else {}))
     (image,) = decode_images([ref(buffer.getvalue())], "a", actor="b")
     of_learner = decode_image(ref(buffer.getvalue()))
     assert (image.mode, image.tobytes()) == (of_learner.mode, of_learner.tobytes())
+
+
+def test_an_engine_names_the_sample_whose_pixels_have_no_known_range() -> None:
+    buffer = io.BytesIO()
+    Image.new("F", (2, 2), 0.5).save(buffer, "TIFF")
+    with pytest.raises(RolloutError, match=r"image 0 of sample a cannot be decoded: its pixels are floating-point numbers .*; save it with 8 or 16 bits"):
+        decode_images([ref(buffer.getvalue())], "a", actor="b")
 
 
 def test_both_see_white_behind_what_is_transparent() -> None:
