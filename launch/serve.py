@@ -23,7 +23,7 @@ from rich.console import Console
 from launch.arguments import read_arguments
 from launch.command import explained
 from launch.serve_options import ServeOptions, model_names, settings_of
-from rollout_actors.engine_settings import EngineSettings, engine_environment, model_type
+from rollout_actors.engine_settings import EngineSettings, engine_environment, image_token_id, model_type
 from rollout_actors.vllm_import import explained_import, require_installed
 from shared.config.server import is_loopback
 from shared.errors import ConfigError, RolloutError, ended
@@ -96,7 +96,15 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
     openai = OpenAIThread(engine, make_openai)
     limits = CallLimits(options.max_request_bytes, options.max_requests, options.max_image_pixels)
     root = options.image_root and options.image_root.resolve()
-    service = RolloutService(engine, name=url, model_type=model_type(settings.model_path), settings=settings, limits=limits, image_root=root)
+    service = RolloutService(
+        engine,
+        name=url,
+        model_type=model_type(settings.model_path),
+        settings=settings,
+        limits=limits,
+        image_root=root,
+        image_token_id=image_token_id(settings.model_path),
+    )
     # By another name only a page in a browser of this machine would call it.
     only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)
     print(f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True)

@@ -67,6 +67,12 @@ def model_type(model_path: str) -> str:
     return str(json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))["model_type"])
 
 
+def image_token_id(model_path: str) -> int | None:
+    """The token that stands for an image in the prompts of a checkpoint that is there; None where it sees none."""
+    token_id = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get("image_token_id")
+    return None if token_id is None else int(token_id)
+
+
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`, and so of `LLM` and of `AsyncEngineArgs`."""
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from PIL import Image, UnidentifiedImageError
 
@@ -25,10 +25,22 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
     return images
 
 
+def open_image(data: bytes) -> Image.Image:
+    """Open an image by its header alone, so that it can be measured before it is decoded. Raises ValueError with the reason."""
+    return _read(lambda: Image.open(io.BytesIO(data)))
+
+
 def decode_image(data: bytes) -> Image.Image:
     """RGB pixels as the file has them, on white where they are transparent, and nothing besides. Raises ValueError with the reason."""
+    image = _read(lambda: on_white(Image.open(io.BytesIO(data))))
+    # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the file's own axes.
+    image.info = {}
+    return image
+
+
+def _read(read: Callable[[], Image.Image]) -> Image.Image:
     try:
-        image = on_white(Image.open(io.BytesIO(data)))
+        return read()
     except UnidentifiedImageError as error:
         # Pillow's own words are of the object that it read from.
         raise ValueError("it is of no format that is known") from error
@@ -37,6 +49,3 @@ def decode_image(data: bytes) -> Image.Image:
     except Exception as error:
         # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into (OSError, SyntaxError, struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error
-    # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the file's own axes.
-    image.info = {}
-    return image

@@ -24,7 +24,9 @@ LAST = -1000
 
 @cache
 def register() -> None:
-    """Make this package's weight transports known, and have the processes of an engine write their errors down. vLLM may call its plugins again, and refuses a name twice: only the first call acts.
+    """Make this package's weight transports known, and have an engine's processes write their errors down.
+
+    vLLM may call its plugins again, and refuses a name twice: only the first call acts.
 
     In a forked process none would: they are started anew (`rollout_actors.engine_settings.engine_environment`).
     """

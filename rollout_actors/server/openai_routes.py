@@ -12,6 +12,9 @@ when new weights began to arrive.
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import io
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +24,9 @@ from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from PIL import Image
 
+from rollout_actors.images import decode_image, open_image
 from rollout_actors.server.calls import read_body, while_there
 from rollout_actors.server.door import RefusalError
 from rollout_actors.server.service import Admission, RolloutService
@@ -31,6 +36,8 @@ VERSION_HEADER = "X-Weight-Version"
 VERSION_FIELD = "weight_version"
 URL_FIELDS = ("url", "image_url", "video_url", "audio_url")
 """Of the parts of a message: where vLLM looks for an address."""
+DEEP_MODES = ("I", "F")
+"""How Pillow's modes of more than 8 bits begin. vLLM's code shows all that is above 255 as white."""
 
 
 class OpenAIRoute(StrEnum):
@@ -78,7 +85,7 @@ class OpenAIRoutes:
         # Before the body is read: a caller who has to come again need not send all of it.
         admission = self._service.admit()
         body = await read_body(request, self._service.limits.max_request_bytes)
-        call = await asyncio.to_thread(_read, body)
+        call = await asyncio.to_thread(_read, body, self._service.limits.max_image_pixels)
         self._check_size(call)
         with self._service.running(1):
             answer = await while_there(request, self._serving.answer(route, call), admission.check)
@@ -113,7 +120,7 @@ def _headers(version: int) -> dict[str, str]:
     return {VERSION_HEADER: str(version)}
 
 
-def _read(body: bytes) -> dict[str, Any]:
+def _read(body: bytes, max_image_pixels: int) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         # Of a temperature it would end the engine.
         raise ValueError(f"{constant} is no JSON")
@@ -124,21 +131,56 @@ def _read(body: bytes) -> dict[str, Any]:
         raise RefusalError(400, f"the body cannot be read as JSON: {error}; send the JSON of the OpenAI API") from error
     if not isinstance(call, dict):
         raise RefusalError(400, f"the body is a JSON {type(call).__name__}; send an object, as the OpenAI API has it")
-    for url in _addresses(call.get("messages")):
+    for holder, name in _addresses(call.get("messages")):
+        url = holder[name]
         # As /infer/ has it. vLLM itself would fetch it from wherever it is, in this server's name.
         if not url[:5].lower() == "data:":
             raise RefusalError(403, f"messages: name {url[:100]!r}, and this server fetches nothing; send images as data:image/png;base64,...")
+        holder[name] = _as_shown(url, max_image_pixels)
     return call
 
 
-def _addresses(conversation: Any) -> Iterator[str]:
-    """In the parts of all messages. What has another form has none, and is vLLM's to refuse."""
+def _as_shown(url: str, max_image_pixels: int) -> str:
+    """Return the address of a picture of which vLLM's code reads the pixels that ours does, which is the same but for pixels of more than 8 bits.
+
+    What is no picture is left to vLLM. Raises RefusalError for one that is too large, by its header alone, or that cannot be shown.
+    """
+    head, _, body = url.partition(",")
+    try:
+        data = base64.b64decode(body) if head.lower().endswith(";base64") else b""
+        image = open_image(data)
+    except binascii.Error:
+        return url
+    except ValueError as error:
+        if isinstance(error.__cause__, Image.DecompressionBombError):
+            raise RefusalError(400, f"messages: an image is too large ({error}); send a smaller one") from error
+        return url
+    width, height = image.size
+    if width * height > max_image_pixels:
+        raise RefusalError(
+            400,
+            f"messages: an image has {width} x {height} pixels, one may have {max_image_pixels}; send a smaller one, or start the server with "
+            f"max_image_pixels={width * height}",
+        )
+    if image.mode[0] not in DEEP_MODES:
+        return url
+    try:
+        pixels = decode_image(data)
+    except ValueError as error:
+        raise RefusalError(400, f"messages: an image cannot be shown: {error}") from error
+    file = io.BytesIO()
+    pixels.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _addresses(conversation: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the parts of all messages hold one: the mapping and its key. What has another form has none, and is vLLM's to refuse."""
     for message in conversation if isinstance(conversation, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():
             for holder in (part, *part.values()) if isinstance(part, dict) else ():
                 if isinstance(holder, dict):
-                    yield from (holder[name] for name in URL_FIELDS if isinstance(holder.get(name), str))
+                    yield from ((holder, name) for name in URL_FIELDS if isinstance(holder.get(name), str))
 
 
 def _num_sequences(call: Mapping[str, Any]) -> int:

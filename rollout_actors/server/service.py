@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from PIL import Image
-
 from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.images import open_image
 from rollout_actors.server import messages
 from rollout_actors.server.door import Door, RefusalError
 from rollout_actors.server.request_checks import request_problems
@@ -63,10 +61,23 @@ class RolloutService:
     """One engine behind a door: open from its start, and from the end of each sync, to the beginning of the next."""
 
     def __init__(
-        self, engine: ServedEngine, *, name: str, model_type: str, settings: EngineSettings, limits: messages.CallLimits, image_root: Path | None
+        self,
+        engine: ServedEngine,
+        *,
+        name: str,
+        model_type: str,
+        settings: EngineSettings,
+        limits: messages.CallLimits,
+        image_root: Path | None,
+        image_token_id: int | None = None,
     ) -> None:
-        """`image_root` is the folder of the images that may be named by path, resolved; None: images come as data alone."""
+        """
+        Args:
+            image_root: the folder of the images that may be named by path, resolved; None: images come as data alone.
+            image_token_id: the model's placeholder of an image; None: it has none.
+        """
         self.limits = limits
+        self._image_token_id = image_token_id
         self._engine, self._image_root = engine, image_root
         self._name, self._model_type, self._settings = name, model_type, settings
         self._world_size: int | None = None
@@ -135,7 +146,7 @@ class RolloutService:
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Raises RefusalError, and what the engine raises. Cancelling it aborts its requests."""
         admission = self.admit(call.run, call.version)
-        wrong = list(request_problems(call.requests, self._settings))
+        wrong = list(request_problems(call.requests, self._settings, self._image_token_id))
         if len(call.requests) > self.limits.max_requests:
             wrong.append(f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests}; split it, or start the server with max_requests=N")
         if wrong:
@@ -242,8 +253,8 @@ class RolloutService:
         assert loaded.data is not None
         try:
             # Its header alone: a small file can decode to more memory than there is.
-            width, height = Image.open(io.BytesIO(loaded.data)).size
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            width, height = open_image(loaded.data).size
+        except ValueError as error:
             raise RefusalError(400, f"{path}: is no image that can be read ({error}); send a PNG, JPEG or WebP file") from error
         if width * height > self.limits.max_image_pixels:
             raise RefusalError(

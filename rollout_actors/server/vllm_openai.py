@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -23,9 +24,12 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
 from rollout_actors.server.door import RefusalError
+from rollout_actors.server.grammars import MAX_CHARS, Grammar, GrammarKind, GrammarTrial, XgrammarSpec
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
+from rollout_actors.server.request_checks import REPETITION_PENALTIES
 from rollout_actors.vllm_engine import VllmEngine
 from shared.errors import ConfigError
 
@@ -38,6 +42,8 @@ OPENAI_FIELDS = {
     OpenAIRoute.COMPLETIONS: frozenset(completion_create_params.CompletionCreateParamsNonStreaming.__annotations__),
 }
 """What every caller of OpenAI may send, whether vLLM heeds it or not."""
+GRAMMAR_FIELDS = ("response_format", "structured_outputs")
+"""Of a call: what its answer has to be like."""
 FORMS = {OpenAIRoute.CHAT: ChatCompletionRequest, OpenAIRoute.COMPLETIONS: CompletionRequest}
 
 
@@ -51,8 +57,9 @@ def check_tool_parser(name: str | None) -> None:
 class VllmOpenAI:
     """An `OpenAIServing` over vLLM's own. It belongs to the engine's event loop."""
 
-    def __init__(self, models: OpenAIServingModels, chat: OpenAIServingChat, completion: OpenAIServingCompletion) -> None:
-        self._models, self._chat, self._completion = models, chat, completion
+    def __init__(self, models: OpenAIServingModels, chat: OpenAIServingChat, completion: OpenAIServingCompletion, grammars: GrammarTrial | None = None) -> None:
+        """`grammars` tries those that calls bring; None: nobody does."""
+        self._models, self._chat, self._completion, self._grammars = models, chat, completion, grammars
 
     @classmethod
     def over(cls, engine: VllmEngine, names: Sequence[str], *, tool_call_parser: str | None) -> VllmOpenAI:
@@ -70,7 +77,8 @@ class VllmOpenAI:
         template: Any = {"chat_template": None, "chat_template_content_format": "auto", "request_logger": None}
         renderer = OnlineRenderer(client.model_config, client.renderer, **template, **tools)
         chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template, **tools)
-        return cls(models, chat, OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None))
+        completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+        return cls(models, chat, completion, GrammarTrial(XgrammarSpec(engine.model_path, client.model_config.get_vocab_size())))
 
     async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
         """Raises RefusalError where a sync has begun, and EngineDeadError; everything else is an answer."""
@@ -90,13 +98,55 @@ class VllmOpenAI:
         if unknown := _unknown_fields(route, call):
             # vLLM would leave out of account what has perhaps only been misspelled.
             return create_error_response(f"no such field: {', '.join(unknown)}")
+        _require_small_grammars(call)
         match route:
             case OpenAIRoute.MODELS:
                 return await self._models.show_available_models()
             case OpenAIRoute.CHAT:
-                return await self._chat.create_chat_completion(ChatCompletionRequest.model_validate(call))
+                chat = ChatCompletionRequest.model_validate(call)
+                await self._require(chat)
+                return await self._chat.create_chat_completion(chat)
             case OpenAIRoute.COMPLETIONS:
-                return await self._completion.create_completion(CompletionRequest.model_validate(call))
+                completion = CompletionRequest.model_validate(call)
+                await self._require(completion)
+                return await self._completion.create_completion(completion)
+
+    async def _require(self, request: ChatCompletionRequest | CompletionRequest) -> None:
+        """Refuse what vLLM takes and the engine suffers from."""
+        least, most = REPETITION_PENALTIES
+        penalty = request.repetition_penalty
+        # As /infer/ has it: vLLM takes whatever is above 0, and divides by it.
+        if penalty is not None and not least <= penalty <= most:
+            raise VLLMValidationError(f"repetition_penalty: is {penalty}; send a value from {least:g} to {most:g}")
+        if self._grammars is not None:
+            await self._grammars.require(_grammars(request))
+
+
+def _require_small_grammars(call: Mapping[str, Any]) -> None:
+    fields = GRAMMAR_FIELDS if call.get("tool_choice") in (None, "none", "auto") else (*GRAMMAR_FIELDS, "tools")
+    try:
+        size = sum(len(json.dumps(call.get(name))) for name in fields)
+    except RecursionError as error:
+        raise VLLMValidationError(f"{', '.join(fields)}: is nested too deeply; send a simpler one") from error
+    if size > MAX_CHARS:
+        raise VLLMValidationError(f"{', '.join(fields)}: a grammar of {size} characters, a call may bring {MAX_CHARS}; send a smaller one")
+
+
+def _grammars(request: ChatCompletionRequest | CompletionRequest) -> Iterator[Grammar]:
+    """Those that the answer has to follow: its own, and where it has to call a tool, those of the tools' arguments."""
+    own = request.extract_structured_outputs()
+    if own is not None:
+        if own.json is not None:
+            yield Grammar(GrammarKind.JSON_SCHEMA, own.json if isinstance(own.json, str) else json.dumps(own.json))
+        if own.regex is not None:
+            yield Grammar(GrammarKind.REGEX, own.regex)
+        if own.grammar is not None:
+            yield Grammar(GrammarKind.LARK if grammar_is_likely_lark(own.grammar) else GrammarKind.EBNF, own.grammar)
+        if own.structural_tag is not None:
+            yield Grammar(GrammarKind.STRUCTURAL_TAG, own.structural_tag)
+    if isinstance(request, ChatCompletionRequest) and request.tool_choice not in (None, "none", "auto"):
+        for tool in request.tools or ():
+            yield Grammar(GrammarKind.JSON_SCHEMA, json.dumps(tool.function.parameters))
 
 
 def _problems(error: ValidationError) -> str:

@@ -255,8 +255,9 @@ def test_a_start_that_failed_leaves_its_folder_to_another_one(config, begin, end
 
 
 def test_a_run_that_fails_after_its_first_sync_keeps_its_folder(config):
-    with pytest.raises(RuntimeError), placed(config) as telemetry:
-        telemetry.sync(SyncReport(1, 11_000_000, {"wire": 0.01}, 2e-6))
+    telemetry = placed(config)
+    telemetry.sync(SyncReport(1, 11_000_000, {"wire": 0.01}, 2e-6))
+    with pytest.raises(RuntimeError), telemetry:
         raise RuntimeError("gone")
     with pytest.raises(ConfigError, match=r"telemetry\.run_dir: .* holds a run already"):
         open_telemetry(config)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -105,11 +106,11 @@ def test_what_is_written_down_is_bounded_and_the_last_errors_are_kept(failures, 
     for number in range(50):
         log(ValueError(f"number {number} " + "x" * 1000))
     assert "number 49 " in failures.of_end({"EngineCore": 1})[0]
-    (file,) = failures.environment.values()
-    assert os.path.getsize(file) < 15_000
+    file = Path(failures.environment[engine_failure.FILE])
+    assert file.stat().st_size < 15_000
     failures.remove()
     failures.remove()
-    assert not os.path.exists(file)
+    assert not file.exists()
 
 
 def test_without_somebody_who_asks_nothing_is_written_down(failures, monkeypatch):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import io
 import socket
+import struct
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +44,12 @@ def make_png(width: int = 2, height: int = 2) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (width, height)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def image_bomb() -> bytes:
+    """A PNG file of a hundred bytes whose header says that it is 30,000 pixels wide and high."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + make_png()[33:]
 
 
 def make_request(position: int, **changes: Any) -> RolloutRequest:

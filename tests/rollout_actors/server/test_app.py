@@ -7,18 +7,22 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_server import HERE, ObedientEngine, asked_and_gone, eventually, make_offer, make_png, make_request, make_service, make_settings, serving
+from fake_server import HERE, ObedientEngine, asked_and_gone, eventually, image_bomb, make_offer, make_png, make_request, make_service, make_settings, serving
 
+from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
+from rollout_actors.server.request_checks import request_problems
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, RolloutRequest
+from shared.transports import Device, Transport
 from shared.weight_sync import SyncPhase
 
 ROUTES = {phase: "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/" for phase in SyncPhase}
@@ -202,7 +206,19 @@ class TestBadRequests:
 
     @pytest.mark.parametrize(
         ("key", "value"),
-        [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", -2), ("repetition_penalty", 0.0), ("max_new_tokens", 0)],
+        [
+            ("temperature", -1.0),
+            ("temperature", float("nan")),
+            ("temperature", 1e308),
+            ("top_p", 0.0),
+            ("top_k", -2),
+            ("top_k", 2**70),
+            ("repetition_penalty", 0.0),
+            ("repetition_penalty", 1e-320),
+            ("repetition_penalty", 1e300),
+            ("max_new_tokens", 0),
+            ("max_new_tokens", 2**70),
+        ],
     )
     def test_decoding_the_engine_cannot_do_is_refused(self, caller: Caller, key: str, value: float) -> None:
         body = json.loads(messages.InferCall(requests=(make_request(0),), seed=1).body())
@@ -210,6 +226,32 @@ class TestBadRequests:
         answer = caller.post("/infer/", json.dumps(body).encode())
         assert (answer.status_code, f"requests[0].decode.{key}: is" in said(answer)) == (400, True)
         assert not caller.engine.asked
+
+    @pytest.mark.parametrize("seed", [2**70, 2**63, -1])
+    def test_a_seed_that_vllm_cannot_keep_is_refused(self, caller: Caller, seed: int) -> None:
+        answer = caller.infer(make_request(0, seed=seed))
+        assert (answer.status_code, said(answer)) == (400, f"requests[0].seed: is {seed}; send a value from 0 to {2**63 - 1}")
+        assert not caller.engine.asked
+
+    @pytest.mark.parametrize("token_id", [-1, 2**70])
+    @pytest.mark.parametrize("key", ["prompt_token_ids", "decode.stop_token_ids", "decode.banned_token_ids"])
+    def test_what_is_no_token_is_refused(self, caller: Caller, key: str, token_id: int) -> None:
+        body = json.loads(messages.InferCall(requests=(make_request(0),), seed=1).body())
+        holder = body["requests"][0]["decode"] if key.startswith("decode.") else body["requests"][0]
+        holder[key.rpartition(".")[2]] = [1, token_id]
+        answer = caller.post("/infer/", json.dumps(body).encode())
+        assert (answer.status_code, said(answer).startswith(f"requests[0].{key}: has {token_id}, which is no token")) == (400, True)
+        assert not caller.engine.asked
+
+    def test_an_image_that_no_placeholder_stands_for_is_refused(self) -> None:
+        """vLLM fails with it after it has been asked."""
+        image = ImageRef(None, make_png(), "")
+        settings = EngineSettings("model", "float32", 64, 8, 0, Transport.GLOO, Device.CPU, 0.5, max_images_per_prompt=2)
+        asked = [replace(make_request(0, images=(image,)), prompt_token_ids=ids) for ids in ((1, 2), (1, 7, 2))]
+        (problem,) = request_problems(asked, settings, image_token_id=7)
+        assert problem == (
+            "requests[0].images: has 1 images, and prompt_token_ids has 0 of the placeholder 7 that stands for one; send one placeholder for each image"
+        )
 
     def test_beams_too_many_images_and_a_prompt_that_is_too_long_are_refused_at_once(self, caller: Caller) -> None:
         body = json.loads(messages.InferCall(requests=(make_request(0), make_request(1), make_request(2)), seed=1).body())
@@ -260,6 +302,11 @@ class TestImages:
     def test_what_is_no_image_is_refused_before_the_engine_sees_it(self, caller: Caller, data: bytes) -> None:
         answer = caller.infer(make_request(0), make_request(1, images=(ImageRef(None, data, ""),)))
         assert (answer.status_code, said(answer).startswith("requests[1].images[0]: is no image")) == (400, True)
+        assert not caller.engine.asked
+
+    def test_an_image_bomb_is_refused_by_its_header(self, caller: Caller) -> None:
+        answer = caller.infer(make_request(0, images=(ImageRef(None, image_bomb(), ""),)))
+        assert (answer.status_code, "decompression bomb" in said(answer)) == (400, True)
         assert not caller.engine.asked
 
     def test_an_image_with_too_many_pixels_is_refused(self, caller: Caller) -> None:
@@ -378,6 +425,32 @@ def test_what_contradicts_the_call_is_a_422_and_a_failing_engine_a_500_each_with
 
 
 @pytest.mark.slow
+def test_a_body_that_ends_half_sent_is_a_line_in_the_log_and_no_error_of_the_server(engine: ObedientEngine, tmp_path: Path, caplog: Any) -> None:
+    """What the application raises is a traceback of sixty lines in the log of whoever serves it."""
+    one = make_service(engine, make_settings(tmp_path / "model"))
+    asyncio.run(one.start())
+    app = make_app(one)
+    headers = [(b"host", b"a"), (b"content-type", b"application/json"), (b"content-length", b"1000")]
+    scope = {"type": "http", "method": "POST", "headers": headers, "query_string": b"", "path": "/infer/", "raw_path": b"/infer/", "root_path": ""}
+
+    async def call() -> list[int]:
+        received = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return next(received)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app(scope, receive, send)
+        return [message["status"] for message in sent if message["type"] == "http.response.start"]
+
+    assert [asyncio.run(call()) for _ in range(3)] == [[499]] * 3
+    assert [record.getMessage() for record in caplog.records] == ["a caller of '/infer/' has gone after 4 bytes of its body"] * 3
+    assert all(record.exc_info is None for record in caplog.records)
+
+
 def test_the_requests_of_a_caller_that_has_gone_are_aborted(caller: Caller) -> None:
     caller.engine.latency_s = 60.0
     body = messages.InferCall(requests=(make_request(0),), seed=1).body()

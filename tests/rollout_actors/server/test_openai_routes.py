@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import threading
 import time
@@ -14,7 +16,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_server import HERE, ObedientEngine, asked_and_gone, eventually, make_offer, make_service, make_settings, serving
+from fake_server import HERE, ObedientEngine, asked_and_gone, eventually, image_bomb, make_offer, make_png, make_service, make_settings, serving
+from PIL import Image
 
 from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
@@ -245,6 +248,40 @@ def test_nothing_is_fetched_for_a_caller(caller: Caller, url: str) -> None:
             assert answer.status_code == status, part
             assert status == 200 or "send images as data:" in said(answer)
     assert len(caller.serving.asked) == len(IMAGE_PLACES)
+
+
+def shown_to_vllm(caller: Caller, data: bytes) -> httpx.Response:
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return caller.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(image_bomb(), "an image is too large (Image size (900000000 pixels)"), (make_png(100, 101), "an image has 100 x 101 pixels, one may have 10000")],
+    ids=["a bomb", "too many pixels"],
+)
+def test_an_image_that_is_too_large_is_refused_by_its_header(caller: Caller, data: bytes, words: str) -> None:
+    answer = shown_to_vllm(caller, data)
+    assert (answer.status_code, words in said(answer)) == (400, True), said(answer)
+    assert not caller.serving.asked
+
+
+def test_pixels_of_16_bits_are_given_to_vllm_as_the_learner_reads_them_and_others_as_they_were_sent(caller: Caller) -> None:
+    file = io.BytesIO()
+    Image.frombytes("I;16", (2, 1), b"\x00\x80\x00\x40").save(file, "PNG")
+    for data in (file.getvalue(), make_png()):
+        assert shown_to_vllm(caller, data).status_code == 200
+    given = [call["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2] for _, call in caller.serving.asked]
+    deep = Image.open(io.BytesIO(base64.b64decode(given[0])))
+    assert (deep.mode, deep.tobytes()) == ("RGB", bytes([128] * 3 + [64] * 3))
+    assert base64.b64decode(given[1]) == make_png()
+
+
+def test_pixels_without_a_range_are_refused(caller: Caller) -> None:
+    file = io.BytesIO()
+    Image.new("F", (2, 1), 0.5).save(file, "TIFF")
+    answer = shown_to_vllm(caller, file.getvalue())
+    assert (answer.status_code, "an image cannot be shown: its pixels are floating-point numbers" in said(answer)) == (400, True)
 
 
 @pytest.mark.slow

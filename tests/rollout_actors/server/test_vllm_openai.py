@@ -165,6 +165,53 @@ def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(route: 
     assert answer.content["error"]["message"].startswith("no such field: temprature (did you mean temperature?), guided_regex")
 
 
+@pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
+@pytest.mark.parametrize("penalty", [1e-320, "1e-320", 1e300])
+def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(route: OpenAIRoute, penalty: Any) -> None:
+    answer = answered(None, route, repetition_penalty=penalty)
+    assert isinstance(answer.content, dict)
+    assert (answer.status, answer.content["error"]["message"]) == (400, f"repetition_penalty: is {float(penalty)}; send a value from 0.01 to 100")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 100_000]}}}
+
+
+@pytest.mark.parametrize(
+    "brought",
+    [
+        {"structured_outputs": {"choice": ["x" * 100_000]}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["x" * 100_000]}}}},
+        {"tools": [TOOL], "tool_choice": "required"},
+    ],
+    ids=str,
+)
+def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(brought: dict[str, Any]) -> None:
+    answer = answered(None, **brought)
+    assert isinstance(answer.content, dict)
+    assert answer.status == 400
+    assert "characters, a call may bring 100000; send a smaller one" in answer.content["error"]["message"]
+
+
+def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    from rollout_actors.server.vllm_openai import _grammars
+
+    def tried(**brought: Any) -> list[tuple[str, str]]:
+        call = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | brought
+        return [(grammar.kind.name, grammar.text) for grammar in _grammars(ChatCompletionRequest.model_validate(call))]
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    assert tried() == tried(tools=[tool]) == tried(response_format={"type": "text"}) == []
+    assert tried(structured_outputs={"regex": "a+"}) == [("REGEX", "a+")]
+    assert tried(structured_outputs={"grammar": 'root ::= "a"'}) == [("EBNF", 'root ::= "a"')]
+    assert tried(structured_outputs={"grammar": 'start: "a"'}) == [("LARK", 'start: "a"')]
+    assert tried(structured_outputs={"json": {"type": "object"}}) == [("JSON_SCHEMA", '{"type": "object"}')]
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    assert tried(response_format=schema) == [("JSON_SCHEMA", '{"type": "object"}')]
+    assert tried(tools=[tool], tool_choice="required") == [("JSON_SCHEMA", '{"type": "object"}')]
+
+
 def test_fields_of_openai_and_of_vllm_are_taken() -> None:
     class Said:
         def model_dump(self) -> dict[str, Any]:
