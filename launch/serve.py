@@ -148,7 +148,7 @@ async def _run(app: FastAPI, service: RolloutService, start: Coroutine[Any, Any,
             if starting.done():
                 starting.result()
             if service.is_dead:
-                raise RolloutError(ended("the engine's"), actor=url, phase="serve")
+                raise RolloutError(ended("the engine's", service.why_dead), actor=url, phase="serve")
             with suppress(TimeoutError):
                 await asyncio.wait_for(interrupted.wait(), ALIVE_CHECK_S)
     finally:

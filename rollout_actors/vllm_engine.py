@@ -127,6 +127,11 @@ class VllmEngine:
         return self._llm is not None and self._llm.errored
 
     @property
+    def why_dead(self) -> str:
+        """What ended the engine's process, where `is_dead`."""
+        return self._end()[0]
+
+    @property
     def version(self) -> int:
         """The version of the weights being served; 0 is the checkpoint's."""
         return 0 if self.intake is None else self.intake.version
@@ -195,19 +200,20 @@ class VllmEngine:
                     raise llm.dead_error
             return [task.result() for task in tasks]
         except EngineDeadError as error:
-            raise self._ended() from error
+            why, story = self._end()
+            ended = EngineEndedError(why)
+            # Not in the message: it is for error.txt.
+            ended.add_note(story)
+            raise ended from error
         finally:
             for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the other requests
                 task.cancel()
             await asyncio.wait(tasks, timeout=WATCH_S)
 
-    def _ended(self) -> EngineEndedError:
-        """Say why the engine's process is not there any more, which vLLM's EngineDeadError does not."""
+    def _end(self) -> tuple[str, str]:
+        """Return why the engine's process is not there any more, which vLLM does not say, in short, and the whole story."""
         manager = self.llm.engine_core.resources.engine_manager
-        why, story = self._failures.of_end({} if manager is None else {process.name: process.exitcode for process in manager.processes})
-        error = EngineEndedError(why)
-        error.add_note(story)
-        return error
+        return self._failures.of_end({} if manager is None else {process.name: process.exitcode for process in manager.processes})
 
     async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)

@@ -65,6 +65,10 @@ class EngineThread:
     def is_dead(self) -> bool:
         return self._engine is not None and self._engine.is_dead
 
+    @property
+    def why_dead(self) -> str:
+        return self._made.why_dead
+
     def close(self) -> None:
         """End the engine and the thread. Twice is harmless."""
         self.end(CLOSED_S)

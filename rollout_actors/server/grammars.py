@@ -140,7 +140,8 @@ class GrammarTrial:
         return self._pipe
 
     def _end(self) -> None:
-        assert self._process is not None and self._pipe is not None
+        assert self._process is not None
+        assert self._pipe is not None
         self._process.kill()
         self._process.join()
         self._pipe.close()

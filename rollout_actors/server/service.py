@@ -52,6 +52,11 @@ class ServedEngine(RolloutEngine, Protocol):
         ...
 
     @property
+    def why_dead(self) -> str:
+        """What ended the engine's process, where `is_dead`."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
         """Sampled since the start. May be asked from any thread, also while the engine's own is stuck."""
         ...
@@ -116,6 +121,10 @@ class RolloutService:
     @property
     def is_dead(self) -> bool:
         return self._engine.is_dead
+
+    @property
+    def why_dead(self) -> str:
+        return self._engine.why_dead
 
     @property
     def version(self) -> int:

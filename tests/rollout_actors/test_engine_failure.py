@@ -20,7 +20,7 @@ from rollout_actors.ray_answers import Call, told
 from shared.errors import RolloutError, WeightSyncError
 
 SMALL_CACHE = (
-    "To serve at least one request with the models's max seq len (4096), (0.09 GiB KV cache is needed, which is larger than the available KV cache memory "
+    "To serve at least one request with the model's max seq len (4096), (0.09 GiB KV cache is needed, which is larger than the available KV cache memory "
     "(0.0 GiB). Based on the available memory, the estimated maximum model length is 16. Try increasing `gpu_memory_utilization` or decreasing "
     "`max_model_len` when initializing the engine."
 )

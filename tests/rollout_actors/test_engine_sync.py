@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -135,13 +136,25 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: Non
     pool.start()
     shell, *children = ray.get(actor.process_ids.remote())
     psutil.Process(children[0]).kill()
-    with pytest.raises(RolloutError, match="generate on doomed"):
+    with pytest.raises(RolloutError, match=r"generate on doomed: its process has ended \(EngineCore was ended by SIGKILL"):
         pool.generate([[ray.put(learner.request(0))]]).result()
     deadline = time.monotonic() + 60
     while any(psutil.pid_exists(process) for process in (shell, *children)):
         assert time.monotonic() < deadline, "the actor goes on without its engine"
         time.sleep(0.2)
     pool.close()
+
+
+@pytest.mark.engines_extra
+def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story(ray_cluster: None, demo_checkpoint: Path) -> None:
+    actor = create_actor("small", small_settings(demo_checkpoint, kv_cache_memory_bytes=1 << 19), 0)
+    pool = ActorPool([actor], ["small"], TIMEOUTS, decode_batch_size=8)
+    with pytest.raises(RolloutError) as caught:
+        pool.start()
+    pool.close()
+    assert caught.value.message.startswith("the engine did not start: EngineCore: ValueError: To serve at least one request with the model's max seq len (512)")
+    assert "rollout_matching.vllm.kv_cache_memory_bytes" in caught.value.message
+    assert "check_enough_kv_cache_memory" in "".join(traceback.format_exception(caught.value)), "what error.txt is written from"
 
 
 @pytest.mark.engines_extra
@@ -156,7 +169,7 @@ def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_not_at_the
     begun_s = time.monotonic()
     killer = threading.Timer(3.0, core.kill)
     killer.start()
-    with pytest.raises(WeightSyncError, match="pause on doomed: its process has ended"):
+    with pytest.raises(WeightSyncError, match=r"pause on doomed: its process has ended \(EngineCore was ended by SIGKILL"):
         sync_weights(learner, pool)
     assert time.monotonic() - begun_s < limits.sync_phase_s / 2
     learner.close()

@@ -83,6 +83,7 @@ class ObedientEngine:
         self.num_running = 0
         self.most_at_a_time = 0
         self.is_dead = False
+        self.why_dead = ""
         self.version = 0
         self.shut = ""
         self.is_stuck = False
