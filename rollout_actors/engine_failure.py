@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import current_process
 from pathlib import Path
@@ -94,14 +95,18 @@ class EngineFailures:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
             return None
-        failures = [Failure(**json.loads(line)) for line in lines]
+        failures: list[Failure] = []
+        for line in lines:
+            with suppress(json.JSONDecodeError):  # a process that was killed while it wrote
+                failures.append(Failure(**json.loads(line)))
         return next((failure for failure in reversed(failures) if not POINTS_ELSEWHERE.search(failure.error)), failures[-1] if failures else None)
 
     def of_error(self, error: Exception) -> tuple[str, str]:
         """Return what was wrong, in short, and the whole story. `error` is what vLLM has raised in this process."""
-        if not POINTS_ELSEWHERE.search(str(error)):
+        exit_codes = {name: int(code) for name, code in EXIT_CODES.findall(str(error))}
+        if not POINTS_ELSEWHERE.search(str(error)) or not (exit_codes or self.first_cause()):
             return f"{type(error).__name__}: {error}", ""
-        return self.of_end({name: int(code) for name, code in EXIT_CODES.findall(str(error))})
+        return self.of_end(exit_codes)
 
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:
         """Return why the engine's process has ended, in short, and the whole story. `exit_codes`, by name: None where it has not ended yet."""

@@ -81,6 +81,18 @@ def test_an_error_of_this_process_is_told_as_it_is(failures):
     assert failures.of_error(TimeoutError("Timed out waiting for engine core processes")) == ("TimeoutError: Timed out waiting for engine core processes", "")
 
 
+def test_an_error_that_nobody_says_more_of_is_told_as_it_is(failures):
+    assert failures.of_error(RuntimeError("See stack trace")) == ("RuntimeError: See stack trace", "")
+
+
+def test_half_a_line_of_a_process_that_was_killed_does_not_hide_the_others(failures):
+    engine_failure.write_failures_down()
+    log(OSError("no such weights"))
+    with Path(failures.environment[engine_failure.FILE]).open("a") as file:
+        file.write('{"process": "Eng')
+    assert failures.of_end({"EngineCore": 1})[0].endswith("OSError: no such weights")
+
+
 def test_of_several_processes_the_one_that_failed_first_is_told(failures):
     engine_failure.write_failures_down()
     log(ValueError("of an earlier call, which the engine has survived"))
