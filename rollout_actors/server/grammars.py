@@ -113,10 +113,10 @@ class GrammarTrial:
 
     def _try(self, grammar: Grammar) -> None:
         pipe = self._connected()
-        pipe.send(grammar)
         try:
+            pipe.send(grammar)
             has_ended = pipe.poll(self._compile_s) and pipe.recv() is None
-        except EOFError:  # its process has died of it
+        except (EOFError, OSError):  # its process has died of it
             has_ended = False
         if not has_ended:
             self._end()
@@ -132,7 +132,7 @@ class GrammarTrial:
         its_end.close()
         try:
             is_ready = self._pipe.poll(START_S) and self._pipe.recv() is None
-        except EOFError:
+        except (EOFError, OSError):
             is_ready = False
         if not is_ready:
             self._end()
