@@ -28,8 +28,9 @@ def explained(console: Console) -> Iterator[None]:
     except EXPLAINED as error:
         console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
         console.print(str(error), markup=False, highlight=False)
-        # The other side of a failed sync. (An error's own OSError would only say the same again.)
-        if isinstance(error.__cause__, RolloutError | WeightSyncError | LearnerError):
+        # The other side of a failed sync. An error's own OSError would only say the same again, and so would what Ray makes of an actor's error, with a
+        # traceback besides.
+        if isinstance(error.__cause__, RolloutError | WeightSyncError | LearnerError) and str(error) not in str(error.__cause__):
             console.print(f"caused by {type(error.__cause__).__name__}: {error.__cause__}", markup=False, highlight=False)
         sys.exit(2 if isinstance(error, ConfigError | RecordError) else 1)
     except KeyboardInterrupt:

@@ -26,8 +26,9 @@ MAX_BYTES = 1 << 20
 """Of that file. It begins anew then: the errors that end a process are the last ones."""
 POINTS_ELSEWHERE = re.compile("root cause|stack trace", re.IGNORECASE)
 """In an error of vLLM's that only says that another process has failed."""
+PROCESS_ENDED = "Failed core proc(s)"
 EXIT_CODES = re.compile(r"'(\w*(?:EngineCore|Worker)\w*)': (-?\d+)")
-"""In what vLLM raises where a process ended during the start: `Failed core proc(s): {'EngineCore': -9}`."""
+"""Both in what vLLM raises where a process ended during the start: `Failed core proc(s): {'EngineCore': -9}`, or `{}` where it has not got the code yet."""
 KEYS = {
     "gpu_memory_utilization": "rollout_matching.vllm.gpu_memory_utilization, or rollout_matching.vllm.kv_cache_memory_bytes where that is set",
     "max_model_len": "rollout_matching.vllm.max_model_len, or global_max_length where that is null",
@@ -103,10 +104,9 @@ class EngineFailures:
 
     def of_error(self, error: Exception) -> tuple[str, str]:
         """Return what was wrong, in short, and the whole story. `error` is what vLLM has raised in this process."""
-        exit_codes = {name: int(code) for name, code in EXIT_CODES.findall(str(error))}
-        if not POINTS_ELSEWHERE.search(str(error)) or not (exit_codes or self.first_cause()):
+        if not POINTS_ELSEWHERE.search(str(error)) or not (PROCESS_ENDED in str(error) or self.first_cause()):
             return f"{type(error).__name__}: {error}", ""
-        return self.of_end(exit_codes)
+        return self.of_end({name: int(code) for name, code in EXIT_CODES.findall(str(error))})
 
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:
         """Return why the engine's process has ended, in short, and the whole story. `exit_codes`, by name: None where it has not ended yet."""
@@ -118,7 +118,7 @@ class EngineFailures:
         cause = self.first_cause()
         if cause is None:
             ends = ", ".join(f"{name} ended{'' if code is None else f' with status {code}'}" for name, code in exit_codes.items())
-            return f"{ends or 'EngineCore ended'} and wrote no error; see what it printed", ""
+            return f"{ends or 'EngineCore ended'} and wrote no error, as where it is killed; see what it printed", ""
         meant = "; ".join(f"{name} is {key}" for name, key in KEYS.items() if name in cause.error)
         return f"{cause.process}: {cause.error}" + (f" ({meant})" if meant else ""), cause.traceback
 

@@ -5,10 +5,11 @@ import os
 import signal
 
 import pytest
+from ray.exceptions import RayTaskError
 from rich.console import Console
 
 from launch.command import explained
-from shared.errors import ConfigError, LearnerError, RecordError
+from shared.errors import ConfigError, LearnerError, RecordError, RolloutError
 
 
 def ending(action):
@@ -31,6 +32,16 @@ def test_what_the_user_can_mend_ends_with_2_and_what_went_wrong_with_1():
     assert ending(raising(RecordError("is wrong", field="x", remedy="mend it")))[0] == 2
     assert ending(raising(LearnerError("ended", phase="start")))[0] == 1
     assert ending(raising(PermissionError(13, "Permission denied", "/x"))) == (1, "PermissionError\n[Errno 13] Permission denied: '/x'\n")
+
+
+def test_what_ray_makes_of_an_actors_error_is_not_told_a_second_time_with_its_traceback():
+    own = RolloutError("the engine did not start: EngineCore: ValueError: no room", actor="rollout-actor-0", phase="start")
+    of_ray = RayTaskError("EngineActor.start", f"Traceback (most recent call last):\n{own}", own).as_instanceof_cause()
+    assert isinstance(of_ray, RolloutError)
+    own.__cause__ = of_ray
+    assert ending(raising(own)) == (1, f"RolloutError\n{own}\n")
+    own.__cause__ = other = LearnerError("ended", phase="send_weights")
+    assert ending(raising(own))[1] == f"RolloutError\n{own}\ncaused by LearnerError: {other}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

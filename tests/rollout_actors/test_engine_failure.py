@@ -108,8 +108,9 @@ def test_a_process_that_is_being_ended_because_it_failed_has_failed_and_was_not_
 
 
 def test_a_process_that_wrote_nothing_is_said_to_have_ended_with_its_status(failures):
-    assert failures.of_end({"EngineCore": 7}) == ("EngineCore ended with status 7 and wrote no error; see what it printed", "")
-    assert failures.of_end({})[0] == "EngineCore ended and wrote no error; see what it printed"
+    assert failures.of_end({"EngineCore": 7}) == ("EngineCore ended with status 7 and wrote no error, as where it is killed; see what it printed", "")
+    unknown = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+    assert failures.of_error(unknown)[0] == "EngineCore ended and wrote no error, as where it is killed; see what it printed"
 
 
 def test_what_is_written_down_is_bounded_and_the_last_errors_are_kept(failures, monkeypatch):
