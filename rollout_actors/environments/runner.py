@@ -52,6 +52,7 @@ class RunnerSettings:
     """Of the command that was given, where relative paths of the environment begin on every node that has it. (An actor's own is Ray's.)"""
     max_concurrent_scoring: int | None = None
     rollout_timeout_s: float | None = None
+    scoring_timeout_s: float | None = None
     max_images: int = 0
     """Most images of one prompt, as the engines were started for."""
     tool_parser: str | None = None
@@ -131,6 +132,7 @@ class EnvironmentRunner:
             max_concurrent_scoring=settings.max_concurrent_scoring,
             use_tqdm=False,
             rollout_timeout_s=settings.rollout_timeout_s,
+            scoring_timeout_s=settings.scoring_timeout_s,
         )
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
@@ -177,6 +179,7 @@ class EnvironmentRunner:
             started_s=started_s,
             generate_s=state["timing"]["total_ms"] / 1000,
             reward_errors=dict(state.get("reward_errors", {})),
+            given_up=tuple(state.get("given_up", ())),
             calls=calls,
         )
 
