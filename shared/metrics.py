@@ -128,6 +128,7 @@ METRICS: tuple[Metric, ...] = (
         Reduction.SUM,
         "Plain tools and reward functions that still ran at a limit of time: their threads were given up and replaced.",
     ),
+    Metric("rollout/num_tool_calls", Reduction.SUM, "Calls of tools by the model; absent where it is offered none."),
     Metric("rollout/turns", Reduction.MEAN, "Calls of the model in a rollout."),
     Metric("rollout/num_splits", Reduction.SUM, "Calls whose prompt did not go on from the tokens of the one before: each begins a segment of its own."),
     Metric("rollout/num_groups", Reduction.SUM, "Examples, each with the rollouts of it."),

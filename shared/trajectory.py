@@ -201,6 +201,8 @@ class EnvironmentRollout:
     weight failed, so has the rollout."""
     given_up: tuple[str, ...] = ()
     """The plain tools and reward functions, by name, whose thread was given up at a limit of time."""
+    num_tool_calls: int | None = None
+    """Calls of tools by the model; None where it is offered none."""
     calls: tuple[ModelCall, ...] = ()
     """Those that were asked in it, by path and turn; also those without an answer."""
 

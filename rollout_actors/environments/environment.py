@@ -23,6 +23,7 @@ from rollout_actors.environments.messages import cleanup_messages, cleanup_tools
 from rollout_actors.environments.outputs import GenerateOutputs, made_folder
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.tool_calls import UncalledTools
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
 _LOGGER = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Environment(ABC):
         self._stop_conditions: tuple[Handler, ...] = handlers(self, Event.STOP)
         self._cleanups: tuple[Handler, ...] = handlers(self, Event.CLEANUP)
         self._teardowns: tuple[Handler, ...] = handlers(self, Event.TEARDOWN)
+        self._uncalled_tools = UncalledTools()
         self._is_closed = False
         if self._teardowns:
             close_at_exit(self)

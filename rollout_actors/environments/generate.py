@@ -32,6 +32,7 @@ from rollout_actors.environments.rubric import (
     settle,
 )
 from rollout_actors.environments.threads import GIVEN_UP
+from rollout_actors.environments.tool_calls import num_tool_calls
 from rollout_actors.environments.turns import Turn
 from rollout_actors.environments.types import RolloutInput, State
 from rollout_actors.environments.waits import WAITED, Stopwatch, within
@@ -104,6 +105,9 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
     if metadata.num_errors:
         first = next(state for state in states if state["error"] is not None)
         _LOGGER.warning("%d of %d rollouts failed, the first of example %r: %s", metadata.num_errors, len(states), first["example_id"], first["error"])
+    tool_calls = [calls for state in states if state["trajectory"] and (calls := num_tool_calls(state)) is not None]
+    if problem := environment._uncalled_tools.problem(len(tool_calls), sum(tool_calls)):
+        _LOGGER.warning("%s: %s", environment.name, problem)
     for name, number in metadata.num_reward_errors.items():
         first = next(state for state in states if name in state.get("reward_errors", {}))
         _LOGGER.warning(

@@ -24,7 +24,7 @@ from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.message_images import without_images
 from rollout_actors.environments.messages import sanitize_messages
-from rollout_actors.environments.tool_calls import reader_of
+from rollout_actors.environments.tool_calls import num_tool_calls, reader_of
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
 from rollout_actors.environments.types import RolloutInput, State, TrajectoryStep
 from rollout_actors.environments.watched_engines import WatchedEngines
@@ -180,6 +180,7 @@ class EnvironmentRunner:
             generate_s=state["timing"]["total_ms"] / 1000,
             reward_errors=dict(state.get("reward_errors", {})),
             given_up=tuple(state.get("given_up", ())),
+            num_tool_calls=num_tool_calls(state),
             calls=calls,
         )
 
@@ -203,6 +204,11 @@ def require_no_tools(environment: Environment) -> None:
                 f"environment.tool_call_parser: {one.name} has tools, and neither this key nor the checkpoint's tokenizer says how the model's calls are read"
             )
             raise ValueError(f"{told}; set it to vLLM's name of the model's parser, such as hermes")
+
+
+def has_tools(environment: Environment) -> bool:
+    """Whether its rollouts are offered tools, those of rows that bring their own not counted."""
+    return any(one.oai_tools for one in _members(environment))
 
 
 def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) -> None:
