@@ -208,8 +208,8 @@ def test_a_template_that_shows_no_tools_to_an_environment_with_tools_is_warned_o
     args = {"oai_tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]}
     template = tmp_path / "model" / "chat_template.jinja"
     template.write_text("{{ messages }}")
-    (told,) = check_data(of_environment(args=args, tool_call_parser="hermes")).describe()[1:]
-    assert told.startswith(f"warning   runner_environment has tools, and the chat template of {tmp_path / 'model'} shows none: the model is not told")
+    (warning,) = check_data(of_environment(args=args, tool_call_parser="hermes")).describe()[1:]
+    assert warning.startswith(f"warning   runner_environment has tools, and the chat template of {tmp_path / 'model'} shows none: the model is not told")
     assert check_data(of_environment()).warning is None
     template.write_text("{{ messages }}{{ tools }}")
     assert check_data(of_environment(args=args, tool_call_parser="hermes")).warning is None

@@ -216,5 +216,5 @@ def test_environment_actors_together_ask_an_engine_for_as_many_rollouts_as_it_de
 def test_environment_actors_keep_the_limits_of_time_of_their_section(tmp_path):
     limits = {"environment__rollout_timeout_s": 60.0, "environment__scoring_timeout_s": 5.0}
     config = trajectory_config(tmp_path / "model", tmp_path / "run", **limits)
-    made = runner_settings(config, config.environment, [1], ExampleCounts(6, 3), 0)
-    assert (made.rollout_timeout_s, made.scoring_timeout_s) == (60.0, 5.0)
+    settings = runner_settings(config, config.environment, [1], ExampleCounts(6, 3), 0)
+    assert (settings.rollout_timeout_s, settings.scoring_timeout_s) == (60.0, 5.0)

@@ -272,8 +272,8 @@ def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_ke
     (place.folder / "hanging.py").write_text(textwrap.dedent(HANGING))
     done = place.process("hanging.py", "-b", url, "-r", "1", "--scoring-timeout", "1")
     assert done.returncode == 0, done.stderr
-    told = "1 x slow, not in its mean: TimeoutError: reward function slow is not done after scoring_timeout_s = 1 s"
-    assert cell(done.stdout, "reward errors").startswith(told)
+    error = "1 x slow, not in its mean: TimeoutError: reward function slow is not done after scoring_timeout_s = 1 s"
+    assert cell(done.stdout, "reward errors").startswith(error)
     assert cell(done.stdout, "given up") == "1 x slow: plain functions that ran past a limit"
     assert "plain function slow was given up" in done.stderr
 
@@ -288,11 +288,11 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(sign)
-    said = ""
-    while "again ends at once" not in said:
-        said += (line := process.stderr.readline())
-        assert line, said
-    assert "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for plain functions that run (slow)" in said
+    first = ""
+    while "again ends at once" not in first:
+        first += (line := process.stderr.readline())
+        assert line, first
+    assert "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for plain functions that run (slow)" in first
     process.send_signal(sign)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

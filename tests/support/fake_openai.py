@@ -80,8 +80,8 @@ class FakeOpenAI:
             await asyncio.Event().wait()
         other = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}.get(self.limit or "")
         if other in body:
-            told = f"Unsupported parameter: '{other}' is not supported with this model. Use '{self.limit}' instead."
-            error = {"message": told, "type": "invalid_request_error", "param": other, "code": "unsupported_parameter"}
+            text = f"Unsupported parameter: '{other}' is not supported with this model. Use '{self.limit}' instead."
+            error = {"message": text, "type": "invalid_request_error", "param": other, "code": "unsupported_parameter"}
             return JSONResponse({"error": error}, 400)
         said = self.reply(body["messages"][-1]["content"])
         if isinstance(said, int):

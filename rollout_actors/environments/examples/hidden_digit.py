@@ -53,7 +53,8 @@ def asked(completion: Messages) -> float:
 
 def right(completion: Messages, answer: str) -> float:
     """1 where the model's last message is the digit and nothing else, 0.5 where it only begins with it."""
-    said = text_of(completion[-1])
-    if said == answer:
+    last: Any = completion[-1]
+    text = text_of(last)
+    if text == answer:
         return 1.0
-    return 0.5 if said.startswith(answer) else 0.0
+    return 0.5 if text.startswith(answer) else 0.0

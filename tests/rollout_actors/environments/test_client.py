@@ -38,8 +38,8 @@ class Strict:
             return httpx.Response(200, json=ANSWER)
         (other,) = {"max_tokens", "max_completion_tokens"} - {sent}
         # As OpenAI says it.
-        told = f"Unsupported parameter: '{sent}' is not supported with this model. Use '{other}' instead."
-        error = {"message": told, "type": "invalid_request_error", "param": sent, "code": "unsupported_parameter"}
+        text = f"Unsupported parameter: '{sent}' is not supported with this model. Use '{other}' instead."
+        error = {"message": text, "type": "invalid_request_error", "param": sent, "code": "unsupported_parameter"}
         return httpx.Response(400, json={"error": error})
 
     def ask(self, times: int, **sampling_args: Any) -> None:

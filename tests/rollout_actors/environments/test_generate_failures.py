@@ -203,8 +203,8 @@ def test_an_asynchronous_reward_function_that_hangs_has_no_figure_at_its_limit()
     results, seconds = counted(env.generate(rows(3), ScriptedClient(echo), "model", use_tqdm=False, scoring_timeout_s=2.0))
     assert seconds == pytest.approx(2.0)
     assert results.reward == [1.0, 1.0, 1.0]
-    told = "TimeoutError: reward function judged is not done after scoring_timeout_s = 2 s; check what it waits for, or allow more"
-    assert results.state[1]["reward_errors"] == {"judged": told}
+    error = "TimeoutError: reward function judged is not done after scoring_timeout_s = 2 s; check what it waits for, or allow more"
+    assert results.state[1]["reward_errors"] == {"judged": error}
     assert results.metadata.num_reward_errors == {"judged": 1}
 
 
@@ -237,9 +237,9 @@ def test_a_reward_function_that_needs_signals_is_told_that_it_runs_in_a_thread()
             raise ValueError("no threads here, due to the usage of signal.alarm() in the timeout mechanism") from error
 
     results = generated(SingleTurnEnv(rubric=Rubric([by_signal, by_library], [0.0, 0.0])), rows(1), ScriptedClient(echo))
-    told = results.state[0]["reward_errors"]
-    assert told["by_signal"].startswith("ValueError: signal only works in main thread")
-    for one in told.values():
+    errors = results.state[0]["reward_errors"]
+    assert errors["by_signal"].startswith("ValueError: signal only works in main thread")
+    for one in errors.values():
         assert one.count("plain functions run in threads, where no limit of time works that is kept by signals") == 1
         assert "math_verify: parse(..., parsing_timeout=None), verify(..., timeout_seconds=None)" in one
 

@@ -217,7 +217,7 @@ def test_rows_with_arrays_are_compared_by_what_is_in_them():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "problem"),
     [
         ([{"content": "hi"}], "message 0 has no role, only content"),
         ([{"role": "system", "content": "hi"}, {"role": None, "content": "hi"}], "message 1 has no role, only role, content"),
@@ -226,8 +226,8 @@ def test_rows_with_arrays_are_compared_by_what_is_in_them():
         (3, "is int, not a list of messages"),
     ],
 )
-def test_a_prompt_that_is_no_conversation_is_refused_with_its_row_and_the_remedy(prompt, told):
+def test_a_prompt_that_is_no_conversation_is_refused_with_its_row_and_the_remedy(prompt, problem):
     examples = Examples([{"question": "fine"}, {"prompt": prompt}], PromptFormat())
     with pytest.raises(ValueError, match=r"^row 1: prompt.*write it like {\"role\": \"user\"") as caught:
         examples[1]
-    assert told in str(caught.value)
+    assert problem in str(caught.value)

@@ -97,11 +97,11 @@ def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_o
         queued = asyncio.create_task(threads.call(lambda: "there", "queued"))
         await asyncio.sleep(0)
         await cancel(hung)
-        told = "no thread is left for {}: 3 plain functions that were given up still run (hangs_0, hangs_1, hangs_2); give what they wait for a limit"
+        refusal = "no thread is left for {}: 3 plain functions that were given up still run (hangs_0, hangs_1, hangs_2); give what they wait for a limit"
         for name, call in (("queued", queued), ("next", threads.call(lambda: "there", "next"))):
             with pytest.raises(RuntimeError) as caught:
                 await call
-            assert str(caught.value).startswith(told.format(name))
+            assert str(caught.value).startswith(refusal.format(name))
         hangs.release.set()
         assert threads.wait(60) == []
         assert await threads.call(lambda: "there", "healthy") == "there"

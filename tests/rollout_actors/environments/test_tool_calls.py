@@ -76,21 +76,21 @@ def test_whether_a_checkpoints_template_shows_tools_is_read_from_its_files(files
 def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_one_has() -> None:
     uncalled = UncalledTools()
     assert uncalled.problem(0, 0) is None, "nothing was offered"
-    said = [uncalled.problem(8, calls) for calls in (0, 0, 0, 0, 1, 0, 0, 0, 0, 0)]
-    assert [problem is not None for problem in said] == [True, True, False, True] + [False] * 6
-    assert said[3] is not None
-    assert said[3].startswith("none of 32 rollouts called a tool, though they were offered some; read what the model answers")
+    problems = [uncalled.problem(8, calls) for calls in (0, 0, 0, 0, 1, 0, 0, 0, 0, 0)]
+    assert [problem is not None for problem in problems] == [True, True, False, True] + [False] * 6
+    assert problems[3] is not None
+    assert problems[3].startswith("none of 32 rollouts called a tool, though they were offered some; read what the model answers")
 
 
 def test_a_batch_without_a_tool_call_is_warned_of_and_one_without_tools_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    def said(environment: ToolEnv, script: Any) -> str:
+    def log_of(environment: ToolEnv, script: Any) -> str:
         caplog.clear()
         generated(environment, [{"question": "2 + 3?"}], ScriptedClient(script))
         return caplog.text
 
-    assert "none of 1 rollouts called a tool" in said(ToolEnv([add]), ["5"])
-    assert "called a tool" not in said(ToolEnv([add]), [Answer(None, tool_calls=[("add", {"a": 2, "b": 3})]), "5"])
-    assert "called a tool" not in said(ToolEnv([]), ["5"])
+    assert "none of 1 rollouts called a tool" in log_of(ToolEnv([add]), ["5"])
+    assert "called a tool" not in log_of(ToolEnv([add]), [Answer(None, tool_calls=[("add", {"a": 2, "b": 3})]), "5"])
+    assert "called a tool" not in log_of(ToolEnv([]), ["5"])
 
 
 # What imports vllm, which takes ten seconds: with the engine tests, which import it anyway.
