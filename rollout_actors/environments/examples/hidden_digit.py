@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_actors.environments.parsers import text_of
 from rollout_actors.environments.rubric import Rubric, RubricGroup
-from rollout_actors.environments.tool import StatefulToolEnv, ToolRubric
+from rollout_actors.environments.tool import StatefulToolEnv, ToolRubric, num_tool_calls
 from rollout_actors.environments.types import Messages, State
 
 QUESTION = "which digit"
@@ -47,8 +47,8 @@ class HiddenDigit(StatefulToolEnv):
 
 
 def asked(completion: Messages) -> float:
-    """Whether the tool was called."""
-    return float(any(message.get("role") == "tool" for message in completion if isinstance(message, dict)))
+    """Whether the tool was called, and not once more in place of an answer."""
+    return float(num_tool_calls(completion) == 1)
 
 
 def right(completion: Messages, answer: str) -> float:
