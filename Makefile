@@ -5,6 +5,7 @@ DATA := outputs/demo/data
 POLYGON_DATA := outputs/demo/data_polygons
 MODEL := outputs/demo/model
 LM := outputs/demo/lm
+TOOLS_LM := outputs/demo/lm_tools
 STAGE1 := outputs/demo/stage1_polygons
 
 # The stages of the tests (docs/testing.md).
@@ -34,7 +35,7 @@ help:
 	@echo "make test-all      both, as CI"
 	@echo "make demo-data     the demo's data and model in outputs/demo (kept where they are there)"
 	@echo "make demo-polygons-data  the same scenes, odd digits as outlines"
-	@echo "make demo-lm       the language model for environments in outputs/demo/lm (kept where it is there)"
+	@echo "make demo-lm       the language models for environments in outputs/demo/lm and lm_tools (kept where they are there)"
 	@echo "make clean         remove .venv and caches; outputs stay"
 
 setup:
@@ -57,7 +58,10 @@ demo-polygons-data: $(POLYGON_DATA) $(MODEL)
 $(LM): | setup
 	@$(PYTHON) -m launch.make_demo_lm --out $@
 
-demo-lm: $(LM)
+$(TOOLS_LM): | setup
+	@$(PYTHON) -m launch.make_demo_lm --tools --out $@
+
+demo-lm: $(LM) $(TOOLS_LM)
 
 demo: demo-data
 	@$(PYTHON) -m launch.train +experiment=stage2_3v1 telemetry.name=demo

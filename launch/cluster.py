@@ -266,6 +266,7 @@ def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Seq
         max_under_way=len(rank_share(room, section.num_actors, index)),
         max_concurrent_scoring=section.max_concurrent_scoring,
         rollout_timeout_s=section.rollout_timeout_s,
+        scoring_timeout_s=section.scoring_timeout_s,
         max_images=section.max_images_per_prompt,
         tool_parser=section.tool_call_parser,
         chat_template_args=section.chat_template_args,

@@ -11,8 +11,8 @@ from learner.checkpoint_folder import MODEL_TYPES, TEXT_MODEL_TYPES, checkpoint_
 from learner.samples import load_samples
 from rollout_actors.engine_settings import model_type
 from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.runner import count_examples, require_no_tools
-from rollout_actors.environments.tool_calls import has_own_parser
+from rollout_actors.environments.runner import count_examples, has_tools, require_no_tools
+from rollout_actors.environments.tool_calls import has_own_parser, shows_tools
 from shared.config import RunConfig
 from shared.config.derive import has_held_out
 from shared.config.environment import EnvironmentSection
@@ -48,6 +48,8 @@ class DataFacts:
     """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
     examples: ExampleCounts | None = None
     """Of the environment, where the run has one."""
+    warning: str | None = None
+    """About the environment; the run starts all the same."""
 
     @classmethod
     def of(cls, train: Dataset, val: Dataset | None) -> DataFacts:
@@ -58,9 +60,10 @@ class DataFacts:
         )
 
     def describe(self) -> list[str]:
-        """One line about the environment's examples, or about the rows that were left out; none where none was."""
+        """One line about the environment's examples and one about a warning, or about the rows that were left out; none where none was."""
         if self.examples is not None:
-            return [f"data      the environment has {self.examples.train} examples to train on, {self.examples.held_out} are held out"]
+            warnings = [] if self.warning is None else [f"warning   {self.warning}"]
+            return [f"data      the environment has {self.examples.train} examples to train on, {self.examples.held_out} are held out", *warnings]
         if not self.num_train_skipped + self.num_val_skipped:
             return []
         return [f"data      skipped {self.num_train_skipped} bad rows of data.train and {self.num_val_skipped} of data.val (data.on_bad_row: skip)"]
@@ -79,19 +82,24 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
     if section.max_images_per_prompt and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
         told = f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees no images"
         raise ConfigError(f"{told}; set it to 0, or choose a model with a vision tower ({', '.join(MODEL_TYPES)})")
-    examples = _counted(config, section)
+    examples, warning = _looked_at(config, section)
     if has_held_out(config) and not examples.held_out:
         told = f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on"
         raise ConfigError(f"{told}; give it an eval_dataset, or set the key to 0 for a run without held-out reports")
-    return DataFacts(ImageNeeds(section.max_images_per_prompt), 0, 0, examples)
+    return DataFacts(ImageNeeds(section.max_images_per_prompt), 0, 0, examples, warning)
 
 
-def _counted(config: RunConfig, section: EnvironmentSection) -> ExampleCounts:
+def _looked_at(config: RunConfig, section: EnvironmentSection) -> tuple[ExampleCounts, str | None]:
+    """Its examples, and a warning where the model will not know of its tools."""
     environment = loaded_environment(section.id, section.args, _KEYS)
     try:
         _require_parser(config, section, environment)
         with environment_errors(section.id, _KEYS, _KEYS.name):
-            return count_examples(environment, section.num_eval_examples)
+            examples = count_examples(environment, section.num_eval_examples)
+        if not has_tools(environment) or shows_tools(Path(config.model.path)):
+            return examples, None
+        warning = f"{environment.name} has tools, and the chat template of {config.model.path} shows none: the model is not told that it can call them"
+        return examples, f"{warning}; choose a checkpoint whose template writes `tools` (`make demo-lm` makes such a one, outputs/demo/lm_tools)"
     finally:
         # What it holds is for its actors to have.
         asyncio.run(environment.aclose())

@@ -48,6 +48,7 @@ class EvalOptions:
     max_concurrent_scoring: int | None
     interleave_scoring: bool
     rollout_timeout_s: float | None
+    scoring_timeout_s: float | None
     save: bool
     push: bool
     dataset_name: str | None
@@ -90,6 +91,7 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
         max_concurrent_scoring=given.max_concurrent_scoring,
         interleave_scoring=not given.no_interleave_scoring,
         rollout_timeout_s=given.rollout_timeout,
+        scoring_timeout_s=given.scoring_timeout,
         save=given.save,
         push=given.push,
         dataset_name=given.dataset_name,
@@ -153,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-concurrent-scoring", type=_some_or_all, metavar="N", help="the same of scoring alone (default: -c)")
     add("--no-interleave-scoring", action="store_true", help="score when all are generated, instead of each as soon as it is there")
     add("--rollout-timeout", type=_seconds, metavar="S", help="a rollout that is not done after so many seconds has failed (default: none is cut off)")
+    add("--scoring-timeout", type=_seconds, metavar="S", help="a reward function that is not done after so many seconds has failed (default: the same)")
     results = parser.add_argument_group("results")
     add = results.add_argument
     add("-s", "--save-results", dest="save", action="store_true", help="write the dataset of all rollouts: results.jsonl and metadata.json in the same folder")

@@ -72,6 +72,7 @@ def results_of(rollouts: Sequence[FinishedRollout], evaluation: Evaluation, envi
         date=date,
         state_columns=list(evaluation.state_columns),
         num_reward_errors=dict(Counter(name for one in rollouts for name in one.reward_errors)),
+        num_given_up=dict(Counter(name for one in rollouts for name in one.given_up)),
     )
     return GenerateOutputs.of(states, metadata)
 

@@ -46,6 +46,10 @@ class EvalRun:
         self.folder: Path | None = options.resume
         self.finished: dict[Place, FinishedRollout] = {}
 
+    @property
+    def cleanup_timeout_s(self) -> float:
+        return self._environment.cleanup_timeout_s
+
     def say(self, text: str) -> None:
         """Above a progress bar, where there is one."""
         tqdm.write(text, file=sys.stderr)
@@ -130,6 +134,7 @@ class EvalRun:
                     interleave_scoring=options.interleave_scoring,
                     on_rollout=notes.write,
                     rollout_timeout_s=options.rollout_timeout_s,
+                    scoring_timeout_s=options.scoring_timeout_s,
                 )
                 watching.cancel()
         except ExceptionGroup as group:

@@ -87,6 +87,9 @@ def _facts(examples: Sequence[Sequence[FinishedRollout]], rollouts: Sequence[Fin
     for name, count in failed.most_common():
         first = next(one.reward_errors[name] for one in rollouts if name in one.reward_errors)
         add("reward errors", Text(f"{count} x {name}, not in its mean: {_short(first)}"))
+    given_up = Counter(name for one in rollouts for name in one.given_up)
+    if given_up:
+        add("given up", Text(", ".join(f"{count} x {name}" for name, count in given_up.most_common()) + ": plain functions that ran past a limit"))
     add("truncated", str(sum(one.is_truncated for one in rollouts)))
     stops = Counter(one.stop_condition for one in rollouts if one.stop_condition is not None)
     add("ended by", Text(", ".join(f"{name} {count}" for name, count in stops.most_common())))

@@ -23,6 +23,7 @@ from launch.report import Report, make_report
 from launch.report_folder import write_report
 from launch.reward_report import RewardReport, write_reward_report
 from launch.server_calls import server_calls
+from rollout_actors.environments.tool_calls import UncalledTools
 from shared.canary_noise import NOISE_FILE
 from shared.config import RunConfig
 from shared.config.batch_algebra import BatchAlgebra
@@ -98,6 +99,7 @@ class Telemetry:
         section = rollout_servers(config)
         self._servers = [] if section is None else [entry.model_dump() for entry in section.servers]
         self.evaluations: list[HeldOutFigure] = []
+        self._uncalled_tools = UncalledTools()
 
     def __enter__(self) -> Telemetry:
         return self
@@ -253,6 +255,10 @@ class Telemetry:
         sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
         self._trace_spans([span, *report.spans, *sync_span])
         self._console.print(progress_line(report, metrics, self._config.training.max_steps), highlight=False)
+        if (calls := report.metrics.get("rollout/num_tool_calls")) is not None:
+            problem = self._uncalled_tools.problem(int(report.metrics["rollout/num"]), calls)
+            if problem is not None:
+                self._warn(problem)
 
     def _calls(self, rounds: Sequence[Sequence[range]], step: int) -> list[list[dict[str, Any]]]:
         """Of the servers, by round. Environments ask them call by call: those are not known before."""

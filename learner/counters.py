@@ -62,6 +62,9 @@ class StepTally:
             self.totals.add_to_mean("rollout/reward", rollout.reward, 1)
             self.totals.add_to_mean("rollout/turns", rollout.num_turns, 1)
         add("rollout/num_reward_errors", len(rollout.reward_errors))
+        add("rollout/num_given_up", len(rollout.given_up))
+        if rollout.num_tool_calls is not None:
+            add("rollout/num_tool_calls", rollout.num_tool_calls)
         if rollout.error is None or rollout.reward_errors:
             # The other functions have judged it all the same.
             for name, value in rollout.metrics.items():

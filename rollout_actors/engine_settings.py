@@ -80,6 +80,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
+        # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU Generator
+        # does not use offset").
+        **({"enable_chunked_prefill": False} if settings.device is Device.CPU else {}),
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         # Stated, because inside a Ray placement group vLLM would choose "ray".

@@ -123,6 +123,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("rollout/num_failed", Reduction.SUM, "Rollouts that ended with an error, of which nothing is learned."),
     Metric("rollout/num_reward_errors", Reduction.SUM, "Reward functions that failed, each once for every rollout; the log of rollouts says of what."),
+    Metric(
+        "rollout/num_given_up",
+        Reduction.SUM,
+        "Plain tools and reward functions that still ran at a limit of time: their threads were given up and replaced.",
+    ),
+    Metric("rollout/num_tool_calls", Reduction.SUM, "Calls of tools by the model; absent where it is offered none."),
     Metric("rollout/turns", Reduction.MEAN, "Calls of the model in a rollout."),
     Metric("rollout/num_splits", Reduction.SUM, "Calls whose prompt did not go on from the tokens of the one before: each begins a segment of its own."),
     Metric("rollout/num_groups", Reduction.SUM, "Examples, each with the rollouts of it."),

@@ -199,6 +199,10 @@ class EnvironmentRollout:
     reward_errors: Mapping[str, str] = field(default_factory=dict)
     """What reward functions failed of, by name: `metrics` goes without their figures. Where one with a
     weight failed, so has the rollout."""
+    given_up: tuple[str, ...] = ()
+    """The plain tools and reward functions, by name, whose thread was given up at a limit of time."""
+    num_tool_calls: int | None = None
+    """Calls of tools by the model; None where it is offered none."""
     calls: tuple[ModelCall, ...] = ()
     """Those that were asked in it, by path and turn; also those without an answer."""
 

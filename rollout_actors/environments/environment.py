@@ -14,18 +14,21 @@ from random import Random
 from typing import Any
 
 from rollout_actors.environments.begun import client_under_way, note_begun, note_cleaned, whole
-from rollout_actors.environments.client import ask, knows_rollouts, merged
+from rollout_actors.environments.client import ask, knows_rollouts, merged, require_asynchronous
 from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, column_names, present, push_dataset
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
 from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
 from rollout_actors.environments.lifecycle import Event, Handler, all_of, awaited, close_at_exit, forget, handlers, to_the_end
-from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, require_roles
 from rollout_actors.environments.outputs import GenerateOutputs, made_folder
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.tool_calls import UncalledTools
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
 _LOGGER = logging.getLogger(__name__)
+
+_NO_CHAT = "with message_type='completion' the model is sent the row's text alone, and nothing of this"
 
 
 class Environment(ABC):
@@ -61,6 +64,13 @@ class Environment(ABC):
         """
         if message_type not in ("chat", "completion"):
             raise ValueError(f"message_type: must be chat or completion, got {message_type!r}")
+        if message_type == "completion":
+            for name, value in (("system_prompt", system_prompt), ("few_shot", few_shot), ("oai_tools", oai_tools)):
+                if value:
+                    raise ValueError(f"{name}: {_NO_CHAT}; write it into the prompts, or leave message_type out")
+        require_roles(few_shot or (), "few_shot")
+        if rubric is not None and not isinstance(rubric, Rubric):
+            raise TypeError(f"rubric: is {full_name(rubric)}; give a Rubric of rollout_actors.environments")
         self.env_id, self.env_args = env_id, dict(env_args or {})
         self.message_type, self.max_seq_len = message_type, max_seq_len
         self.sampling_args = merged(sampling_args)
@@ -78,6 +88,7 @@ class Environment(ABC):
         self._stop_conditions: tuple[Handler, ...] = handlers(self, Event.STOP)
         self._cleanups: tuple[Handler, ...] = handlers(self, Event.CLEANUP)
         self._teardowns: tuple[Handler, ...] = handlers(self, Event.TEARDOWN)
+        self._uncalled_tools = UncalledTools()
         self._is_closed = False
         if self._teardowns:
             close_at_exit(self)
@@ -110,6 +121,7 @@ class Environment(ABC):
         if self.message_type == "chat" and isinstance(own.get("prompt"), str):
             own["prompt"] = self.prompt_format.prompt(own)
         elif own.get("prompt") is not None and self.message_type == "chat":
+            require_roles(own["prompt"], "prompt")
             own["prompt"] = cleanup_messages(own["prompt"])  # a dataset's own row has its table's nulls
         if own.get("info") == "":
             del own["info"]
@@ -119,6 +131,8 @@ class Environment(ABC):
         state = self._new_state(own)
         tools = (own.get("info") or {}).get("oai_tools")
         state["oai_tools"] = deepcopy(self.oai_tools) if tools is None else cleanup_tools(deepcopy(list(tools)))
+        if state["oai_tools"] and self.message_type == "completion":
+            raise ValueError(f"oai_tools: {_NO_CHAT}; take them out of the row's info, or leave message_type out")
         note_begun(self, state)
         return state
 
@@ -230,6 +244,7 @@ class Environment(ABC):
         use_tqdm: bool = True,
         on_rollout: Callable[[int, State], None] | None = None,
         rollout_timeout_s: float | None = None,
+        scoring_timeout_s: float | None = None,
     ) -> GenerateOutputs:
         """A rollout for each of `inputs` (a dataset, rows, or columns), and its reward; results in the order of the inputs.
 
@@ -244,8 +259,11 @@ class Environment(ABC):
             save_path: a folder for the results, which is made before the first rollout. StorageError where it cannot be written.
             on_rollout: called with the place and the state of each rollout that is done, in the order in which they are.
             rollout_timeout_s: a rollout that is not done so many seconds after its begin, waits for the model counted and scoring not, is cancelled, cleans up,
-                and has failed; None: none is. Results depend on the machine's load then.
+                and has failed; None: none is. Results depend on the machine's load then. Waits for a thread do not count: a tool that hangs costs its own
+                rollout alone.
+            scoring_timeout_s: the same of each call of a reward function, which has no figure then (`state["reward_errors"]`).
         """
+        require_asynchronous(client)
         if save_path is not None:
             made_folder(save_path)  # better known now than when all is done
         columns = column_names(state_columns)
@@ -260,6 +278,7 @@ class Environment(ABC):
             shows_progress=use_tqdm,
             on_rollout=on_rollout,
             rollout_timeout_s=rollout_timeout_s,
+            scoring_timeout_s=scoring_timeout_s,
         )
         results = await generate(self, examples, call)
         results.metadata.state_columns = columns
@@ -324,6 +343,12 @@ class Environment(ABC):
         if push_to_hf_hub:
             push_dataset(made, hub_name or f"{self.name}-results")
         return made
+
+
+def full_name(value: object) -> str:
+    """The class of a value, with its module: a class of another library may have the name of one here."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _run(method: Callable[..., Coroutine[Any, Any, GenerateOutputs]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GenerateOutputs:

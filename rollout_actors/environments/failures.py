@@ -20,6 +20,12 @@ T = TypeVar("T")
 
 _STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("launch", "learner", "rollout_actors", "shared"))
+_OF_SIGNALS = ("signal only works in main thread", "signal.alarm()")
+"""In the errors of Python, and of math_verify, where a handler of signals is wanted outside of the main thread."""
+_NO_SIGNALS = (
+    "plain functions run in threads, where no limit of time works that is kept by signals: switch it off "
+    "(math_verify: parse(..., parsing_timeout=None), verify(..., timeout_seconds=None)), and set scoring_timeout_s"
+)
 _EXAMPLES = f"{Path(__file__).parent / 'examples'}/"
 
 
@@ -27,9 +33,9 @@ def told(error: BaseException) -> str:
     """As `state["error"]` has it: `KeyError: 'nope' (my_env.py:12)`, and where it came up while another one was dealt with, that one behind it. What a client
     raised says itself what was wrong, and no line of the environment is."""
     text, first = _told(error), error.__context__
-    if first is None or error.__suppress_context__ or isinstance(first, asyncio.CancelledError):
-        return text
-    return f"{text}, after {_told(first)}"
+    if first is not None and not error.__suppress_context__ and not isinstance(first, asyncio.CancelledError):
+        text = f"{text}, after {_told(first)}"
+    return f"{text}; {_NO_SIGNALS}" if any(mark in text for mark in _OF_SIGNALS) else text
 
 
 def _told(error: BaseException) -> str:

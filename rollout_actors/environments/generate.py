@@ -27,12 +27,15 @@ from rollout_actors.environments.rubric import (
     credit,
     groups_of,
     lent,
+    limited,
     scored_by,
     settle,
 )
+from rollout_actors.environments.threads import GIVEN_UP
+from rollout_actors.environments.tool_calls import num_tool_calls
 from rollout_actors.environments.turns import Turn
 from rollout_actors.environments.types import RolloutInput, State
-from rollout_actors.environments.waits import WAITED, Stopwatch
+from rollout_actors.environments.waits import WAITED, Stopwatch, within
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
@@ -67,6 +70,7 @@ class GenerateCall:
     shows_progress: bool = False
     on_rollout: Callable[[int, State], None] | None = None
     rollout_timeout_s: float | None = None
+    scoring_timeout_s: float | None = None
 
 
 async def generate(environment: Environment, examples: Examples, call: GenerateCall) -> GenerateOutputs:
@@ -74,7 +78,8 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
     started, began_s = datetime.now().astimezone(), time.perf_counter()
     with tqdm(total=len(examples), disable=not call.shows_progress, unit="rollout") as bar:
         rollouts = _Rollouts(environment, examples, call, bar)
-        await rollouts.run()
+        with limited(call.scoring_timeout_s):
+            await rollouts.run()
     states = rollouts.states
     # The reward 0 of a rollout that failed was never measured.
     sound = [state for state in states if state["error"] is None]
@@ -95,10 +100,14 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
         time_ms=1000 * (time.perf_counter() - began_s),
         date=started.isoformat(timespec="seconds"),
         num_reward_errors=dict(Counter(name for state in states for name in state.get("reward_errors", {}))),
+        num_given_up=dict(Counter(name for state in states for name in state.get("given_up", ()))),
     )
     if metadata.num_errors:
         first = next(state for state in states if state["error"] is not None)
         _LOGGER.warning("%d of %d rollouts failed, the first of example %r: %s", metadata.num_errors, len(states), first["example_id"], first["error"])
+    tool_calls = [calls for state in states if state["trajectory"] and (calls := num_tool_calls(state)) is not None]
+    if problem := environment._uncalled_tools.problem(len(tool_calls), sum(tool_calls)):
+        _LOGGER.warning("%s: %s", environment.name, problem)
     for name, number in metadata.num_reward_errors.items():
         first = next(state for state in states if name in state.get("reward_errors", {}))
         _LOGGER.warning(
@@ -125,6 +134,8 @@ class _Rollouts:
         self._generation = _bounded(call.concurrency.generation)
         self._scoring = None if call.concurrency.scoring is None else asyncio.Semaphore(call.concurrency.scoring)
         self._done: list[State | None] = [None] * len(self._inputs)
+        self._given_up: list[list[str]] = [[] for _ in self._inputs]
+        """The plain functions of each rollout that were given up."""
 
     @property
     def states(self) -> list[State]:
@@ -167,6 +178,7 @@ class _Rollouts:
         async with self._generation():
             began_s, waited = time.perf_counter(), Stopwatch()
             WAITED.set(waited)
+            GIVEN_UP.set(self._given_up[place])
             state = await self._rolled_out(place)
             timing = state["timing"]
             timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s - waited.total_s)
@@ -179,7 +191,8 @@ class _Rollouts:
         begun: Begun | None = None
         try:
             with begins(environment.member(one["task"]), one, self._inside_at(place)) as begun:
-                async with _within(self._call.rollout_timeout_s):
+                remedy = "check what its turns, tools and cleanups wait for, or allow more"
+                async with within(self._call.rollout_timeout_s, "not done after rollout_timeout_s", remedy):
                     return await in_own_task(self._cleaned_up(one, begun))
         except FAILURES as error:  # of one rollout: it is data, and the others go on
             raise_if_for_all(error)
@@ -254,6 +267,8 @@ class _Rollouts:
         turn = Turn(turns)
         async with turn.taken():
             try:
+                # Those of a group's function are noted once, with its first rollout.
+                GIVEN_UP.set(self._given_up[unit[0]])
                 with lent(self._environment.member(one["task"]).parser), scores(one, inside), scored_by(None):
                     await in_own_task(awaited(rubric.score_group(states) if rubric.compares_rollouts else rubric.score_rollout(states[0])))
             except FAILURES as error:  # of one unit, as above
@@ -311,6 +326,8 @@ class _Rollouts:
 
     def _tell(self, place: int) -> None:
         self._bar.update()
+        if self._given_up[place]:
+            self._state(place)["given_up"] = self._given_up[place]
         if self._call.on_rollout is not None:
             self._call.on_rollout(place, self._state(place))
 
@@ -332,19 +349,6 @@ async def _note_failure(environment: Environment, state: State, error: BaseExcep
         except FAILURES as again:  # perhaps the failure itself: the steps are kept, in their own words
             raise_if_for_all(again)
             state["completion"] = "" if environment.message_type == "completion" else []
-
-
-@asynccontextmanager
-async def _within(limit_s: float | None) -> AsyncIterator[None]:
-    """Cancels the block where it is not done by then, and raises a TimeoutError for it, also where the block has kept that to itself."""
-    try:
-        async with asyncio.timeout(limit_s) as timeout:
-            yield
-    except TimeoutError:
-        if not timeout.expired():
-            raise
-    if timeout.expired():
-        raise TimeoutError(f"not done after rollout_timeout_s = {limit_s:g} s; check what its turns, tools and cleanups wait for, or allow more")
 
 
 def _bounded(number: int | None) -> Callable[[], AbstractAsyncContextManager[Any]]:

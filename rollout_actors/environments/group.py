@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
 
-from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.environment import Environment, full_name
 from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
 from rollout_actors.environments.rubric import RewardFunction, Rubric, lent
@@ -26,6 +26,8 @@ class EnvGroup(Environment):
             env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
             kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the environments. The rest is theirs to have.
         """
+        if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
+            raise TypeError(f"envs: has {', '.join(foreign)}; put environments of rollout_actors.environments into a group")
         self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
         self.cleanup_timeout_s = max(type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs))
         message_types = sorted({env.message_type for env in envs})

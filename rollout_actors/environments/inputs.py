@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Protocol, overload
 
-from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, copied
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, copied, require_roles
 from rollout_actors.environments.results_file import digest
 from rollout_actors.environments.types import Messages, RolloutInput
 
@@ -48,6 +48,8 @@ class PromptFormat:
         the nulls that a table filled into `oai_tools` (see `cleanup_tools`)."""
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(f"row {index} has neither prompt nor question, only {', '.join(sorted(row)) or 'nothing'}; give it one of the two")
+        if self.message_type == "chat" and row.get("prompt") is not None and not isinstance(row["prompt"], str):
+            require_roles(row["prompt"], f"row {index}: prompt")
         for column in ("example_id", "id"):
             # As tables fill a gap. It is not even equal to itself.
             if isinstance(row.get(column), Real) and row[column] != row[column]:

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from rollout_actors.environments import examples
-from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.environment import Environment, full_name
 
 ENTRY_POINTS = "rollmatch.environments"
 """The group under which an installed package names its environments: `name = "package.module"`, or `"package.module:load_environment"`."""
@@ -38,7 +38,10 @@ def make_environment(env_id: str, load: Load, env_args: Mapping[str, Any]) -> En
     _check_arguments(env_id, load, env_args)
     environment = load(**env_args)
     if not isinstance(environment, Environment):
-        raise ValueError(f"{env_id}: its load_environment returned {type(environment).__name__}; return an Environment")
+        what = "nothing" if environment is None else full_name(environment)
+        raise ValueError(
+            f"{env_id}: its load_environment returned {what}; return an Environment of rollout_actors.environments, such as its SingleTurnEnv or ToolEnv"
+        )
     if environment.env_id is None:
         environment.env_id = Path(env_id).stem if env_id.endswith(".py") else env_id
     environment.env_args = environment.env_args or dict(env_args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollout_actors.environments.types import Message, Messages
@@ -35,7 +35,24 @@ def said(given: Any, by: str) -> Messages:
         raise TypeError(f"{by} returned {what}; return a list of messages, and [] where there is nothing to say")
     if wrong := [one for one in given if not isinstance(one, Mapping) and not hasattr(one, "model_dump")]:
         raise TypeError(f"{by} returned a list with {type(wrong[0]).__name__} in it; return a list of messages, each with a role and a content")
+    require_roles(given, f"what {by} returned")
     return [one if isinstance(one, dict) else dict(as_mapping(one)) for one in given]
+
+
+def require_roles(messages: Any, where: str) -> None:
+    """Refuse what is no conversation, and a message that does not say who says it.
+
+    Raises:
+        ValueError: it begins with `where`.
+    """
+    form = 'write it like {"role": "user", "content": "..."}'
+    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
+        raise ValueError(f"{where} is {type(messages).__name__}, not a list of messages; {form}, in a list")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) and not hasattr(message, "model_dump"):
+            raise ValueError(f"{where}: message {number} is {type(message).__name__}; {form}")
+        if (one := as_mapping(message)).get("role") is None:
+            raise ValueError(f"{where}: message {number} has no role, only {', '.join(one) or 'nothing'}; {form}")
 
 
 def copied(messages: Messages) -> Messages:

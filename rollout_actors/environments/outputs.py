@@ -43,6 +43,8 @@ class GenerateMetadata:
     path_to_save: Path | None = None
     num_reward_errors: dict[str, int] = field(default_factory=dict)
     """Rollouts for which a reward function failed, by its name; `state["reward_errors"]` says why."""
+    num_given_up: dict[str, int] = field(default_factory=dict)
+    """Plain functions that were given up while they ran, by name: their rollouts had reached a limit of time; `state["given_up"]`."""
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

@@ -51,6 +51,8 @@ class FinishedRollout(BaseModel):
     error: str | None
     reward_errors: dict[str, str] = {}
     """What reward functions failed of, by their names."""
+    given_up: list[str] = []
+    """The plain functions whose thread was given up, by their names."""
     stop_condition: str | None
     is_truncated: bool
     timing: dict[str, Any]
@@ -84,6 +86,7 @@ class FinishedRollout(BaseModel):
             metrics={name: float(value) for name, value in (state["metrics"] or {}).items()},
             error=plain(state["error"]),
             reward_errors=plain(state.get("reward_errors", {})),
+            given_up=list(state.get("given_up", ())),
             stop_condition=state["stop_condition"],
             is_truncated=bool(state["is_truncated"]),
             timing=plain(state["timing"]),
@@ -115,6 +118,8 @@ class FinishedRollout(BaseModel):
         )
         if self.reward_errors:
             state["reward_errors"] = dict(self.reward_errors)
+        if self.given_up:
+            state["given_up"] = list(self.given_up)
         state.update({path: value for path, value in self.columns.items() if path not in state})
         state["trajectory"] = self.columns.get("trajectory", [])
         return state

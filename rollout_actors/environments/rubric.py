@@ -28,6 +28,7 @@ from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.turns import Turn, each, in_thread
 from rollout_actors.environments.types import State
+from rollout_actors.environments.waits import within
 from shared.trajectory import group_advantages
 
 RewardFunction = Callable[..., Any]
@@ -66,6 +67,19 @@ def lent(parser: Parser) -> Iterator[None]:
         yield
     finally:
         _PARSER.reset(token)
+
+
+_LIMIT_S: ContextVar[float | None] = ContextVar("scoring_timeout_s", default=None)
+
+
+@contextmanager
+def limited(scoring_timeout_s: float | None) -> Iterator[None]:
+    """Bound each call of a reward function meanwhile, without its wait for a thread; None: no bound."""
+    token = _LIMIT_S.set(scoring_timeout_s)
+    try:
+        yield
+    finally:
+        _LIMIT_S.reset(token)
 
 
 class Rubric:
@@ -545,9 +559,11 @@ class _Reward:
             known = ", ".join(sorted(there))
             raise TypeError(f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add others to the rubric's class_objects")
         arguments = {name: there[name] for name in (there if self.takes_all else self.arguments) if name in there and name not in self.bound}
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        return await awaited(await in_thread(self.function, **arguments))
+        remedy = "check what it waits for, or allow more"
+        async with within(_LIMIT_S.get(), f"reward function {self.name} is not done after scoring_timeout_s", remedy):
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(**arguments)
+            return await awaited(await in_thread(self.function, **arguments))
 
 
 def _fields(state: State) -> dict[str, Any]:

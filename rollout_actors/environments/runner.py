@@ -24,7 +24,7 @@ from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.message_images import without_images
 from rollout_actors.environments.messages import sanitize_messages
-from rollout_actors.environments.tool_calls import reader_of
+from rollout_actors.environments.tool_calls import num_tool_calls, reader_of
 from rollout_actors.environments.training_examples import merge_trajectories_for_training
 from rollout_actors.environments.types import RolloutInput, State, TrajectoryStep
 from rollout_actors.environments.watched_engines import WatchedEngines
@@ -52,6 +52,7 @@ class RunnerSettings:
     """Of the command that was given, where relative paths of the environment begin on every node that has it. (An actor's own is Ray's.)"""
     max_concurrent_scoring: int | None = None
     rollout_timeout_s: float | None = None
+    scoring_timeout_s: float | None = None
     max_images: int = 0
     """Most images of one prompt, as the engines were started for."""
     tool_parser: str | None = None
@@ -131,6 +132,7 @@ class EnvironmentRunner:
             max_concurrent_scoring=settings.max_concurrent_scoring,
             use_tqdm=False,
             rollout_timeout_s=settings.rollout_timeout_s,
+            scoring_timeout_s=settings.scoring_timeout_s,
         )
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
@@ -177,6 +179,8 @@ class EnvironmentRunner:
             started_s=started_s,
             generate_s=state["timing"]["total_ms"] / 1000,
             reward_errors=dict(state.get("reward_errors", {})),
+            given_up=tuple(state.get("given_up", ())),
+            num_tool_calls=num_tool_calls(state),
             calls=calls,
         )
 
@@ -200,6 +204,11 @@ def require_no_tools(environment: Environment) -> None:
                 f"environment.tool_call_parser: {one.name} has tools, and neither this key nor the checkpoint's tokenizer says how the model's calls are read"
             )
             raise ValueError(f"{told}; set it to vLLM's name of the model's parser, such as hermes")
+
+
+def has_tools(environment: Environment) -> bool:
+    """Whether its rollouts are offered tools, those of rows that bring their own not counted."""
+    return any(one.oai_tools for one in _members(environment))
 
 
 def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) -> None:

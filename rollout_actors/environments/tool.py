@@ -20,12 +20,15 @@ class ToolEnv(MultiTurnEnv):
     A row's own `info["oai_tools"]` replaces what the model is shown of the tools, not who answers the calls.
     """
 
+    _completes = False
+    """Whether `_completed` fills in what the model has left out."""
+
     def __init__(self, tools: Sequence[Callable[..., Any]] = (), max_turns: int = 10, error_formatter: Callable[[Exception], str] = str, **kwargs: Any) -> None:
         """
         Args:
             tools: functions whose parameters have type hints, plain or asynchronous; their docstrings are what the model is told. Plain ones run in a thread,
-                at the same time as those of other rollouts; so many of them and of plain reward functions together as asyncio's own executor has threads:
-                min(32, cores + 4), if nobody gives the event loop another. More wait for a thread: what waits for a network had better be asynchronous. A
+                at the same time as those of other rollouts; of them and of plain reward functions together, min(32, cores + 4) in a process. More wait for
+                a thread: what waits for a network had better be asynchronous. A
                 `functools.partial` goes by the name and the docstring of what it wraps, unless it is given its own, and what it binds is not shown.
             max_turns: most calls of the model in a rollout; -1: any number.
             error_formatter: what the model is told of a tool that is unknown, that cannot be called so, or that raises. Where that is nothing, the name
@@ -66,11 +69,12 @@ class ToolEnv(MultiTurnEnv):
         name = call["name"]
         try:
             tool = self._called(name)
-            given = tool.read(call.get("arguments") or "")
+            given = tool.read(call.get("arguments") or "", is_whole=not self._completes)
         except ValueError as error:
             return self._refusal(error, state)
         arguments = await self._completed(name, given, messages, state)
         try:
+            tool.require_whole(arguments)
             return await tool.call(arguments)
         except Exception as error:  # whatever a tool raises is told to the model, which may try another way
             return self._refusal(error, state)
@@ -94,13 +98,15 @@ class ToolEnv(MultiTurnEnv):
 class StatefulToolEnv(ToolEnv):
     """Tools with parameters that the environment sets: what belongs to the rollout, and is none of the model's business."""
 
+    _completes = True
+
     def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
         """`args_to_skip` are the parameters that the model neither sees nor sets; `update_tool_args` does."""
         self._add(Tool.of(tool, args_to_skip))
 
     async def update_tool_args(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
-        """What the tool is called with, from what the model gave: to be overridden, to add the skipped ones. What it raises fails the rollout: the model
-        cannot help it."""
+        """What the tool is called with, from what the model gave: to be overridden, to add the skipped ones, and others that the model has left out. What
+        it raises fails the rollout: the model cannot help it."""
         return tool_args
 
     async def _completed(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:

@@ -79,6 +79,49 @@ def has_own_parser(checkpoint: Path) -> bool:
     return path.is_file() and isinstance(json.loads(path.read_text(encoding="utf-8")).get("response_template"), Mapping)
 
 
+def shows_tools(checkpoint: Path) -> bool:
+    """Whether a chat template in this folder mentions `tools`; also where there is none, which is another matter."""
+    written = [
+        path.read_text(encoding="utf-8")
+        for path in (checkpoint / "chat_template.jinja", *checkpoint.glob("additional_chat_templates/*.jinja"))
+        if path.is_file()
+    ]
+    config = checkpoint / "tokenizer_config.json"
+    if not written and config.is_file():
+        # One text, or a list of them with names.
+        given = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+        written = [json.dumps(given)] if given else []
+    return not written or any("tools" in text for text in written)
+
+
+def num_tool_calls(state: Mapping[str, Any]) -> int | None:
+    """What the model called in a rollout, of whatever it is offered; None where it is offered nothing."""
+    if not state.get("oai_tools"):
+        return None
+    messages = [message for step in state.get("trajectory") or () for message in step["completion"] if isinstance(message, Mapping)]
+    return sum(len(message.get("tool_calls") or ()) for message in messages)
+
+
+class UncalledTools:
+    """Says that no rollout ever called a tool: when the first ones have not, and again whenever twice as many have not."""
+
+    def __init__(self) -> None:
+        self._num_rollouts = self._told_of = 0
+        self._has_called = False
+
+    def problem(self, num_rollouts: int, num_calls: float) -> str | None:
+        """Note so many more rollouts that could call a tool, and their calls. What is to be said now."""
+        self._has_called = self._has_called or num_calls > 0
+        self._num_rollouts += num_rollouts
+        if self._has_called or not num_rollouts or self._num_rollouts < 2 * self._told_of:
+            return None
+        self._told_of = self._num_rollouts
+        return (
+            f"none of {self._num_rollouts} rollouts called a tool, though they were offered some; read what the model answers: its chat template must show "
+            "tools, and its calls must be read (by environment.tool_call_parser in training, by the endpoint's own parser with vf-eval)"
+        )
+
+
 def _tool_call(call: Any, place: int, seed: int) -> ChatCompletionMessageFunctionToolCall:
     # Nine characters, because some templates take no others.
     drawn = hashlib.sha256(f"{seed}/{place}".encode()).hexdigest()[:9]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from rollout_actors.environments.functions import bare
+from rollout_actors.environments.functions import bare, name_of
 from rollout_actors.environments.turns import in_thread
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -34,6 +34,8 @@ class Tool:
     """As it stands among the `tools` of a call: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
     arguments: type[BaseModel]
     """What the model may give, each field by its alias."""
+    given: type[BaseModel]
+    """The same, and none of them has to be there."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], args_to_skip: Collection[str] = ()) -> Tool:
@@ -42,7 +44,7 @@ class Tool:
 
         `args_to_skip` are the parameters that the model neither sees nor sets. ValueError names the function and what cannot be told to a model.
         """
-        name = _name(function)
+        name = name_of(function)
         if not _NAME.fullmatch(name):
             raise ValueError(f"tool {name}: the name of a tool has 1 to 64 letters, digits, - and _; give a named function")
         parameters = _parameters(name, function)
@@ -56,15 +58,20 @@ class Tool:
         fields: dict[str, Any] = {f"argument_{place}": (_hint(one), _field(one, told)) for place, one in enumerate(seen)}
         try:
             arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+            optional: dict[str, Any] = {field: (hint, Field(None, alias=info.alias)) for field, (hint, info) in fields.items()}
+            given = create_model(name, __config__=ConfigDict(extra="forbid"), **optional)
             form = arguments.model_json_schema(schema_generator=_Untitled)
         except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema) as error:
             reason = error.message.partition(".")[0]
             raise ValueError(f"tool {name}: {reason}; give its parameters types that JSON has, or hide them with args_to_skip") from error
         shown = {key: value for key, value in form.items() if key != "title"}
-        return cls(name, function, {"type": "function", "function": {"name": name, "description": description, "parameters": shown}}, arguments)
+        return cls(name, function, {"type": "function", "function": {"name": name, "description": description, "parameters": shown}}, arguments, given)
 
-    def read(self, text: str) -> dict[str, Any]:
-        """The arguments that a model wrote as JSON, as the function takes them. ValueError says what is wrong with them, for the model to read."""
+    def read(self, text: str, *, is_whole: bool = True) -> dict[str, Any]:
+        """The arguments that a model wrote as JSON, as the function takes them. ValueError says what is wrong with them, for the model to read.
+
+        `is_whole`: False: some may be missing, which somebody else fills in (`require_whole`).
+        """
         try:
             given = json.loads(text) if text.strip() else {}
         except json.JSONDecodeError as error:
@@ -72,12 +79,18 @@ class Tool:
         if not isinstance(given, Mapping):
             raise ValueError(f"the arguments of {self.name} are no JSON object, but {text[:60]}")
         try:
-            checked = self.arguments.model_validate(given)
+            checked = (self.arguments if is_whole else self.given).model_validate(given)
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
             raise ValueError(f"the arguments of {self.name} are wrong: {faults}") from error
-        fields = self.arguments.model_fields
+        fields = type(checked).model_fields
         return {str(fields[field].alias): getattr(checked, field) for field in fields if field in checked.model_fields_set}
+
+    def require_whole(self, arguments: Mapping[str, Any]) -> None:
+        """ValueError, for the model to read, where one that it may give is missing."""
+        required = [field.alias for field in self.arguments.model_fields.values() if field.is_required()]
+        if missing := [name for name in required if name not in arguments]:
+            raise ValueError(f"the arguments of {self.name} are wrong: {'; '.join(f'{name}: Field required' for name in missing)}")
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """What the function returns, as text: text as it is, anything else as JSON. A plain function runs in a thread. Raises what it raises."""
@@ -121,13 +134,6 @@ class _Untitled(GenerateJsonSchema):
 
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         return False
-
-
-def _name(function: Callable[..., Any]) -> str:
-    given: str | None = getattr(function, "__name__", None)
-    if given is None:
-        return _name(function.func) if isinstance(function, partial) else type(function).__name__
-    return given
 
 
 def _docstring(function: Callable[..., Any]) -> str:

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from rollout_actors.environments.failures import called_exit, staying
+from rollout_actors.environments.functions import name_of
+from rollout_actors.environments.threads import THREADS
 from rollout_actors.environments.waits import Stopwatch
 
 T = TypeVar("T")
@@ -94,12 +97,12 @@ async def each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
     """A plain function's value, without holding up the event loop. A StopIteration comes as RuntimeError, as out of a coroutine: no future can hold one, and
-    who waits for it would do so for ever. So does `exit()`."""
-    turn = _TURN.get()
+    who waits for it would do so for ever. So does `exit()`. Where the caller is cancelled, the thread is given up (`Threads.call`)."""
+    turn, name = _TURN.get(), name_of(function)
     if turn is None:
-        return await asyncio.to_thread(_called, function, arguments)
+        return await THREADS.call(partial(_called, function, arguments), name)
     with turn.waits():
-        return await asyncio.to_thread(_called, turn.in_its_thread, {"function": function, "arguments": arguments})
+        return await THREADS.call(partial(_called, turn.in_its_thread, {"function": function, "arguments": arguments}), name)
 
 
 def _called(function: Callable[..., T], arguments: dict[str, Any]) -> T:

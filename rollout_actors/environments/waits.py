@@ -1,11 +1,12 @@
-"""What a rollout waits for that is no part of it: its turn at an engine."""
+"""What a rollout waits for that is no part of it: its turn at an engine, and where it has a limit of time, a thread."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 
@@ -48,3 +49,66 @@ def waiting() -> AbstractContextManager[None]:
     """Around a wait that is not to be in `timing`."""
     watch = WAITED.get()
     return nullcontext() if watch is None else watch.running()
+
+
+class Limit:
+    """A limit of time whose clock stands still while all that its task has in threads waits for one.
+
+    What runs in a thread is not stopped by what waits: two calls of a task can both have hung.
+    """
+
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self._timeout = timeout
+        self._waiting = self._running = 0
+        self._left_s: float | None = None
+        """Of a clock that stands still."""
+        self.is_over = False
+
+    def count(self, *, waiting: int, running: int) -> None:
+        """Change the numbers of calls that wait for a thread, and that have one."""
+        self._waiting += waiting
+        self._running += running
+        stands_still = self._waiting > 0 and not self._running
+        if self.is_over or self._timeout.expired() or stands_still == (self._left_s is not None):
+            return
+        now_s = asyncio.get_running_loop().time()
+        if stands_still:
+            when_s = self._timeout.when()
+            assert when_s is not None, "a clock that goes has an end"
+            self._left_s = when_s - now_s
+            self._timeout.reschedule(None)
+        else:
+            assert self._left_s is not None, "it stood still"
+            self._timeout.reschedule(now_s + self._left_s)
+            self._left_s = None
+
+
+LIMITS: ContextVar[tuple[Limit, ...]] = ContextVar("limits", default=())
+"""Of the task and of those around it."""
+
+
+@asynccontextmanager
+async def within(limit_s: float | None, late: str, remedy: str) -> AsyncIterator[None]:
+    """Cancel the block where it is not done by then, and raise TimeoutError for it, also where the block has kept that to itself.
+
+    Args:
+        limit_s: None: there is no limit.
+        late: the beginning of the error, up to the limit's name.
+    """
+    if limit_s is None:
+        yield
+        return
+    try:
+        async with asyncio.timeout(limit_s) as timeout:
+            limit = Limit(timeout)
+            token = LIMITS.set((*LIMITS.get(), limit))
+            try:
+                yield
+            finally:
+                limit.is_over = True
+                LIMITS.reset(token)
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+    if timeout.expired():
+        raise TimeoutError(f"{late} = {limit_s:g} s; {remedy}")

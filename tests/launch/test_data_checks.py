@@ -204,6 +204,17 @@ def test_an_environment_with_tools_needs_a_reader_of_calls(of_environment, tmp_p
     assert check_data(of_environment(args=args)).examples == ExampleCounts(6, 3)
 
 
+def test_a_template_that_shows_no_tools_to_an_environment_with_tools_is_warned_of(of_environment, tmp_path):
+    args = {"oai_tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]}
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{{ messages }}")
+    (warning,) = check_data(of_environment(args=args, tool_call_parser="hermes")).describe()[1:]
+    assert warning.startswith(f"warning   runner_environment has tools, and the chat template of {tmp_path / 'model'} shows none: the model is not told")
+    assert check_data(of_environment()).warning is None
+    template.write_text("{{ messages }}{{ tools }}")
+    assert check_data(of_environment(args=args, tool_call_parser="hermes")).warning is None
+
+
 def test_an_environment_without_rows_to_evaluate_on_is_for_runs_without_reports(of_environment):
     """A mean over nothing is no figure."""
     for number in (0, None):

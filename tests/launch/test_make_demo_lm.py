@@ -6,9 +6,10 @@ import torch
 from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.make_demo_lm import make_demo_lm
+from launch.make_demo_lm import TOOL_CALL, make_demo_lm
 from rollout_actors.environments.chat_tokens import ChatTokens, Spoken
-from rollout_actors.environments.examples import copy_digits
+from rollout_actors.environments.examples import copy_digits, hidden_digit
+from shared.errors import ConfigError
 
 EVERY_NUMBER = [f"{digit}{digit}{digit}" for digit in range(10)]
 
@@ -139,3 +140,55 @@ def test_the_answer_depends_on_the_number(tokenizer, model):
 def test_the_checkpoint_names_the_architecture_and_the_stop_token_that_vllm_reads(checkpoint, tokenizer):
     assert json.loads((checkpoint / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert json.loads((checkpoint / "generation_config.json").read_text())["eos_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+# That can call a tool
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / "lm_tools"
+    assert make_demo_lm(out, seed=17, tools=True)
+    return out
+
+
+@pytest.fixture
+def calls_tools(with_tools):
+    """Its tokenizer."""
+    return AutoTokenizer.from_pretrained(with_tools)
+
+
+TOOLS = hidden_digit.load_environment().oai_tools
+QUESTION = {"role": "user", "content": hidden_digit.QUESTION}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "peek", "arguments": "{}"}}]}
+
+
+def test_the_model_with_tools_is_another_checkpoint_with_the_same_bytes_each_time(with_tools, tmp_path):
+    make_demo_lm(tmp_path / "again", seed=17, tools=True)
+    for file in with_tools.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+    with pytest.raises(ConfigError, match="was made from another tools"):
+        make_demo_lm(with_tools, seed=17)
+
+
+def test_a_rollout_with_a_tool_call_has_no_unknown_token_and_goes_on_from_the_call_as_it_was_sampled(calls_tools):
+    tokens = ChatTokens(calls_tools)
+    rendered = tokens.render([QUESTION], TOOLS)
+    assert '"name": "peek"' in rendered
+    (call,) = tokens.encode(TOOL_CALL)
+    prompt, end = tokens.encode(rendered), calls_tools.eos_token_id
+    last = Spoken(rendered, 1, (*prompt, call, end), TOOL_CALL, end, calls_tools.eos_token, CALLED)
+    messages = [QUESTION, CALLED, {"role": "tool", "tool_call_id": "a", "content": "7"}]
+    continued = tokens.continued(last, tokens.render(messages, TOOLS), messages, TOOLS)
+    assert continued is not None
+    assert continued[: len(prompt) + 2] == (*prompt, call, end)
+    assert calls_tools.unk_token_id not in continued
+    assert tokens.decode(continued[len(prompt) + 2 :], with_special=True) == "<|im_start|>tool\n7<|im_end|><|im_start|>assistant\n"
+
+
+def test_random_weights_call_the_tool_in_one_answer_of_a_hundred_or_more(with_tools, calls_tools):
+    model = AutoModelForCausalLM.from_pretrained(with_tools)
+    tokens = ChatTokens(calls_tools)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens.encode(tokens.render([QUESTION], TOOLS))])).logits[0, -1]
+    assert float(logits.softmax(-1)[calls_tools.convert_tokens_to_ids(TOOL_CALL)]) > 0.01

@@ -211,3 +211,10 @@ def test_environment_actors_together_ask_an_engine_for_as_many_rollouts_as_it_de
     config = trajectory_config(tmp_path / "model", tmp_path / "run", **changes)
     made = [runner_settings(config, config.environment, devices, ExampleCounts(6, 3), index) for index in range(actors)]
     assert [settings.max_under_way for settings in made] == shares
+
+
+def test_environment_actors_keep_the_limits_of_time_of_their_section(tmp_path):
+    limits = {"environment__rollout_timeout_s": 60.0, "environment__scoring_timeout_s": 5.0}
+    config = trajectory_config(tmp_path / "model", tmp_path / "run", **limits)
+    settings = runner_settings(config, config.environment, [1], ExampleCounts(6, 3), 0)
+    assert (settings.rollout_timeout_s, settings.scoring_timeout_s) == (60.0, 5.0)

@@ -232,6 +232,20 @@ def test_the_plan_of_an_environments_step_has_rounds_of_whole_groups(of_environm
     assert "reward 0.500  no signal 1/3" in output.getvalue()
 
 
+@pytest.mark.parametrize(("num_calls", "is_told"), [(0.0, True), (1.0, False), (None, False)])
+def test_a_step_whose_rollouts_called_no_tool_is_warned_of(of_environment, num_calls, is_told):
+    output = io.StringIO()
+    counted = {"rollout/num": 12.0, "rollout/reward": 0.5, "rollout/num_groups": 3.0, "rollout/num_groups_without_signal": 1.0}
+    counted |= dict.fromkeys(("rollout/num_failed", "rollout/num_truncated", "rollout/num_splits"), 0.0)
+    if num_calls is not None:
+        counted["rollout/num_tool_calls"] = num_calls
+    with placed(of_environment, devices=(1,), output=output) as telemetry:
+        plan = RunSchedule(of_environment).plan(1)
+        with telemetry.step(plan) as record:
+            record.report = StepReport(1, plan.channel, 2, METRICS | COUNTED | counted, (Span("learner", "learn", 1.0, 2.0),))
+    assert ("warning   none of 12 rollouts called a tool, though they were offered some" in output.getvalue()) == is_told
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(config):
     open_telemetry(config).__exit__(None, None, None)
     with pytest.raises(ConfigError, match=r"telemetry\.run_dir: .* holds a run already"):

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 from scripted_client import ScriptedClient
 
+from launch import vf_eval
 from launch.eval_arguments import read_options
 from launch.vf_eval import main
 from rollout_actors.environments.loading import load_environment
@@ -247,6 +248,76 @@ def test_a_rollout_that_is_not_done_at_its_limit_has_failed(place, endpoint, url
     endpoint.delay_s = 60.0
     done = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", "--rollout-timeout", "1")
     assert done.returncode == 1 and "TimeoutError: not done after rollout_timeout_s = 1 s" in done.stdout + done.stderr
+
+
+HANGING = """
+    import time
+    from pathlib import Path
+
+    from rollout_actors.environments.rubric import Rubric
+    from rollout_actors.environments.single_turn import SingleTurnEnv
+
+
+    def load_environment():
+        def slow(completion, answer):
+            Path("begun").touch()
+            time.sleep(600 if answer == "hang" else 0)
+            return 1.0
+
+        return SingleTurnEnv(dataset=[{"question": one, "answer": one} for one in ("go", "hang")], rubric=Rubric([slow]))
+"""
+
+
+def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_keeps_nobody(place, url):
+    (place.folder / "hanging.py").write_text(textwrap.dedent(HANGING))
+    done = place.process("hanging.py", "-b", url, "-r", "1", "--scoring-timeout", "1")
+    assert done.returncode == 0, done.stderr
+    error = "1 x slow, not in its mean: TimeoutError: reward function slow is not done after scoring_timeout_s = 1 s"
+    assert cell(done.stdout, "reward errors").startswith(error)
+    assert cell(done.stdout, "given up") == "1 x slow: plain functions that ran past a limit"
+    assert "plain function slow was given up" in done.stderr
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_true(place, url, sign):
+    (place.folder / "hanging.py").write_text(textwrap.dedent(HANGING))
+    process = place.start("hanging.py", "-b", url, "-r", "1")
+    deadline = time.monotonic() + 60
+    while not place.evaluations or len(place.lines) < 1 or not (place.folder / "begun").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(sign)
+    first = ""
+    while "again ends at once" not in first:
+        first += (line := process.stderr.readline())
+        assert line, first
+    assert "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for plain functions that run (slow)" in first
+    process.send_signal(sign)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted again: ended at once, and what had not cleaned up by now never will; cut off while they ran: slow" in err
+    assert "1 finished rollouts are kept in" in err
+    assert "every process" not in err
+
+
+def test_after_one_signal_a_plain_function_is_waited_for_and_then_cut_off(place, url, monkeypatch):
+    monkeypatch.setattr(vf_eval, "PLAIN_S", 0.2)
+    interrupts = HANGING.replace("import time", "import os, signal, time").replace(
+        "time.sleep(600", "answer == 'hang' and os.kill(os.getpid(), signal.SIGINT); time.sleep(5"
+    )
+    (place.folder / "interrupts.py").write_text(textwrap.dedent(interrupts))
+    done = place.run("interrupts.py", "-b", url, "-r", "1", "-c", "1")
+    assert done.returncode == 130
+    assert "cut off while they ran, after 0.2 s: slow" in done.stderr
+    assert "1 finished rollouts are kept in" in done.stderr
+
+
+def test_an_endpoint_that_takes_max_completion_tokens_alone_is_sent_the_limit_of_t(place, endpoint, url):
+    endpoint.limit = "max_completion_tokens"
+    done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1", "-t", "7", "-c", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [body.get("max_completion_tokens") for body in endpoint.bodies] == [None, 7, 7]
 
 
 def test_no_interleave_scoring_scores_when_all_are_generated(place, endpoint, url):

@@ -36,3 +36,14 @@ def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figu
     assert (counted["rollout/num_failed"], counted["rollout/num_reward_errors"]) == (2, 2)
     assert counted["rollout/reward"] == 0.5
     assert (counted["reward/right"], counted["reward/judge"]) == (2.0 / 3, 0.25)
+
+
+def test_functions_that_were_given_up_and_tool_calls_are_counted_where_there_are_tools() -> None:
+    plain = EnvironmentRollout(0, 0, 0.5, {}, None, False, 1, 2, 0, 0, (), None, None, "env", 1.0, 0.5, given_up=("judge", "judge"))
+    tally = StepTally(0, capacity=8, min_fill_ratio=0.5)
+    tally.add_environment_rollout(plain)
+    assert tally.totals.as_dict()["rollout/num_given_up"] == 2
+    assert "rollout/num_tool_calls" not in tally.totals.as_dict()
+    for number in (0, 3):
+        tally.add_environment_rollout(replace(plain, num_tool_calls=number))
+    assert tally.totals.as_dict()["rollout/num_tool_calls"] == 3

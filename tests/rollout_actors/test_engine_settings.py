@@ -90,6 +90,13 @@ def test_the_ranks_are_vllms_own() -> None:
     assert get_args(MaxLoRARanks) == LORA_RANKS
 
 
+def test_an_engine_on_cpu_reads_no_prompt_in_two_steps() -> None:
+    """vLLM sets back the generator of such a request, which a seeded one on CPU does not survive."""
+    on_cpu, on_gpu = (engine_arguments(small_settings(Path("model"), device=device)) for device in (Device.CPU, Device.CUDA))
+    assert on_cpu["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in on_gpu
+
+
 @pytest.mark.engine
 def test_as_many_beams_are_permitted_as_vllms_search_gets_log_probabilities_for() -> None:
     from vllm.engine.arg_utils import EngineArgs

@@ -6,6 +6,9 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+from unittest import mock
+
+from rollout_actors.environments.threads import THREADS
 
 T = TypeVar("T")
 
@@ -41,8 +44,12 @@ class CountedTime(asyncio.SelectorEventLoop):
         return done
 
 
+async def _at_once(function: Callable[[], T], name: str) -> T:
+    return function()
+
+
 def counted(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
     """What it comes to, and the seconds that it would have taken."""
-    with asyncio.Runner(loop_factory=CountedTime) as runner:
+    with mock.patch.object(THREADS, "call", _at_once), asyncio.Runner(loop_factory=CountedTime) as runner:
         done = runner.run(work)
         return done, runner.get_loop().time()

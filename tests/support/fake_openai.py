@@ -27,6 +27,8 @@ class FakeOpenAI:
     answers: int | None = None
     """After so many, a call waits for ever."""
     counts_tokens: bool = True
+    limit: str | None = None
+    """The only name under which it takes the limit of new tokens; None: any."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Of the calls for an answer."""
     most_under_way: int = 0
@@ -76,6 +78,11 @@ class FakeOpenAI:
         await asyncio.sleep(self.delay_s)
         if self.answers is not None and number > self.answers:
             await asyncio.Event().wait()
+        other = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}.get(self.limit or "")
+        if other in body:
+            text = f"Unsupported parameter: '{other}' is not supported with this model. Use '{self.limit}' instead."
+            error = {"message": text, "type": "invalid_request_error", "param": other, "code": "unsupported_parameter"}
+            return JSONResponse({"error": error}, 400)
         said = self.reply(body["messages"][-1]["content"])
         if isinstance(said, int):
             return JSONResponse({"error": {"message": f"refused with {said}"}}, said)

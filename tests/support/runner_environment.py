@@ -82,6 +82,11 @@ def beats(states: Sequence[State]) -> list[float]:
     return [float(sum(other < own for other in said)) for own in said]
 
 
+async def endless(completion: Messages) -> float:
+    await asyncio.sleep(3600)
+    return 1.0
+
+
 def load_environment(
     trouble: str = "",
     at: int | None = None,
@@ -101,7 +106,7 @@ def load_environment(
         return EnvGroup([plain, other], ["plain", "other"])
     rows = [_row(number, image) for number in range(num_rows)]
     held_out = None if num_eval_rows is None else [_row(100 + number, image) for number in range(num_eval_rows)]
-    rubric = Rubric([beats if compares else crosses])
+    rubric = Rubric([endless if trouble == "unjudged" else beats if compares else crosses])
     return Echo(trouble, at, mark, dataset=rows, eval_dataset=held_out, sampling_args=sampling_args, rubric=rubric, oai_tools=oai_tools)
 
 

@@ -5,10 +5,12 @@ import copy
 import json
 import pickle
 
+import openai
 import pytest
 from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user
 from scripted_client import ScriptedClient
 
+from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.parsers import Parser, ThinkParser
 from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.single_turn import SingleTurnEnv
@@ -271,3 +273,62 @@ def test_results_are_saved_by_row_with_their_metadata(tmp_path):
     lines = (tmp_path / "new" / "folder" / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["example_id"] for line in lines] == [0, 1]
     assert json.loads((tmp_path / "new" / "folder" / "metadata.json").read_text())["avg_reward"] == 1.0
+
+
+# What would fail every rollout, or be dropped without a word
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("system_prompt", "Be brief."), ("few_shot", [user("q"), assistant("a")]), ("oai_tools", [{"type": "function", "function": {"name": "f"}}])],
+)
+def test_what_a_completion_is_not_sent_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}: with message_type='completion' the model is sent the row's text alone"):
+        SingleTurnEnv(rows(1), message_type="completion", **{name: value})
+
+
+def test_tools_of_a_row_whose_prompt_is_text_are_that_rollouts_error():
+    row = {"prompt": "once", "info": {"oai_tools": [{"type": "function", "function": {"name": "f"}}]}}
+    results = generated(SingleTurnEnv(message_type="completion"), [row], ScriptedClient(["upon a time"]))
+    assert "oai_tools: with message_type='completion'" in results.state[0]["error"]
+
+
+def test_a_synchronous_client_is_refused_before_any_rollout():
+    with pytest.raises(TypeError, match=r"client: is a synchronous openai\.OpenAI; give an openai\.AsyncOpenAI"):
+        generated(SingleTurnEnv(), rows(2), openai.OpenAI(api_key="none", base_url="http://nowhere.invalid/v1"))
+
+
+def test_a_client_whose_calls_are_not_asynchronous_is_told_so():
+    class Plain(ScriptedClient):
+        class chat:  # noqa: N801 (as openai has it)
+            class completions:  # noqa: N801
+                @staticmethod
+                def create(**arguments):
+                    return "an answer"
+
+        def __init__(self):
+            pass
+
+    results = generated(SingleTurnEnv(), rows(1), Plain())
+    assert "TypeError: client: calls of Plain are not asynchronous; give an openai.AsyncOpenAI" in results.state[0]["error"]
+
+
+def test_a_message_of_an_environment_without_a_role_is_told_with_who_made_it():
+    class Mute(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            return [{"content": "yes"}]
+
+    (state,) = generated(Mute(env_id="mute"), rows(1), ScriptedClient(echo)).state
+    assert "what env_response of mute returned: message 0 has no role, only content; write it like" in state["error"]
+    with pytest.raises(ValueError, match="few_shot: message 0 has no role"):
+        SingleTurnEnv(rows(1), few_shot=[{"content": "q"}])
+
+
+def test_parts_of_another_library_are_refused_by_their_full_names():
+    class Rubric:
+        """One of another library."""
+
+    with pytest.raises(TypeError, match=r"rubric: is .*test_environment\..*Rubric; give a Rubric of rollout_actors\.environments"):
+        SingleTurnEnv(rows(1), rubric=Rubric())
+    with pytest.raises(TypeError, match=r"envs: has .*test_environment\..*Rubric; put environments of rollout_actors\.environments into a group"):
+        EnvGroup([SingleTurnEnv(rows(1)), Rubric()])

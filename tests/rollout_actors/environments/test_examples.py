@@ -63,10 +63,20 @@ def copies(call: Call) -> str:
     return digits[-call.turn]
 
 
-PLAYERS: dict[str, Callable[[Call], Any]] = {"arithmetic": calculates, "copy_digits": copies, "guess_number": halves, "key_value_store": keeps_the_store}
+def peeks(call: Call) -> Any:
+    return call.text if call.turn else Answer(None, tool_calls=[("peek", {})])
 
 
-def test_there_are_four_examples_and_each_is_small():
+PLAYERS: dict[str, Callable[[Call], Any]] = {
+    "arithmetic": calculates,
+    "copy_digits": copies,
+    "guess_number": halves,
+    "hidden_digit": peeks,
+    "key_value_store": keeps_the_store,
+}
+
+
+def test_there_are_five_examples_and_each_is_small():
     assert sorted(EXAMPLES) == sorted(PLAYERS)
     for name in EXAMPLES:
         with open(importlib.import_module(f"{examples.__name__}.{name}").__file__) as file:  # noqa: PTH123
@@ -79,7 +89,7 @@ def test_who_plays_well_gets_the_full_reward(name):
     environment = load_environment(name, num_eval_examples=40)
     results = asyncio.run(environment.evaluate(ScriptedClient(PLAYERS[name]), "m", use_tqdm=False))
     assert results.metadata.num_errors == 0
-    full = {"arithmetic": 1.1, "copy_digits": 1.0, "guess_number": 1.6, "key_value_store": 1.0}[name]
+    full = {"arithmetic": 1.1, "copy_digits": 1.0, "guess_number": 1.6, "hidden_digit": 1.0, "key_value_store": 1.0}[name]
     assert results.reward == pytest.approx([full] * 40)
 
 
@@ -162,7 +172,7 @@ def test_the_examples_together_are_one_environment():
 
     def plays(call: Call) -> Any:
         if "tools" in call.arguments:
-            return keeps_the_store(call)
+            return keeps_the_store(call) if call.prompt[0]["role"] == "system" else peeks(call)
         if call.prompt[0]["content"].startswith("first"):
             return copies(call)
         return halves(call) if "Guess" in call.prompt[0]["content"] else calculates(call)

@@ -4,15 +4,16 @@ import asyncio
 import math
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from counted_time import counted
 from environment_support import Talk, generated, rows, rubric_of, said_the_answer, user
 from scripted_client import Answer, ScriptedClient, status_error
 
+from rollout_actors.environments import turns
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.threads import Threads
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
 
@@ -336,16 +337,14 @@ def test_the_bound_of_scorings_holds_for_the_rollouts_of_a_group_too(interleave_
 
 
 @pytest.mark.slow
-def test_the_wait_for_a_thread_is_not_counted_as_scoring():
+def test_the_wait_for_a_thread_is_not_counted_as_scoring(monkeypatch):
+    monkeypatch.setattr(turns, "THREADS", Threads(2))
+
     def slow(completion):
         time.sleep(0.03)
         return 1.0
 
-    async def with_two_threads():
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-        return await SingleTurnEnv(rubric=rubric_of(slow)).generate(rows(24), ScriptedClient(echo), "model", use_tqdm=False)
-
-    results = asyncio.run(with_two_threads())
+    results = generated(SingleTurnEnv(rubric=rubric_of(slow)), rows(24), ScriptedClient(echo))
     spent_ms = [state["timing"]["scoring_ms"] for state in results.state]
     # Two at a time, it is twice the time that there was; with the wait for one of the threads, twelve times.
     assert min(spent_ms) > 29 and sum(spent_ms) < 6 * results.metadata.time_ms

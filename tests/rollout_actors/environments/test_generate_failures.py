@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import math
 import re
+import signal
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,14 @@ from counted_time import counted
 from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user, without_place
 from scripted_client import Answer, ScriptedClient, connection_error, overlong_error, status_error
 
+from rollout_actors.environments import turns
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.responses import RETURNS_TOKENS
 from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.threads import Threads
+from rollout_actors.environments.tool import ToolEnv
 from rollout_actors.environments.training_examples import merge_trajectories_for_training, process_trajectories_for_training
 from rollout_actors.environments.types import State
 
@@ -157,6 +162,86 @@ def test_the_wait_for_a_turn_does_not_count_towards_a_rollouts_limit():
     results, seconds = counted(work)
     assert seconds == pytest.approx(1.5)
     assert [state["error"] for state in results.state] == [None] * 6
+
+
+@pytest.mark.slow
+def test_tools_that_hang_cost_their_own_rollouts_alone_though_they_have_every_thread(monkeypatch):
+    """Eight of them, of two threads; twenty others call the same tool."""
+    monkeypatch.setattr(turns, "THREADS", Threads(2))
+    release = threading.Event()
+
+    def look_up(number: int) -> str:
+        """Look up a number."""
+        if number < 8:
+            release.wait(60)
+        return str(number)
+
+    def script(call):
+        return "done" if call.turn else Answer(None, tool_calls=[("look_up", {"number": int(call.prompt[0]["content"])})])
+
+    examples = [{"question": str(number)} for number in range(28)]
+    try:
+        results = generated(ToolEnv([look_up]), examples, ScriptedClient(script), rollout_timeout_s=1.0)
+    finally:
+        release.set()
+    assert [state["error"] for state in results.state[8:]] == [None] * 20
+    assert all(state["error"].startswith("TimeoutError: not done after rollout_timeout_s = 1 s") for state in results.state[:8])
+    assert results.metadata.num_given_up == {"look_up": 8}
+    assert results.state[0]["given_up"] == ["look_up"]
+
+
+def test_an_asynchronous_reward_function_that_hangs_has_no_figure_at_its_limit():
+    async def judged(completion, answer):
+        if answer == "q1":
+            await asyncio.sleep(3600)
+        return 1.0
+
+    async def length(completion):
+        return 1.0
+
+    env = SingleTurnEnv(rubric=Rubric([judged, length], [0.0, 1.0]))
+    results, seconds = counted(env.generate(rows(3), ScriptedClient(echo), "model", use_tqdm=False, scoring_timeout_s=2.0))
+    assert seconds == pytest.approx(2.0)
+    assert results.reward == [1.0, 1.0, 1.0]
+    error = "TimeoutError: reward function judged is not done after scoring_timeout_s = 2 s; check what it waits for, or allow more"
+    assert results.state[1]["reward_errors"] == {"judged": error}
+    assert results.metadata.num_reward_errors == {"judged": 1}
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_thread_is_given_up(interleave_scoring):
+    release = threading.Event()
+
+    def hangs(completion):
+        release.wait(60)
+        return 1.0
+
+    env = SingleTurnEnv(rubric=Rubric([hangs], [0.0]))
+    try:
+        results = generated(env, rows(1), ScriptedClient(echo), scoring_timeout_s=0.05, interleave_scoring=interleave_scoring)
+    finally:
+        release.set()
+    assert results.state[0]["reward_errors"]["hangs"].startswith("TimeoutError: reward function hangs is not done after scoring_timeout_s = 0.05 s")
+    assert results.state[0]["error"] is None
+    assert results.metadata.num_given_up == {"hangs": 1}
+
+
+def test_a_reward_function_that_needs_signals_is_told_that_it_runs_in_a_thread():
+    def by_signal(completion):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def by_library(completion):
+        try:
+            by_signal(completion)
+        except ValueError as error:
+            raise ValueError("no threads here, due to the usage of signal.alarm() in the timeout mechanism") from error
+
+    results = generated(SingleTurnEnv(rubric=Rubric([by_signal, by_library], [0.0, 0.0])), rows(1), ScriptedClient(echo))
+    errors = results.state[0]["reward_errors"]
+    assert errors["by_signal"].startswith("ValueError: signal only works in main thread")
+    for one in errors.values():
+        assert one.count("plain functions run in threads, where no limit of time works that is kept by signals") == 1
+        assert "math_verify: parse(..., parsing_timeout=None), verify(..., timeout_seconds=None)" in one
 
 
 def test_a_timeout_of_an_environments_own_says_what_it_said():

@@ -214,3 +214,20 @@ def test_rows_with_arrays_are_compared_by_what_is_in_them():
     require(one, same)
     with pytest.raises(ValueError, match="inputs 0 and 1 both have 7"):
         require(one, other)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([{"content": "hi"}], "message 0 has no role, only content"),
+        ([{"role": "system", "content": "hi"}, {"role": None, "content": "hi"}], "message 1 has no role, only role, content"),
+        (["hi"], "message 0 is str"),
+        ({"role": "user", "content": "hi"}, "is dict, not a list of messages"),
+        (3, "is int, not a list of messages"),
+    ],
+)
+def test_a_prompt_that_is_no_conversation_is_refused_with_its_row_and_the_remedy(prompt, problem):
+    examples = Examples([{"question": "fine"}, {"prompt": prompt}], PromptFormat())
+    with pytest.raises(ValueError, match=r"^row 1: prompt.*write it like {\"role\": \"user\"") as caught:
+        examples[1]
+    assert problem in str(caught.value)

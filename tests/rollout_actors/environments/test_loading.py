@@ -84,7 +84,7 @@ def test_a_wrong_name_lists_what_there_is():
     with pytest.raises(ValueError) as caught:
         load_environment("aritmetic")
     assert str(caught.value) == (
-        "no environment 'aritmetic' (did you mean arithmetic?); there are arithmetic, copy_digits, guess_number, key_value_store, "
+        "no environment 'aritmetic' (did you mean arithmetic?); there are arithmetic, copy_digits, guess_number, hidden_digit, key_value_store, "
         "and any module or .py file that has load_environment(**args)"
     )
 
@@ -117,8 +117,14 @@ def test_a_module_without_load_environment_is_told_what_to_define(here):
 
 def test_what_is_no_environment_is_refused(here):
     (here / "wrong.py").write_text("def load_environment(): return 3")
-    with pytest.raises(ValueError, match="wrong: its load_environment returned int"):
+    with pytest.raises(ValueError, match=r"wrong: its load_environment returned int; return an Environment of rollout_actors\.environments"):
         load_environment("wrong")
+
+
+def test_an_environment_of_another_library_is_refused_by_its_full_name(here):
+    (here / "elsewhere.py").write_text("class SingleTurnEnv: pass\ndef load_environment(): return SingleTurnEnv()")
+    with pytest.raises(ValueError, match=r"returned elsewhere\.SingleTurnEnv; return an Environment of rollout_actors\.environments"):
+        load_environment("elsewhere")
 
 
 def test_what_a_module_raises_while_it_is_imported_or_called_is_raised(here):

@@ -225,6 +225,12 @@ def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it(
     assert timeless(answers[1:]) == timeless(ran(training(1, first=1)))
 
 
+def test_a_reward_function_that_hangs_has_no_figure_at_its_limit() -> None:
+    answers = ran(training(4), trouble="unjudged", scoring_timeout_s=0.05)
+    for rollout in answers[0]:
+        assert rollout.reward_errors["endless"].startswith("TimeoutError: reward function endless is not done after scoring_timeout_s = 0.05 s")
+
+
 DEAD = RolloutError("its process has ended; check its log", actor="rollout-actor-2", phase="generate")
 
 

@@ -376,6 +376,36 @@ def test_a_model_cannot_set_a_skipped_argument():
     assert state["session"] == []
 
 
+class Filled(StatefulToolEnv):
+    """`owner` is shown to the model, which may leave it out."""
+
+    def __init__(self, *, owner: str | None) -> None:
+        super().__init__()
+
+        def take(name: str, owner: str, count: int = 1) -> str:
+            return f"{count} {name} of {owner}"
+
+        self.add_tool(take)
+        self.owner = owner
+
+    async def update_tool_args(self, tool_name, tool_args, messages, state):
+        return tool_args if self.owner is None else {"owner": self.owner, **tool_args}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "owner", "answer"),
+    [
+        ({"name": "x", "count": "2"}, "me", "2 x of me"),
+        ({"name": "x", "owner": "you"}, "me", "1 x of you"),
+        ({"name": "x"}, None, "the arguments of take are wrong: owner: Field required"),
+        ({"name": "x", "nobody": 1}, "me", "the arguments of take are wrong: nobody: Extra inputs are not permitted"),
+    ],
+)
+def test_arguments_are_whole_when_update_tool_args_has_filled_them(arguments, owner, answer):
+    client = ScriptedClient([Answer(None, tool_calls=[("take", arguments)]), "done"])
+    assert tool_messages(rolled_out(Filled(owner=owner), ROW, client))[0]["content"] == answer
+
+
 def test_what_update_tool_args_raises_fails_the_rollout():
     client = ScriptedClient([Answer(None, tool_calls=[("take", {"name": "poison"})]), "done"])
     results = generated(Shop(), [{"question": "a"}], client)

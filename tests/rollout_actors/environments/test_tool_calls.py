@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 from environment_support import generated, user
+from scripted_client import Answer, ScriptedClient
 from scripted_engines import ScriptedEngines, client_over, decode_settings, demo_tokenizer, says, state_at
 
+from launch.make_demo_lm import TOOL_CALL, make_tokenizer
+from rollout_actors.environments.examples.hidden_digit import QUESTION
+from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.responses import parse_response_messages
 from rollout_actors.environments.tool import ToolEnv
-from rollout_actors.environments.tool_calls import ToolCallReader, has_own_parser, reader_of
+from rollout_actors.environments.tool_calls import ToolCallReader, UncalledTools, has_own_parser, reader_of, shows_tools
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>{"name":"add","arguments":{"a":2,  "b":3}}</tool_call>'
@@ -49,6 +53,44 @@ def test_without_a_parsers_name_calls_stay_text(tokenizer: Any, tmp_path: Path) 
     response = asyncio.run(conversation.chat.completions.create(model="m", messages=[user("2 + 3?")], tools=TOOLS))
     assert response.choices[0].message.content == CALL
     assert response.choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize(
+    ("files", "shows"),
+    [
+        ({}, True),
+        ({"chat_template.jinja": "{{ messages }}"}, False),
+        ({"chat_template.jinja": "{{ messages }}{{ tools }}"}, True),
+        ({"chat_template.jinja": "{{ messages }}", "additional_chat_templates/tool_use.jinja": "{{ tools }}"}, True),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, False),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "{{ messages }}"}, {"name": "t", "template": "{{ tools }}"}]}'}, True),
+    ],
+)
+def test_whether_a_checkpoints_template_shows_tools_is_read_from_its_files(files: dict[str, str], shows: bool, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert shows_tools(tmp_path) == shows
+
+
+def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_one_has() -> None:
+    uncalled = UncalledTools()
+    assert uncalled.problem(0, 0) is None, "nothing was offered"
+    problems = [uncalled.problem(8, calls) for calls in (0, 0, 0, 0, 1, 0, 0, 0, 0, 0)]
+    assert [problem is not None for problem in problems] == [True, True, False, True] + [False] * 6
+    assert problems[3] is not None
+    assert problems[3].startswith("none of 32 rollouts called a tool, though they were offered some; read what the model answers")
+
+
+def test_a_batch_without_a_tool_call_is_warned_of_and_one_without_tools_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    def log_of(environment: ToolEnv, script: Any) -> str:
+        caplog.clear()
+        generated(environment, [{"question": "2 + 3?"}], ScriptedClient(script))
+        return caplog.text
+
+    assert "none of 1 rollouts called a tool" in log_of(ToolEnv([add]), ["5"])
+    assert "called a tool" not in log_of(ToolEnv([add]), [Answer(None, tool_calls=[("add", {"a": 2, "b": 3})]), "5"])
+    assert "called a tool" not in log_of(ToolEnv([]), ["5"])
 
 
 # What imports vllm, which takes ten seconds: with the engine tests, which import it anyway.
@@ -123,6 +165,17 @@ def test_a_tool_environment_over_the_engines_goes_on_from_calls_as_they_were_sam
         assert later["prompt_ids"][: len(so_far)] == so_far
     added = tokenizer.decode(steps[1]["prompt_ids"][len(steps[0]["prompt_ids"]) + len(steps[0]["completion_ids"]) :])
     assert added == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.engine
+def test_the_demos_model_with_tools_plays_the_environment_that_it_is_made_for() -> None:
+    own = make_tokenizer(tools=True)
+    script = [says(own, TOOL_CALL), says(own, "7"), says(own, "which")]
+    client = client_over(ScriptedEngines(script), own, tool_calls=reader_of("hermes", own), decode=decode_settings(own, max_new_tokens=2))
+    environment = load_environment("hidden_digit")
+    called, uncalled = generated(environment, [{"question": QUESTION, "answer": "7"}] * 2, client, max_concurrent=1).state
+    assert (called["error"], called["reward"], called["num_splits"]) == (None, 1.0, 0)
+    assert (uncalled["error"], uncalled["reward"], uncalled["stop_condition"]) == (None, 0.0, "no_tools_called")
 
 
 @pytest.mark.engine

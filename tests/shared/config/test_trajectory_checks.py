@@ -54,8 +54,8 @@ REFUSED = [
         {"environment": "guess_number"},
         (
             "environment: must be a mapping of keys, got the text 'guess_number'; write its keys (id, args, rollouts_per_example, drop_equal_groups, "
-            "num_eval_examples, max_images_per_prompt, num_actors, cpus_per_actor, max_concurrent_scoring, rollout_timeout_s, chat_template_args, "
-            "tool_call_parser), or remove it"
+            "num_eval_examples, max_images_per_prompt, num_actors, cpus_per_actor, max_concurrent_scoring, rollout_timeout_s, scoring_timeout_s, "
+            "chat_template_args, tool_call_parser), or remove it"
         ),
     ),
     (

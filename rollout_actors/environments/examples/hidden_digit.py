@@ -1,0 +1,60 @@
+"""A digit that only a tool tells: the smallest environment in which a very small model can call one."""
+
+from __future__ import annotations
+
+from random import Random
+from string import digits as DIGITS
+from typing import Any
+
+from rollout_actors.environments.parsers import text_of
+from rollout_actors.environments.rubric import Rubric, RubricGroup
+from rollout_actors.environments.tool import StatefulToolEnv, ToolRubric, num_tool_calls
+from rollout_actors.environments.types import Messages, State
+
+QUESTION = "which digit"
+
+
+def load_environment(num_examples: int = 800, num_eval_examples: int = 128, seed: int = 0) -> StatefulToolEnv:
+    """Rows with a digit each. The model has one turn to ask for it, and one to say it."""
+    environment = HiddenDigit(
+        env_id="hidden_digit",
+        dataset=rows(num_examples, Random(f"train {seed}")),
+        eval_dataset=rows(num_eval_examples, Random(f"eval {seed}")),
+        max_turns=2,
+    )
+    environment.rubric = RubricGroup([Rubric([asked, right], [0.5, 0.5]), ToolRubric()])
+    return environment
+
+
+def rows(count: int, random: Random) -> list[dict[str, Any]]:
+    return [{"question": QUESTION, "answer": random.choice(DIGITS)} for _ in range(count)]
+
+
+def peek(digit: str) -> str:
+    """Tell the digit."""
+    return digit
+
+
+class HiddenDigit(StatefulToolEnv):
+    """The tool is given the row's answer, which the model does not see."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_tool(peek, args_to_skip=["digit"])
+
+    async def update_tool_args(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
+        return {**tool_args, "digit": state["answer"]}
+
+
+def asked(completion: Messages) -> float:
+    """Whether the tool was called, and not once more in place of an answer."""
+    return float(num_tool_calls(completion) == 1)
+
+
+def right(completion: Messages, answer: str) -> float:
+    """1 where the model's last message is the digit and nothing else, 0.5 where it only begins with it."""
+    last: Any = completion[-1]
+    text = text_of(last)
+    if text == answer:
+        return 1.0
+    return 0.5 if text.startswith(answer) else 0.0

@@ -1,0 +1,221 @@
+"""The threads in which plain (not asynchronous) reward functions and tools run.
+
+No thread can be ended from outside. One whose caller has gone, because of a limit of time or a
+cancellation, is given up: it runs until its function returns, and another takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
+
+from rollout_actors.environments.waits import LIMITS
+
+_LOGGER = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MOST_GIVEN_UP = 256
+"""Threads that are replaced; beyond these the pool shrinks, and at none its calls are refused."""
+
+GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
+"""Where a rollout notes the names of its functions that were given up; None where nobody asks."""
+
+
+class _Call:
+    """A function on its way through a thread."""
+
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
+        self.function, self.name = function, name
+        self.context = contextvars.copy_context()
+        self.loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[Any] = self.loop.create_future()
+        self.limits = LIMITS.get()
+        self.is_queued = False
+        """Whether it waits for a thread, as the event loop knows it."""
+
+    def starts(self) -> None:
+        """Let the clocks of its limits go on: it has a thread now."""
+        if self.is_queued:
+            self.is_queued = False
+            for limit in self.limits:
+                limit.count(waiting=-1, running=1)
+
+    def ends(self) -> None:
+        for limit in self.limits:
+            limit.count(waiting=-1 if self.is_queued else 0, running=0 if self.is_queued else -1)
+        self.is_queued = False
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        if self.answer.done():
+            return
+        if error is None:
+            self.answer.set_result(value)
+        else:
+            self.answer.set_exception(error)
+
+
+class Threads:
+    """A bounded pool of daemon threads, so that none keeps the process from ending."""
+
+    def __init__(self, most: int, most_given_up: int = MOST_GIVEN_UP) -> None:
+        """
+        Args:
+            most: functions that run at a time, without those that were given up.
+            most_given_up: of those, how many get a substitute while they still run.
+        """
+        self.most, self.most_given_up = most, most_given_up
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin without a thread, as a forked process does."""
+        # Of a kind that a signal's handler may take again in the middle of `call`: it asks what runs.
+        lock = threading.RLock()
+        self._work_is_there, self._one_has_ended = threading.Condition(lock), threading.Condition(lock)
+        self._queue: deque[_Call] = deque()
+        self._running: set[_Call] = set()
+        self._given_up: set[_Call] = set()
+        self._num_threads = 0
+        """Without those that were given up."""
+        self._num_idle = 0
+        self.num_given_up = 0
+        """All that ever were."""
+
+    async def call(self, function: Callable[[], T], name: str) -> T:
+        """Return the function's value, once a thread has run it in the caller's context.
+
+        A caller that is cancelled meanwhile gives the thread up. RuntimeError where so many were
+        given up that none is left.
+        """
+        call = _Call(function, name)
+        with self._work_is_there:
+            self._queue.append(call)
+            self._add_threads()
+            self._refuse_if_none_is_left()
+            call.is_queued = len(self._queue) > self._num_idle
+            self._work_is_there.notify()
+        for limit in call.limits:
+            limit.count(waiting=int(call.is_queued), running=int(not call.is_queued))
+        try:
+            return cast("T", await call.answer)
+        except asyncio.CancelledError:
+            self._leave(call)
+            raise
+        finally:
+            call.ends()
+
+    def running(self) -> list[str]:
+        """Return the names of the functions that run now, given up or not."""
+        with self._work_is_there:
+            return sorted(call.name for call in self._running)
+
+    def wait(self, limit_s: float) -> list[str]:
+        """Wait until no function runs, and return the names of those that still do at the limit."""
+        with self._one_has_ended:
+            self._one_has_ended.wait_for(lambda: not self._running, limit_s)
+        return self.running()
+
+    def _add_threads(self) -> None:
+        """Start the threads that the queue needs and the bounds allow. The lock is held."""
+        while len(self._queue) > self._num_idle:
+            if self._num_threads >= self.most or self._num_threads + len(self._given_up) >= self.most + self.most_given_up:
+                return
+            # Counted as idle at once: it takes one of the queue.
+            self._num_threads += 1
+            self._num_idle += 1
+            threading.Thread(target=self._work, name="plain-function", daemon=True).start()
+
+    def _refuse_if_none_is_left(self) -> None:
+        """The lock is held."""
+        if self._num_threads:
+            return
+        names = ", ".join(sorted({call.name for call in self._given_up}))
+        while self._queue:
+            call = self._queue.popleft()
+            error = RuntimeError(
+                f"no thread is left for {call.name}: {len(self._given_up)} plain functions that were given up still run ({names}); "
+                "give what they wait for a limit of its own, or write them as `async def`"
+            )
+            call.loop.call_soon_threadsafe(call.settle, None, error)
+
+    def _leave(self, call: _Call) -> None:
+        """Nobody waits for this one any more."""
+        with self._work_is_there:
+            if call in self._queue:
+                self._queue.remove(call)
+                return
+            if call not in self._running:
+                return  # its value came at the same moment
+            self._given_up.add(call)
+            self._num_threads -= 1
+            self.num_given_up += 1
+            number, still = self.num_given_up, len(self._given_up)
+            self._add_threads()
+            self._refuse_if_none_is_left()
+        noted = GIVEN_UP.get()
+        if noted is not None:
+            noted.append(call.name)
+        if number & (number - 1) == 0:
+            # The first, the second, the fourth, ...: a thousand of them are ten lines.
+            _LOGGER.warning(
+                "plain function %s was given up, because its caller was cancelled or had reached its limit of time: its thread runs until it returns, "
+                "and another takes its place (%d were given up so far, %d of them still run, at most %d are replaced); give what it waits for a "
+                "limit of its own, or write it as `async def`",
+                call.name,
+                number,
+                still,
+                self.most_given_up,
+            )
+
+    def _work(self) -> None:
+        while True:
+            with self._work_is_there:
+                while not self._queue:
+                    self._work_is_there.wait()
+                call = self._queue.popleft()
+                self._num_idle -= 1
+                self._running.add(call)
+            if not self._run(call):
+                return
+            # What it was called with is not kept until the next one comes.
+            del call
+
+    def _run(self, call: _Call) -> bool:
+        """Return whether this thread goes on: it was not given up."""
+        if call.is_queued and call.limits:
+            self._tell(call, call.starts)
+        value, error = None, None
+        try:
+            value = call.context.run(call.function)
+        except BaseException as raised:  # of whatever kind, it is the caller's
+            error = raised
+        with self._work_is_there:
+            self._running.discard(call)
+            goes_on = call not in self._given_up
+            if goes_on:
+                self._num_idle += 1
+            else:
+                self._given_up.discard(call)
+                self._add_threads()
+            self._one_has_ended.notify_all()
+        if goes_on:
+            self._tell(call, call.settle, value, error)
+        del error  # whose traceback has this frame
+        return goes_on
+
+    def _tell(self, call: _Call, callback: Callable[..., None], *arguments: Any) -> None:
+        # A loop that was closed has nobody who waits.
+        with contextlib.suppress(RuntimeError):
+            call.loop.call_soon_threadsafe(callback, *arguments)
+
+
+THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
+"""Those of this process."""
+os.register_at_fork(after_in_child=THREADS.reset)

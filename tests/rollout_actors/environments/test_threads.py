@@ -1,0 +1,192 @@
+"""Plain functions in threads: those whose caller has gone are given up and replaced, within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+from rollout_actors.environments.threads import GIVEN_UP, Threads
+from rollout_actors.environments.waits import within
+
+
+class Hanging:
+    """Functions that return when the test is over, or told to."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.release = threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.release()
+        assert self.release.wait(60)
+        return "late"
+
+
+@pytest.fixture
+def hangs() -> Iterator[Hanging]:
+    one = Hanging()
+    yield one
+    one.release.set()
+
+
+async def begun(threads: Threads, function: Hanging, name: str) -> asyncio.Task[str]:
+    """A call whose function has a thread, and hangs there."""
+    task = asyncio.create_task(threads.call(function, name))
+    while not function.begun.acquire(blocking=False):
+        await asyncio.sleep(0.001)
+    return task
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def ran(work: Callable[[], Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_thread_whose_caller_is_cancelled_is_given_up_replaced_noted_and_said(hangs, caplog):
+    async def work() -> None:
+        threads, names = Threads(2), list[str]()
+        GIVEN_UP.set(names)
+        hung = [await begun(threads, hangs, f"hangs_{number}") for number in range(2)]
+        healthy = asyncio.create_task(threads.call(lambda: "there", "healthy"))
+        await asyncio.sleep(0)
+        assert threads.running() == ["hangs_0", "hangs_1"]
+        await cancel(*hung)
+        assert await healthy == "there"
+        assert names == ["hangs_0", "hangs_1"]
+        assert threads.num_given_up == 2
+        assert threads.running() == ["hangs_0", "hangs_1"], "no thread can be ended"
+
+    ran(work)
+    assert "plain function hangs_0 was given up, because its caller was cancelled or had reached its limit of time" in caplog.text
+
+
+def test_a_call_that_is_cancelled_in_the_queue_is_never_begun(hangs):
+    async def work() -> None:
+        threads, calls = Threads(1), list[str]()
+        hung = await begun(threads, hangs, "hangs")
+        queued = asyncio.create_task(threads.call(lambda: calls.append("queued"), "queued"))
+        await asyncio.sleep(0)
+        await cancel(queued)
+        hangs.release.set()
+        assert await hung == "late"
+        await threads.call(lambda: calls.append("next"), "next")
+        assert calls == ["next"]
+        assert threads.num_given_up == 0
+
+    ran(work)
+
+
+def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_one_returns(hangs):
+    async def work() -> None:
+        threads = Threads(1, most_given_up=2)
+        for number in range(2):
+            await cancel(await begun(threads, hangs, f"hangs_{number}"))
+        hung = await begun(threads, hangs, "hangs_2")
+        queued = asyncio.create_task(threads.call(lambda: "there", "queued"))
+        await asyncio.sleep(0)
+        await cancel(hung)
+        refusal = "no thread is left for {}: 3 plain functions that were given up still run (hangs_0, hangs_1, hangs_2); give what they wait for a limit"
+        for name, call in (("queued", queued), ("next", threads.call(lambda: "there", "next"))):
+            with pytest.raises(RuntimeError) as caught:
+                await call
+            assert str(caught.value).startswith(refusal.format(name))
+        hangs.release.set()
+        assert threads.wait(60) == []
+        assert await threads.call(lambda: "there", "healthy") == "there"
+
+    ran(work)
+
+
+def test_a_function_has_its_callers_context_and_what_it_raises_is_raised():
+    colour: ContextVar[str] = ContextVar("colour")
+
+    async def work() -> None:
+        threads = Threads(2)
+        colour.set("red")
+        assert await threads.call(colour.get, "get") == "red"
+        with pytest.raises(ZeroDivisionError):
+            await threads.call(lambda: 1 / 0, "divide")
+
+    ran(work)
+
+
+def test_as_many_functions_run_at_a_time_as_there_are_threads_and_no_more():
+    most, now, lock = 0, 0, threading.Lock()
+
+    def count() -> None:
+        nonlocal most, now
+        with lock:
+            now += 1
+            most = max(most, now)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(60)
+        with lock:
+            now -= 1
+
+    together = threading.Barrier(3)
+
+    async def work() -> None:
+        threads = Threads(3)
+        await asyncio.gather(*(threads.call(count, "count") for _ in range(12)))
+
+    ran(work)
+    assert most == 3
+
+
+def test_waiting_for_what_runs_ends_at_its_limit_with_the_names(hangs):
+    async def work() -> None:
+        threads = Threads(1)
+        hung = await begun(threads, hangs, "hangs")
+        assert threads.wait(0.0) == ["hangs"]
+        hangs.release.set()
+        assert await hung == "late"
+        assert threads.wait(60) == []
+
+    ran(work)
+
+
+@pytest.mark.slow
+def test_the_wait_for_a_thread_is_in_no_limit_of_time(hangs):
+    """The healthy one waits, as long as its own limit, for the one that hangs."""
+
+    async def limited(threads: Threads, function: Callable[[], str], name: str) -> str:
+        async with within(1.0, f"{name} is not done after limit_s", "wait longer"):
+            return await threads.call(function, name)
+        raise AssertionError("the block returns or raises")
+
+    async def work() -> None:
+        threads = Threads(1)
+        late, healthy = await asyncio.gather(limited(threads, hangs, "hangs"), limited(threads, lambda: "there", "healthy"), return_exceptions=True)
+        assert healthy == "there"
+        assert isinstance(late, TimeoutError)
+        assert str(late) == "hangs is not done after limit_s = 1 s; wait longer"
+
+    ran(work)
+
+
+@pytest.mark.slow
+def test_a_limit_goes_on_while_another_call_of_its_task_runs(hangs):
+    """Or two tasks, each with one call that hangs and one that waits, would wait for each other for ever."""
+
+    async def both(threads: Threads) -> None:
+        async with within(0.5, "both are not done after limit_s", "wait longer"):
+            await asyncio.gather(threads.call(hangs, "hangs"), threads.call(lambda: "there", "waits"))
+
+    async def work() -> None:
+        threads = Threads(2)
+        ended = await asyncio.gather(both(threads), both(threads), return_exceptions=True)
+        assert all(isinstance(one, TimeoutError) for one in ended)
+
+    ran(work)
