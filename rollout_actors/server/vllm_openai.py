@@ -41,6 +41,12 @@ OPENAI_FIELDS = {
 FORMS = {OpenAIRoute.CHAT: ChatCompletionRequest, OpenAIRoute.COMPLETIONS: CompletionRequest}
 
 
+_NO_TOOL_CALLS = (
+    "tools: this server was not told how the model writes calls of tools; start it with tool_call_parser=NAME "
+    "(vLLM's name of what reads them, hermes for Qwen's models), or send tool_choice: none"
+)
+
+
 def check_tool_parser(name: str | None) -> None:
     """Raises ConfigError for a name that vLLM does not know. It takes no model, and so comes before one is loaded."""
     known = ToolParserManager.list_registered()
@@ -51,8 +57,8 @@ def check_tool_parser(name: str | None) -> None:
 class VllmOpenAI:
     """An `OpenAIServing` over vLLM's own. It belongs to the engine's event loop."""
 
-    def __init__(self, models: OpenAIServingModels, chat: OpenAIServingChat, completion: OpenAIServingCompletion) -> None:
-        self._models, self._chat, self._completion = models, chat, completion
+    def __init__(self, models: OpenAIServingModels, chat: OpenAIServingChat, completion: OpenAIServingCompletion, *, reads_tool_calls: bool = False) -> None:
+        self._models, self._chat, self._completion, self._reads_tool_calls = models, chat, completion, reads_tool_calls
 
     @classmethod
     def over(cls, engine: VllmEngine, names: Sequence[str], *, tool_call_parser: str | None) -> VllmOpenAI:
@@ -70,7 +76,8 @@ class VllmOpenAI:
         template: Any = {"chat_template": None, "chat_template_content_format": "auto", "request_logger": None}
         renderer = OnlineRenderer(client.model_config, client.renderer, **template, **tools)
         chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template, **tools)
-        return cls(models, chat, OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None))
+        completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+        return cls(models, chat, completion, reads_tool_calls=tool_call_parser is not None)
 
     async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
         """Raises RefusalError where a sync has begun, and EngineDeadError; everything else is an answer."""
@@ -94,7 +101,11 @@ class VllmOpenAI:
             case OpenAIRoute.MODELS:
                 return await self._models.show_available_models()
             case OpenAIRoute.CHAT:
-                return await self._chat.create_chat_completion(ChatCompletionRequest.model_validate(call))
+                request = ChatCompletionRequest.model_validate(call)
+                if request.tool_choice not in (None, "none") and not self._reads_tool_calls:
+                    # vLLM would name arguments of its own server's.
+                    return create_error_response(_NO_TOOL_CALLS)
+                return await self._chat.create_chat_completion(request)
             case OpenAIRoute.COMPLETIONS:
                 return await self._completion.create_completion(CompletionRequest.model_validate(call))
 

@@ -114,7 +114,10 @@ def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_r
     mapping = row(objects=[BOX | {"bbox_2d": [1, 90, 3, 99]}, {"poly": [1, 2, 3, 4, 5, 6], "desc": "dog"}])
     assert len(load(mapping, geometry=frozenset(GeometryKind)).objects) == 2
     error = refusal(mapping, geometry=frozenset({GeometryKind.BBOX}))
-    assert error.field == "objects[1].poly" and error.remedy == "write it as bbox_2d, or remove the object"
+    assert error.field == "objects[1].poly" and error.remedy == (
+        "write it as bbox_2d (`launch.import_coco geometry=bbox` does so for a whole file), remove the object, "
+        "or choose a custom.trainer_variant that learns polygons: stage1_sft or stage2_rollout_aligned"
+    )
 
 
 def test_a_polygon_keeps_its_vertices_in_order_numbers_and_coord_tokens_alike() -> None:
