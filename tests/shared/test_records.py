@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,20 @@ def test_a_bad_row_is_refused_by_the_name_of_its_field(mapping: Any, field: str)
 def test_a_coordinate_is_an_integer_bin_or_a_coord_token(value: object) -> None:
     error = refusal(row(objects=[BOX, BOX | {"bbox_2d": [1, 2, value, 999]}]))
     assert error.field == "objects[1].bbox_2d" and f"value 2 is {value!r}" in str(error)
+
+
+def test_a_pipe_in_place_of_a_picture_is_refused_and_not_opened(tmp_path: Path) -> None:
+    """Nobody writes into it: whoever opened it would wait for ever."""
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(RecordError) as caught:
+        load_record(row(), root=tmp_path)
+    assert str(caught.value).startswith(f"images[0]: cannot read {tmp_path / 'a.png'}: it is a named pipe, not a file; correct the path")
+    unchecked = load_record(row(), root=tmp_path, require_images=False)
+    with pytest.raises(RecordError, match=r"a\.png: it is a named pipe, not a file; restore the file"):
+        unchecked.with_image_data()
+    (tmp_path / "device.png").symlink_to("/dev/zero")
+    with pytest.raises(RecordError, match=r"device\.png: it is a device, not a file"):
+        load_record(row(images=["device.png"]), root=tmp_path)
 
 
 def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_row() -> None:
