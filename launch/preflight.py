@@ -5,6 +5,7 @@ Prints what will be placed where and what it is going to need, then every proble
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,7 @@ def preflight(
     findings.attempt(lambda: _require_objectives(config))
     if shape is not None:
         findings.check(lambda: _adapter(config, shape))
+        findings.check(lambda: _positions(config))
     nodes = findings.attempt(lambda: nodes_of(config))
     placement = None if nodes is None else findings.attempt(lambda: plan_placement(config, nodes))
     expected = None
@@ -195,6 +197,18 @@ def _adapter(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     highest = max((smaller_sides[layer] for layer in adapter.target_modules if layer in smaller_sides), default=None)
     if highest is not None and adapter.rank > highest:
         yield f"model.adapter.rank: {adapter.rank} is more than the rank of any layer that is adapted, {highest} at most; lower it"
+
+
+def _positions(config: RunConfig) -> Iterator[str]:
+    """Compare the longest sequence with the positions that the model was made for: vLLM starts no engine for more. (Servers say their own.)"""
+    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    text = model.get("text_config", model)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    is_stretched = rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope")
+    positions, given = text.get("max_position_embeddings"), config.rollout_matching.vllm.max_model_len
+    longest, key = (config.global_max_length, "global_max_length") if given is None else (given, "rollout_matching.vllm.max_model_len")
+    if starts_engines(config) and positions is not None and not is_stretched and longest > positions:
+        yield f"{key}: {longest} tokens are more than the {positions} positions of {config.model.path} (max_position_embeddings); lower it"
 
 
 def _servers(config: RunConfig, expected: EngineSettings | None, findings: Findings, *, waits: bool) -> Iterator[str]:

@@ -43,7 +43,7 @@ class DecodingSection(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with at least this probability."""
 
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     """Sample from the this many most probable tokens; -1 or 0: no limit."""
 
     @property

@@ -281,6 +281,17 @@ def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the
 
 
 @pytest.mark.slow
+def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_are_started(config, demo_checkpoint):
+    """vLLM would refuse them when the engine starts."""
+    there = {"nodes_of": lambda _: [Resources(cpus=16, gpus=0)], "memory_of": lambda _: None}
+    of_model = f"tokens are more than the 4096 positions of {demo_checkpoint} (max_position_embeddings); lower it"
+    assert preflight(config(global_max_length=5000), **there).problems == [f"global_max_length: 5000 {of_model}"]
+    longer = preflight(config(rollout_matching__vllm__max_model_len=4097), **there)
+    assert longer.problems == [f"rollout_matching.vllm.max_model_len: 4097 {of_model}"]
+    assert preflight(config(global_max_length=4096), **there).problems == []
+
+
+@pytest.mark.slow
 def test_an_objective_whose_term_is_not_in_the_table_of_metrics_is_refused_with_the_line_to_add(config, monkeypatch):
     """As one's own is, at first."""
     monkeypatch.setattr("learner.objectives.token_ce.TokenCE.term_names", ("token_ce", "token_ce.focal"))

@@ -19,7 +19,7 @@ from rollout_actors.engine_settings import (
     model_type,
     neighbour_runtime_env,
 )
-from shared.config.engine_checks import MAX_VLLM_BEAMS
+from shared.config.engine_checks import HIGHEST_VLLM_TEMPERATURE, MAX_VLLM_BEAMS
 from shared.lora import LORA_RANKS
 from shared.transports import Device
 
@@ -88,6 +88,15 @@ def test_the_ranks_are_vllms_own() -> None:
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == LORA_RANKS
+
+
+@pytest.mark.engine
+def test_the_highest_temperature_is_vllms_own() -> None:
+    from vllm import SamplingParams
+
+    SamplingParams(temperature=HIGHEST_VLLM_TEMPERATURE)
+    with pytest.raises(ValueError, match="temperature must be in"):
+        SamplingParams(temperature=HIGHEST_VLLM_TEMPERATURE + 1e-6)
 
 
 @pytest.mark.engine

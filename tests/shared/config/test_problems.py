@@ -60,6 +60,7 @@ WRONG = [
     ("stage2_ab.schedule.b_ratio", -0.1, "must be at least 0, got -0.1; "),
     ("stage2_ab.schedule.b_ratio", 1.5, "must be at most 1, got 1.5; "),
     ("rollout_matching.decoding.temperature", 5.1, "must be at most 5, got 5.1: higher ones let banned token ids through; lower it"),
+    ("rollout_matching.decoding.top_k", 2**31, "must be less than 2147483648, got 2147483648; "),
     ("rollout_matching.decoding.temperature", -1, "must be at least 0, got -1; "),
     ("rollout_matching.vllm.actors.gpus_per_actor", 0.5, "must be whole GPUs, or 0, got 0.5: NCCL cannot put two ranks on one GPU; write a whole number"),
     ("rollout_matching.vllm.actors.gpus_per_actor", -1, "must be at least 0, got -1; "),
