@@ -120,12 +120,14 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     from launch.driver import evaluate
     from launch.local_held_out import LocalHeldOut
     from launch.pipeline import one_ahead
+    from launch.ray_connection import cluster_nodes
     from launch.report import make_report
     from launch.report_folder import write_report
     from launch.report_tables import answer_line, report_tables
     from learner.heldout import HeldOut
     from learner.loading import load_tokens
 
+    cluster_nodes(config)  # a cluster that does not answer is told in time, which `ray.init` would not do
     held_out = HeldOut.of(config, dataset, load_tokens(config))
     with Cluster(config, ImageNeeds.of(dataset), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours

@@ -30,7 +30,7 @@ from learner.samples import image_size
 from shared.config.base import ConfigPath, Section
 from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError
-from shared.records import GeometryKind, GroundTruthObject
+from shared.records import GeometryKind, GroundTruthObject, read_image
 
 
 class ImportOptions(Section):
@@ -119,7 +119,9 @@ def import_coco(options: ImportOptions) -> ImportReport:
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
         lines.flush()
         if not work.report.num_written:
-            problem = f"gives no record; images skipped: {counted(work.report.images_skipped)}; objects skipped: {counted(work.report.objects.skipped)}"
+            skipped = ", ".join(f"{reason}: first {path}" for reason, path in work.first_skipped.items()) or "there is no image"
+            counts = f"images skipped: {counted(work.report.images_skipped)}; objects skipped: {counted(work.report.objects.skipped)}"
+            problem = f"gives no record; {counts} ({skipped})"
             raise RecordError(problem, field="images", remedy="correct images=... or the file names, or set keep_empty=true", file=str(options.annotations))
         load_dataset(lines.name, on_bad_row="error", sort_objects=False, check_images=options.check_images)
         write_json(categories, distinct_categories(source))
@@ -132,6 +134,8 @@ class _Import:
 
     def __init__(self, options: ImportOptions, source: CocoFile) -> None:
         self.report = ImportReport(num_images=len(source.images), num_annotations=len(source.annotations))
+        self.first_skipped: dict[ImageSkip, Path] = {}
+        """Of every reason."""
         self._options, self._source, self._names = options, source, source.names()
         self._folder = os.path.relpath(options.images, options.records.parent)
         self._annotations: defaultdict[int, list[CocoAnnotation]] = defaultdict(list)
@@ -148,6 +152,7 @@ class _Import:
                 yield record
                 continue
             self.report.images_skipped[record] += 1
+            self.first_skipped.setdefault(record, self._options.images / image.file_name)
             if record is not ImageSkip.NO_OBJECTS:  # whose annotations were skipped for reasons of their own
                 self.report.objects.skipped[ObjectSkip.IMAGE_SKIPPED] += len(annotations)
         if self._annotations:
@@ -177,7 +182,7 @@ def _why_not(image: CocoImage, path: Path, num_objects: int, options: ImportOpti
     if not options.check_images:
         return None
     try:
-        size = image_size(path.read_bytes())
+        size = image_size(read_image(path))
     except (OSError, ValueError):
         return ImageSkip.UNREADABLE
     return None if size == (image.width, image.height) else ImageSkip.SIZE_MISMATCH

@@ -5,6 +5,7 @@ Prints what will be placed where and what it is going to need, then every proble
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,12 @@ from launch.run_engines import settings_of_run
 from launch.server_checks import ask_servers, instead_of_servers, port_problems
 from launch.version_checks import starts_engines, version_problems
 from learner.checkpoint_folder import checkpoint_problems
+from learner.parts import Part, part_of
 from rollout_actors.engine_settings import EngineSettings
 from shared.config import RunConfig, load_config
 from shared.config.batch_algebra import batch_algebra
 from shared.config.derive import actor_name, engine_devices, environment_name, num_b_steps, rank_name, remarks, rollout_servers
+from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.transports import Device
@@ -48,6 +51,8 @@ class Findings:
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    facts: DataFacts | None = None
+    """About the data, where they are sound."""
 
     def check(self, find: Callable[[], Iterable[str]]) -> None:
         """Note the problems that `find` gives, or those that it ends with."""
@@ -85,8 +90,12 @@ def preflight(
     *,
     nodes_of: Callable[[RunConfig], list[Resources]] = cluster_nodes,
     memory_of: Callable[[Device], DeviceMemory | None] = device_memory,
+    waits_for_servers: bool = False,
 ) -> Findings:
-    """Everything that can be known before a start. The configuration itself is sound already. What the cluster and this machine have, they are asked."""
+    """Everything that can be known before a start. The configuration itself is sound already. What the cluster and this machine have, they are asked.
+
+    With `waits_for_servers` one that does not answer yet is no problem: a run waits for it.
+    """
     findings = Findings()
     if engine_devices(config) is not None:
         findings.lines += batch_algebra(config).describe()
@@ -96,8 +105,12 @@ def preflight(
     # Once: all that is asked below of the checkpoint would say the same.
     missing = checkpoint_problems(Path(config.model.path))
     findings.problems += missing
-    facts = None if missing else _data(config, findings)
+    findings.facts = None if missing else _data(config, findings)
     shape = None if missing else findings.attempt(lambda: ModelShape.read(Path(config.model.path)))
+    findings.attempt(lambda: _require_objectives(config))
+    if shape is not None:
+        findings.check(lambda: _adapter(config, shape))
+        findings.check(lambda: _positions(config))
     nodes = findings.attempt(lambda: nodes_of(config))
     placement = None if nodes is None else findings.attempt(lambda: plan_placement(config, nodes))
     expected = None
@@ -106,8 +119,10 @@ def preflight(
         findings.attempt(lambda: _require_offload(config, placement))
         if shape is not None:
             findings.check(lambda: _memory(config, placement, shape, memory_of(placement.learner_device), len(nodes), findings))
-            expected = settings_of_run(config, placement, ImageNeeds() if facts is None else facts.images)
-    findings.check(lambda: _servers(config, expected, findings))
+            expected = settings_of_run(config, placement, ImageNeeds() if findings.facts is None else findings.facts.images)
+    findings.check(lambda: _servers(config, expected, findings, waits=waits_for_servers))
+    # What two checks run into is told once.
+    findings.problems = list(dict.fromkeys(findings.problems))
     return findings
 
 
@@ -156,14 +171,54 @@ def _require_offload(config: RunConfig, placement: Placement) -> None:
     require_offload(config, torch.device(placement.learner_device))
 
 
-def _servers(config: RunConfig, expected: EngineSettings | None, findings: Findings) -> Iterator[str]:
+def _require_objectives(config: RunConfig) -> None:
+    """Build the declared objective without a model. Raises ConfigError as that does."""
+    import torch
+
+    from learner.objectives.registry import build_objectives
+
+    for channel in Channel:
+        build_objectives(config.rollout_matching.pipeline, channel, torch.empty(0, dtype=torch.int64))
+
+
+def _adapter(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """What the checkpoint's layers say to the adapter's names and rank. The learner, which has the layers themselves, finds the same names."""
+    adapter = config.model.adapter
+    if adapter is None:
+        return
+    smaller_sides: dict[str, int] = {}
+    for name, sizes in shape.parameters.items():
+        layer = name.split(".")[-2]
+        if len(sizes) == 2 and part_of(name) is Part.LANGUAGE_MODEL and layer not in ("embed_tokens", "lm_head"):
+            smaller_sides[layer] = max(min(sizes), smaller_sides.get(layer, 0))
+    if unknown := sorted(set(adapter.target_modules) - smaller_sides.keys()):
+        has = f"no linear layer of the language model in {config.model.path} is called {', '.join(unknown)}"
+        yield f"model.adapter.target_modules: {has}; it has {', '.join(sorted(smaller_sides))}"
+    highest = max((smaller_sides[layer] for layer in adapter.target_modules if layer in smaller_sides), default=None)
+    if highest is not None and adapter.rank > highest:
+        yield f"model.adapter.rank: {adapter.rank} is more than the rank of any layer that is adapted, {highest} at most; lower it"
+
+
+def _positions(config: RunConfig) -> Iterator[str]:
+    """Compare the longest sequence with the positions that the model was made for: vLLM starts no engine for more. (Servers say their own.)"""
+    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    text = model.get("text_config", model)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    is_stretched = rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope")
+    positions, given = text.get("max_position_embeddings"), config.rollout_matching.vllm.max_model_len
+    longest, key = (config.global_max_length, "global_max_length") if given is None else (given, "rollout_matching.vllm.max_model_len")
+    if starts_engines(config) and positions is not None and not is_stretched and longest > positions:
+        yield f"{key}: {longest} tokens are more than the {positions} positions of {config.model.path} (max_position_embeddings); lower it"
+
+
+def _servers(config: RunConfig, expected: EngineSettings | None, findings: Findings, *, waits: bool) -> Iterator[str]:
     """What the servers say, and what that makes of the run's rounds. What is expected of them, as `ask_servers` wants it."""
     section = rollout_servers(config)
     if section is None:
         return
     answers = ask_servers(section, expected, instead=instead_of_servers(config))
     findings.lines += answers.lines
-    yield from answers.problems
+    yield from (problem for problem in answers.problems if not (waits and problem in answers.not_up))
     if answers.devices is not None:
         try:
             findings.lines += batch_algebra(config, answers.devices).describe()
@@ -233,5 +288,6 @@ def _with_engines(config: RunConfig, placement: Placement, shape: ModelShape, th
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = as_schema_overrides(sys.argv[1:])
+    with explained(Console(soft_wrap=True)):
+        sys.argv[1:] = as_schema_overrides(sys.argv[1:])
     main()

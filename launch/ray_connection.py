@@ -2,43 +2,69 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
+import sys
 from typing import Any
 
 from launch.placement import Resources
 from shared.config import RunConfig
 from shared.errors import ConfigError
 
+LISTEN_S = 5.0
+"""For a connection to the address: a machine that is up answers at once, one way or the other."""
+ANSWER_S = 60.0
+"""For Ray to be imported and the cluster to say what it has. On a busy machine the import alone takes several seconds."""
 _CHECK_CLUSTER = "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token, RAY_AUTH_MODE=token, or use local"
+_ASK = """\
+import json, sys
+import ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
+"""
+"""Prints the resources of each node of the cluster that its argument names."""
 
 
 def cluster_nodes(config: RunConfig) -> list[Resources]:
-    """CPUs and GPUs of each node that Ray has, or would find. ConfigError where there is no cluster at the address."""
-    if config.cluster.address == "local":
+    """CPUs and GPUs of each node that Ray has, or would find. ConfigError where no cluster at the address says so in time.
+
+    A cluster is asked from a process of its own: `ray.init` waits for many minutes at an address where nothing answers, takes no limit, and cannot be
+    interrupted.
+    """
+    address = config.cluster.address
+    if address == "local":
         import torch
 
         return [Resources(cpus=float(len(os.sched_getaffinity(0))), gpus=float(torch.cuda.device_count()))]
-    import ray
-
-    connect(config)
+    _require_listener(address)
     try:
-        return nodes_there()
-    finally:
-        ray.shutdown()
+        done = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        problem = f"takes connections, and did not answer as a Ray cluster within {ANSWER_S:g} s"
+        raise ConfigError(f"cluster.address: {address} {problem}; give the port of `ray start --head` (6379), {_CHECK_CLUSTER}") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise _no_cluster(address, lines[-1])
+    return [Resources.of(node) for node in json.loads(done.stdout.splitlines()[-1])]
 
 
 def connect(config: RunConfig, **of_an_own_cluster: Any) -> None:
-    """`ray.init` at the configured address. ConfigError where that gives no cluster."""
+    """`ray.init` at the configured address. ConfigError where that gives no cluster; whether one answers there at all, `cluster_nodes` finds out in time."""
+    address = config.cluster.address
+    if address != "local":
+        _require_listener(address)
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
-    address = config.cluster.address
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error", **of_an_own_cluster)
     except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
-        is_refused = isinstance(error, AuthenticationError) or "authenticat" in str(error).lower()
-        remedy = "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)" if is_refused else _CHECK_CLUSTER
-        raise ConfigError(f"cluster.address: {address} gives no Ray cluster ({error}); {remedy}") from error
+        raise _no_cluster(address, f"{type(error).__name__}: {error}" if isinstance(error, AuthenticationError) else str(error)) from error
     except Exception as error:
         # Of no class of its own, and its 30 s cannot be changed.
         if "timed out during startup" not in str(error):
@@ -52,3 +78,20 @@ def nodes_there() -> list[Resources]:
     import ray
 
     return [Resources.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def _require_listener(address: str) -> None:
+    """Raise ConfigError where nothing takes connections at `HOST:PORT`, or at `ray://HOST:PORT`. Where a name such as `auto` leads, Ray alone knows."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_S).close()
+    except (OSError, OverflowError) as error:
+        reason = f"no connection within {LISTEN_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        raise _no_cluster(address, reason) from error
+
+
+def _no_cluster(address: str, reason: str) -> ConfigError:
+    remedy = "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)" if "authenticat" in reason.lower() else _CHECK_CLUSTER
+    return ConfigError(f"cluster.address: {address} gives no Ray cluster ({reason}); {remedy}")

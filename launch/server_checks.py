@@ -42,6 +42,8 @@ class ServerAnswers:
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
+    not_up: tuple[str, ...]
+    """Those of the problems that a run would wait for: servers that do not answer yet."""
     devices: tuple[int, ...] | None
     """Rollout devices of each server, in order; None where one of them did not say."""
 
@@ -59,18 +61,25 @@ def ask_servers(section: ServerSection, settings: EngineSettings | None, *, inst
     """
     addresses = [replace(address, timeout_s=ANSWER_S) for address in server_addresses(section, instead)]
     answers = asyncio.run(_all(addresses, settings, inspect_s))
-    lines, problems, seen = [], [], dict[str, int]()
+    lines, problems, not_up, seen = [], [], list[str](), dict[str, int]()
     for index, (address, answer) in enumerate(zip(addresses, answers, strict=True)):
         path = f"{_SERVERS}[{index}].base_url: {address.base_url}"
         if isinstance(answer, str):
             problems.append(f"{path} {answer}")
+            not_up += problems[-1:] if isinstance(answer, _NotUp) else ()
         elif answer is not None:
             lines.append(f"serves    {_told(address, answer)}")
             problems += [f"{path} does not suit the run; {problem}" for problem in answer.problems]
             if answer.process and seen.setdefault(answer.process, index) != index:
                 problems.append(f"{path} is the server of servers[{seen[answer.process]}]; list every server once")
     known = [answer.world_size for answer in answers if isinstance(answer, ServerFacts)]
-    return ServerAnswers(tuple(lines), tuple(problems), tuple(known) if len(known) == len(addresses) else None)
+    return ServerAnswers(tuple(lines), tuple(problems), tuple(not_up), tuple(known) if len(known) == len(addresses) else None)
+
+
+class _NotUp(str):
+    """Why a server does not answer at all."""
+
+    __slots__ = ()
 
 
 async def _all(addresses: list[ServerAddress], settings: EngineSettings | None, limit_s: float) -> list[ServerFacts | str | None]:
@@ -86,9 +95,10 @@ async def _ask(index: int, address: ServerAddress, settings: EngineSettings | No
     except TimeoutError:
         return f"answers {address.health_route}, and has not said in {limit_s:g} s what it was started with: its engine may be stuck; start it again"
     except UnansweredError as error:
-        return f"does not answer ({error}); launch it, check the address, or set {address.instead}"
+        return _NotUp(f"does not answer ({error}); launch it, check the address, or set {address.instead}")
     except HttpStatusError as error:
-        return f"answers {error.status} to {address.health_route}; check the server's output, and {_SERVERS.rpartition('.')[0]}.token_env"
+        text = f"answers {error.status} to {address.health_route}; check the server's output, and {_SERVERS.rpartition('.')[0]}.token_env"
+        return _NotUp(text) if error.status == 503 else text  # what one says that is still loading
     except RolloutError as error:
         return error.message
 

@@ -1,6 +1,6 @@
 """`python -m launch.train +experiment=stage2_3v1`: the main job from one command.
 
-Nothing heavy is imported before the configuration and the data are known to be sound.
+Nothing heavy is imported before the configuration is known to be sound, and nothing is started or written before `launch.preflight` finds nothing wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from launch.version_checks import require_vllm
 from shared.config import RunConfig, load_config
 from shared.config.batch_algebra import batch_algebra
 from shared.config.derive import EnginePlace, engine_devices, engines_in, remarks
+from shared.errors import ConfigError
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -35,7 +36,7 @@ def main(composed: DictConfig) -> None:
 
 def run(config: RunConfig, console: Console) -> None:
     """The whole job: place, train, report, save; whatever happens, no process stays."""
-    from launch.data_checks import check_data
+    from launch.preflight import preflight
 
     started_s = time.monotonic()
     require_vllm(config)
@@ -45,8 +46,12 @@ def run(config: RunConfig, console: Console) -> None:
     _print(console, (f"note      {remark}" for remark in remarks(config)))
     config = with_absolute_paths(config)
     start_up = StartUp(console)
-    with start_up.stage("data"):
-        facts = check_data(config)
+    with start_up.stage("checks"):
+        findings = preflight(config, waits_for_servers=True)
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    facts = findings.facts
+    assert facts is not None, "data that are not sound are a problem"
     _print(console, facts.describe())
 
     from launch.checkpoints import Checkpoints
@@ -84,5 +89,6 @@ def _print(console: Console, lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = as_schema_overrides(sys.argv[1:])
+    with explained(Console(soft_wrap=True)):
+        sys.argv[1:] = as_schema_overrides(sys.argv[1:])
     main()

@@ -13,7 +13,7 @@ from learner.segments import PromptEncoder
 from shared.config import RunConfig
 from shared.config.derive import num_b_steps
 from shared.dataset import Dataset
-from shared.errors import ConfigError, RecordError
+from shared.errors import BadRows, ConfigError, RecordError
 from shared.grounding.serialize import SerializedText, layout_append, serialize_objects
 from shared.records import Sample
 from shared.tokens.hf_codec import HFTokenCodec
@@ -61,19 +61,26 @@ def require_lengths(dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCode
 
     Raises:
         ConfigError: prompt + response + append of a sample could exceed `global_max_length`; shows the longest.
-        RecordError: the tokenizer changes a sample's objects, or reads a control or coord token in a description.
+        RecordError: of every sample whose objects the tokenizer changes, whose descriptions hold a control or coord token for it, or whose images the
+            processor does not take.
     """
+    bad = BadRows()
     prompt_lengths: dict[tuple[int, int, int], int] = {}
     longest: _Length | None = None
     for sample in dataset:
         # A prompt's length depends on the number of images and their size alone.
         shape = (len(sample.images), sample.width, sample.height)
-        if shape not in prompt_lengths:
-            prompt_lengths[shape] = len(encoder.encode(sample).token_ids)
-        append = _append_length(dataset, sample, codec) if taught else None
+        try:
+            if shape not in prompt_lengths:
+                prompt_lengths[shape] = len(encoder.encode(sample).token_ids)
+            append = _append_length(sample, codec) if taught else None
+        except RecordError as error:
+            bad.add(RecordError(error.problem, field=error.field, remedy=error.remedy, file=str(dataset.path)))
+            continue
         length = _Length(sample, prompt_lengths[shape], max_new_tokens, append)
         if longest is None or length.total > longest.total:
             longest = length
+    bad.raise_if_any()
     assert longest is not None, "a dataset is never empty"
     if longest.total > global_max_length:
         raise ConfigError(
@@ -98,7 +105,7 @@ def describe_cut_answers(dataset: Dataset, codec: HFTokenCodec, *, max_new_token
     )
 
 
-def _append_length(dataset: Dataset, sample: Sample, codec: HFTokenCodec) -> int:
+def _append_length(sample: Sample, codec: HFTokenCodec) -> int:
     """Tokens of all objects behind the longest prefix, EOS included. RecordError where their text does not survive the tokenizer."""
     text = layout_append(_LONGEST_PREFIX, sample.objects, start_index=_LONGEST_KEY_INDEX)
     token_ids = codec.encode(text.text)
@@ -108,11 +115,11 @@ def _append_length(dataset: Dataset, sample: Sample, codec: HFTokenCodec) -> int
         if index is None:
             raise ConfigError(f"model.path: the tokenizer changes the text {text.text!r} when it encodes it; use one that adds and removes nothing")
         problem, remedy = "which the tokenizer changes when it encodes it", "write it in the form that the tokenizer keeps (Unicode NFC for most)"
-        raise _bad_desc(dataset, sample, index, problem, remedy)
+        raise _bad_desc(sample, index, problem, remedy)
     found = _token_in_desc(text, token_ids, codec)
     if found is not None:
         index, token = found
-        raise _bad_desc(dataset, sample, index, f"in which the tokenizer reads {token} as a control or coord token", "write it in words")
+        raise _bad_desc(sample, index, f"in which the tokenizer reads {token} as a control or coord token", "write it in words")
     return len(token_ids) + 1
 
 
@@ -134,6 +141,6 @@ def _token_in_desc(text: SerializedText, token_ids: Sequence[int], codec: HFToke
     return None
 
 
-def _bad_desc(dataset: Dataset, sample: Sample, index: int, problem: str, remedy: str) -> RecordError:
+def _bad_desc(sample: Sample, index: int, problem: str, remedy: str) -> RecordError:
     problem = f"sample {sample.sample_id} (objects in reading order) has {sample.objects[index].desc!r}, {problem}"
-    return RecordError(problem, field=f"objects[{index}].desc", remedy=remedy, file=str(dataset.path))
+    return RecordError(problem, field=f"objects[{index}].desc", remedy=remedy)

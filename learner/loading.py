@@ -22,7 +22,7 @@ from shared.config.custom import TrainerVariant
 from shared.config.derive import is_sharded
 from shared.errors import ConfigError
 from shared.fresh_tokens import FILE, REMEDY, FreshTokens
-from shared.tokens.hf_codec import HFTokenCodec
+from shared.tokens.hf_codec import HFTokenCodec, MissingTokensError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -78,6 +78,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         processor = AutoTokenizer.from_pretrained(path) if is_text else AutoProcessor.from_pretrained(path)
         tokenizer = processor if is_text else processor.tokenizer
         codec = HFTokenCodec(tokenizer, has_coord_tokens=is_grounding)
+    except MissingTokensError as error:
+        raise ConfigError(f"model.path: {path} does not suit the run: {error}, and set model.path to it") from error
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
     keys = () if is_text else ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

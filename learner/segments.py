@@ -100,8 +100,15 @@ class PromptEncoder:
         return tuple(self._processor.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"])
 
     def encode(self, sample: Sample) -> EncodedPrompt:
-        """Both forms of the prompt, and the image features' inputs. RecordError when an image file is gone or changed."""
-        encoded = self._processor(text=[self.text(sample)], images=[decode_image(image) for image in sample.images], return_tensors="pt")
+        """Both forms of the prompt, and the image features' inputs. RecordError when an image file is gone or changed, or of a size or shape that the
+        checkpoint's processor does not take."""
+        images = [decode_image(image) for image in sample.images]
+        try:
+            encoded = self._processor(text=[self.text(sample)], images=images, return_tensors="pt")
+        except ValueError as error:
+            sizes = " and ".join(f"{image.width} x {image.height}" for image in images)
+            problem = f"sample {sample.sample_id} has a picture of {sizes} pixels, which the checkpoint's image processor does not take ({error})"
+            raise RecordError(problem, field="images", remedy="crop or pad the picture, or remove the row") from error
         return EncodedPrompt(
             request_token_ids=self.request_ids(sample),
             token_ids=tuple(encoded["input_ids"][0].tolist()),

@@ -23,6 +23,19 @@ step() {
     fi
 }
 
+# Packages would go into whatever `.venv` leads to: through a link into somebody else's, and of a copy of another clone's the programs
+# would go on using that one. (Of a clone that was moved the old place is gone, and it is set up again.)
+require_own_venv() {
+    local made_as
+    if [[ -L $VENV ]]; then
+        die "$VENV is a link to $(readlink -f "$VENV"), which this would change for everybody who uses it; remove the link (rm $VENV), and run the same command again"
+    fi
+    made_as=$(sed -n "s/^ *\(export \)*VIRTUAL_ENV=[\"']*\(\/[^\"']*\).*/\2/p" "$VENV/bin/activate" 2>/dev/null | tail -n 1) || true
+    if [[ -d $made_as && ! $made_as -ef $VENV ]]; then
+        die "$VENV is a copy of $made_as, of another clone, and its programs use that one; remove it (rm -r $VENV), and run the same command again"
+    fi
+}
+
 find_python() {
     local candidate
     for candidate in python3.11 python3 python3.13 python3.12; do
@@ -90,6 +103,7 @@ compile_packages() { "$VENV/bin/python" -c 'import compileall, sysconfig; compil
 
 main() {
     local extra=cpu stamp python started=$SECONDS
+    require_own_venv
     if has_gpu; then
         extra=gpu
     fi

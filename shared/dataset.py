@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from shared.errors import RecordError
+from shared.errors import BadRows, RecordError
 from shared.records import ALL_GEOMETRY, GeometryKind, ImageSize, Sample, load_record
 
 _LOGGER = logging.getLogger(__name__)
@@ -58,21 +60,22 @@ def load_dataset(
 ) -> Dataset:
     """Reads a JSONL file of records (DESIGN 7.1); blank lines mean nothing, image paths are relative to the file.
 
-    RecordError names file, line, field and remedy: for the first bad row, or, where `on_bad_row` is "skip" (which logs and counts
-    every bad row), for a file that cannot be read or has no usable row. `check_images`, `image_size` and `geometry` say what a row must
-    be, as `load_record` does. A row without an id is called after its file and line.
+    RecordError names file, line, field and remedy: of the first 20 bad rows, with the number of all, or, where `on_bad_row` is "skip" (which logs and
+    counts every bad row), of a file that cannot be read or has no usable row. `check_images`, `image_size` and `geometry` say what a row must be, as
+    `load_record` does. A row without an id is called after its file and line.
     """
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
     path = Path(path)
     samples: list[Sample] = []
+    bad = BadRows()
     skipped: list[str] = []
     line_of: dict[str, int] = {}
     for number, line in _lines(path):
         try:
             default_id = f"{path.stem}:{number}"
             sample = load_record(
-                _decode(line),
+                _decode(path, line),
                 root=path.parent,
                 require_images=check_images,
                 sort_objects=sort_objects,
@@ -85,12 +88,14 @@ def load_dataset(
         except RecordError as error:
             located = error.at(str(path), number)
             if on_bad_row == "error":
-                raise located from error
-            _LOGGER.warning("bad row skipped: %s", located)
-            skipped.append(str(located))
+                bad.add(located)
+            else:
+                _LOGGER.warning("bad row skipped: %s", located)
+                skipped.append(str(located))
             continue
         line_of[sample.sample_id] = number
         samples.append(sample)
+    bad.raise_if_any()
     if not samples:
         problem = f"has no usable row: {len(skipped)} were bad, the first: {skipped[0]}" if skipped else "is empty"
         raise RecordError(problem, field="file", remedy="write one JSON object per line", file=str(path))
@@ -107,7 +112,10 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise RecordError(f"cannot be read: {error.strerror}", field="file", remedy=remedy, file=str(path)) from error
 
 
-def _decode(line: bytes) -> Any:
+def _decode(path: Path, line: bytes) -> Any:
+    if line.startswith(codecs.BOM_UTF8):
+        remedy = f"save the file as UTF-8 without it: sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}"
+        raise RecordError("begins with a byte order mark, which JSON does not have", field="row", remedy=remedy)
     try:
         return json.loads(line.decode(), object_pairs_hook=_object, parse_int=_integer)
     except UnicodeDecodeError as error:

@@ -44,26 +44,52 @@ class ConfigError(ValueError):
 
 
 class RecordError(ValueError):
-    """One dataset row is wrong: names the file, the line, the field and the remedy.
+    """A dataset row is wrong: names the file, the line, the field and the remedy.
 
-    `line` is 1-based; `file` and `line` are None where the row did not come from a file.
+    `line` is 1-based; `file` and `line` are None where the row did not come from a file. `more` are lines about further bad rows of the same file.
     """
 
-    def __init__(self, problem: str, *, field: str, remedy: str, file: str | None = None, line: int | None = None) -> None:
-        self.problem, self.field, self.remedy, self.file, self.line = problem, field, remedy, file, line
+    def __init__(self, problem: str, *, field: str, remedy: str, file: str | None = None, line: int | None = None, more: Sequence[str] = ()) -> None:
+        self.problem, self.field, self.remedy, self.file, self.line, self.more = problem, field, remedy, file, line, tuple(more)
         where = "" if file is None else f"{file}:{line}: " if line is not None else f"{file}: "
-        super().__init__(f"{where}{field}: {problem}; {remedy}")
+        super().__init__("\n".join((f"{where}{field}: {problem}; {remedy}", *self.more)))
 
     def at(self, file: str, line: int) -> RecordError:
         """The same problem, located."""
         return RecordError(self.problem, field=self.field, remedy=self.remedy, file=file, line=line)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _record_error, (self.problem, self.field, self.remedy, self.file, self.line)
+        return _record_error, (self.problem, self.field, self.remedy, self.file, self.line, self.more)
 
 
-def _record_error(problem: str, field: str, remedy: str, file: str | None, line: int | None) -> RecordError:
-    return RecordError(problem, field=field, remedy=remedy, file=file, line=line)
+def _record_error(problem: str, field: str, remedy: str, file: str | None, line: int | None, more: tuple[str, ...]) -> RecordError:
+    return RecordError(problem, field=field, remedy=remedy, file=file, line=line, more=more)
+
+
+class BadRows:
+    """The bad rows of one file, as they are found: the first of them are kept, and all are counted."""
+
+    SHOWN = 20
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._shown: list[RecordError] = []
+
+    def add(self, error: RecordError) -> None:
+        self.count += 1
+        if self.count <= self.SHOWN:
+            self._shown.append(error)
+
+    def raise_if_any(self) -> None:
+        """Raise one RecordError that tells of all: where there are several it ends with their number."""
+        if not self.count:
+            return
+        first, *others = self._shown
+        if self.count == 1:
+            raise first
+        what = f"these {self.count}" if self.count <= self.SHOWN else f"{self.count}, of which the first {self.SHOWN} are above"
+        more = [*map(str, others), f"{first.file}: bad rows: {what}"]
+        raise RecordError(first.problem, field=first.field, remedy=first.remedy, file=first.file, line=first.line, more=more)
 
 
 class RolloutError(RuntimeError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -49,7 +51,7 @@ class ImageRef:
             return self
         assert self.path is not None, "an ImageRef has a path or data"
         try:
-            data = self.path.read_bytes()
+            data = read_image(self.path)
         except OSError as error:
             raise RecordError(f"cannot read {self.path}: {error.strerror}", field="images", remedy="restore the file") from error
         sha256 = hashlib.sha256(data).hexdigest()
@@ -187,9 +189,18 @@ def _sample_id(mapping: Mapping[str, Any], default_id: str | None) -> str:
     return hashlib.sha256(json.dumps(mapping, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def read_image(path: Path) -> bytes:
+    """Return the bytes of an image file. OSError where it cannot be read, and for a pipe, a socket or a device, which is not opened: it might never end."""
+    mode = path.stat().st_mode
+    for is_kind, kind in ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device")):
+        if is_kind(mode):
+            raise OSError(errno.EINVAL, f"it is {kind}, not a file")
+    return path.read_bytes()
+
+
 def _read_image(field: str, path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        data = read_image(path)
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RecordError(
@@ -212,7 +223,11 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
         _refuse(field, "has two geometries" if kinds else "has no geometry", "give it exactly one of bbox_2d, poly")
     kind = kinds[0]
     if kind not in geometry:
-        _refuse(f"{field}.{kind}", "is a kind of geometry that this run does not learn", f"write it as {', '.join(sorted(geometry))}, or remove the object")
+        remedy = (
+            f"write it as {', '.join(sorted(geometry))} (`launch.import_coco geometry=bbox` does so for a whole file), remove the object, "
+            "or choose a custom.trainer_variant that learns polygons: stage1_sft or stage2_rollout_aligned"
+        )
+        _refuse(f"{field}.{kind}", "is a kind of geometry that this run does not learn", remedy)
     bins = tuple(_load_bin(f"{field}.{kind}", i, item) for i, item in enumerate(_list(f"{field}.{kind}", value[kind], "a flat list of coordinates")))
     _check_bins(f"{field}.{kind}", kind, bins)
     if "desc" not in value:

@@ -47,6 +47,12 @@ GRAMMAR_FIELDS = ("response_format", "structured_outputs")
 FORMS = {OpenAIRoute.CHAT: ChatCompletionRequest, OpenAIRoute.COMPLETIONS: CompletionRequest}
 
 
+_NO_TOOL_CALLS = (
+    "tools: this server was not told how the model writes calls of tools; start it with tool_call_parser=NAME "
+    "(vLLM's name of what reads them, hermes for Qwen's models), or send tool_choice: none"
+)
+
+
 def check_tool_parser(name: str | None) -> None:
     """Raises ConfigError for a name that vLLM does not know. It takes no model, and so comes before one is loaded."""
     known = ToolParserManager.list_registered()
@@ -57,9 +63,18 @@ def check_tool_parser(name: str | None) -> None:
 class VllmOpenAI:
     """An `OpenAIServing` over vLLM's own. It belongs to the engine's event loop."""
 
-    def __init__(self, models: OpenAIServingModels, chat: OpenAIServingChat, completion: OpenAIServingCompletion, grammars: GrammarTrial | None = None) -> None:
+    def __init__(
+        self,
+        models: OpenAIServingModels,
+        chat: OpenAIServingChat,
+        completion: OpenAIServingCompletion,
+        grammars: GrammarTrial | None = None,
+        *,
+        reads_tool_calls: bool = False,
+    ) -> None:
         """`grammars` tries those that calls bring; None: nobody does."""
         self._models, self._chat, self._completion, self._grammars = models, chat, completion, grammars
+        self._reads_tool_calls = reads_tool_calls
 
     @classmethod
     def over(cls, engine: VllmEngine, names: Sequence[str], *, tool_call_parser: str | None) -> VllmOpenAI:
@@ -78,7 +93,8 @@ class VllmOpenAI:
         renderer = OnlineRenderer(client.model_config, client.renderer, **template, **tools)
         chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template, **tools)
         completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
-        return cls(models, chat, completion, GrammarTrial(XgrammarSpec(engine.model_path, client.model_config.get_vocab_size())))
+        grammars = GrammarTrial(XgrammarSpec(engine.model_path, client.model_config.get_vocab_size()))
+        return cls(models, chat, completion, grammars, reads_tool_calls=tool_call_parser is not None)
 
     async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
         """Raises RefusalError where a sync has begun, and EngineDeadError; everything else is an answer."""
@@ -104,6 +120,9 @@ class VllmOpenAI:
                 return await self._models.show_available_models()
             case OpenAIRoute.CHAT:
                 chat = ChatCompletionRequest.model_validate(call)
+                if chat.tool_choice not in (None, "none") and not self._reads_tool_calls:
+                    # vLLM would name arguments of its own server's.
+                    return create_error_response(_NO_TOOL_CALLS)
                 await self._require(chat)
                 return await self._chat.create_chat_completion(chat)
             case OpenAIRoute.COMPLETIONS:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic_core import PydanticCustomError
-
-ConfigPath = Annotated[Path, Field(strict=False)]
-"""A path written as text. Whether it exists is for the code that opens it to say; relative paths are relative to the working directory."""
 
 Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]
 """A number in [0, 1]."""
+
+LearningRate = Annotated[PositiveFloat, Field(le=1.0)]
+"""AdamW moves every weight by about this much in one update: more than 1 leaves nothing of a model."""
 
 
 class Section(BaseModel):
@@ -46,6 +46,16 @@ def refusal(wrong: str, remedy: str, key: str | None = None) -> PydanticCustomEr
     """What a validator raises for a value that the types allow; `key` is the offending key where the value is a mapping."""
     # A custom message is a template: the texts travel in the context so that their braces stay braces.
     return PydanticCustomError("refused", "{wrong}; {remedy}", {"wrong": wrong, "remedy": remedy, "key": key})
+
+
+def _no_empty_path(path: Any) -> Any:
+    if isinstance(path, str) and not path.strip():
+        raise refusal("must not be empty, which would be the current folder", "write a path, or remove the key")
+    return path
+
+
+ConfigPath = Annotated[Path, BeforeValidator(_no_empty_path), Field(strict=False)]
+"""A path written as text. Whether it exists is for the code that opens it to say; relative paths are relative to the working directory."""
 
 
 def _no_fraction(gpus: float) -> float:

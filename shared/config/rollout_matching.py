@@ -18,6 +18,8 @@ LOWEST_TEMPERATURE = 0.01
 reads their log-probabilities as of this one."""
 HIGHEST_TEMPERATURE = 5.0
 """Ids are banned by a logit bias of -100, which the temperature divides: here e^-20 of a token's probability is left, at 50 it is e^-2."""
+LEAST_BUCKET_BYTES = 1 << 16
+"""A smaller bucket would hold one tensor at most, norms too, and every bucket costs a message and a checksum."""
 DEDICATED_MEMORY_UTILIZATION = 0.85
 """Fraction of the device's memory for an engine that does not share it."""
 
@@ -41,7 +43,7 @@ class DecodingSection(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with at least this probability."""
 
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     """Sample from the this many most probable tokens; -1 or 0: no limit."""
 
     @property
@@ -78,8 +80,8 @@ class SyncSection(Section):
     No placement has more than one that works, and auto takes it. Any other value chooses nothing: it says which it has to be, and other runs are refused.
     """
 
-    bucket_bytes: PositiveInt | None = None
-    """Bytes of one packed bucket; null: 256 MiB between GPUs (nccl, ipc), where the engine's loader
+    bucket_bytes: Annotated[int, Field(ge=LEAST_BUCKET_BYTES)] | None = None
+    """Bytes of one packed bucket, at least 64 KiB; null: 256 MiB between GPUs (nccl, ipc), where the engine's loader
     is called once for each, and 16 MiB on CPU, where larger ones are slower: the system takes their
     memory back after each and hands it out page by page."""
 

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shared.config.base import Fraction01, Section
+from shared.config.base import Fraction01, LearningRate, Section
 
 
 class PartSection(Section):
     frozen: bool = False
     """Keep the part as the checkpoint has it."""
 
-    learning_rate: PositiveFloat | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of the part; null: `training.learning_rate`. The schedule is the same for all."""
 
 
@@ -62,8 +62,8 @@ class TrainingSection(Section):
     Rollouts of an evaluation are generated in batches of `rollout_matching.decode_batch_size`, as in training.
     """
 
-    learning_rate: Annotated[PositiveFloat, Field(examples=[0.001])]
-    """Peak learning rate of AdamW."""
+    learning_rate: Annotated[LearningRate, Field(examples=[0.001])]
+    """Peak learning rate of AdamW, at most 1."""
 
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW, of matrices (embeddings and convolutions are such); norms and biases do not decay."""

@@ -7,6 +7,8 @@ from typing import Any
 from shared.tokens.pieces import piece_table
 from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN
 
+ADD_TOKENS = "`python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLDER`"
+
 
 def add_coord_tokens(tokenizer: Any) -> int:
     """Adds those of the 1,000 coord tokens and `<|im_end|>` that `tokenizer` lacks, and returns how many they were.
@@ -24,11 +26,15 @@ def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
     return piece_table(tokenizer.get_vocab(), {token_id: token.content for token_id, token in added.items()})
 
 
+class MissingTokensError(ValueError):
+    """A tokenizer lacks tokens that answers are written in."""
+
+
 class HFTokenCodec:
     """`TokenCodec` of a byte-level BPE tokenizer (Qwen's family).
 
-    The piece of every token is computed once, here. Raises ValueError where the tokenizer is not byte-level, has no `<|im_end|>`, or
-    does not encode each coord token as one token.
+    The piece of every token is computed once, here. Raises MissingTokensError where the tokenizer has no `<|im_end|>` or lacks coord tokens, ValueError
+    where it is not byte-level or does not encode each coord token as one token.
     """
 
     def __init__(self, tokenizer: Any, *, has_coord_tokens: bool = True) -> None:
@@ -40,16 +46,15 @@ class HFTokenCodec:
         self._pieces = token_pieces(tokenizer) if has_coord_tokens else None
 
         coord_tokens = COORD_TOKENS if has_coord_tokens else ()
-        absent = [token for token in (END_OF_TURN, *coord_tokens) if token not in vocabulary]
-        if absent:
-            raise ValueError(
-                f"the tokenizer has no {absent[0]} ({len(absent)} of the {len(coord_tokens)} coord tokens and {END_OF_TURN} are missing); "
-                "run shared.tokens.hf_codec.add_coord_tokens on it, resize the model's embeddings, and save both"
-            )
+        if END_OF_TURN not in vocabulary:
+            raise MissingTokensError(f"its tokenizer has no {END_OF_TURN}, which ends a response; give a chat (Instruct) checkpoint")
+        if absent := [token for token in coord_tokens if token not in vocabulary]:
+            missing = f"{len(absent)} of the {len(coord_tokens)} coord tokens, {absent[0]} first" if len(absent) < len(coord_tokens) else "the coord tokens"
+            raise MissingTokensError(f"its tokenizer lacks {missing}, which boxes are written in; make a checkpoint that has them with {ADD_TOKENS}")
         self._coord_ids = tuple(vocabulary[token] for token in coord_tokens)
         self._coord_bins = {token_id: bin for bin, token_id in enumerate(self._coord_ids)}
         if self.encode("".join(coord_tokens)) != list(self._coord_ids):
-            raise ValueError("the tokenizer splits coord tokens when it encodes them; run shared.tokens.hf_codec.add_coord_tokens, which adds them whole")
+            raise ValueError(f"the tokenizer splits coord tokens when it encodes them; make the checkpoint with {ADD_TOKENS}, which adds them whole")
 
         self.eos_token_id = vocabulary[END_OF_TURN]
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special) - self._coord_bins.keys()

@@ -31,7 +31,7 @@ def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(comman
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(step["step"], step["channel"]) for step in steps] == [(1, "A"), (2, "B"), (3, "B")]
     started = re.findall(r"^start     (.+): \d+\.\d s, \d+ s in all$", run.output, flags=re.MULTILINE)
-    assert started == ["data", "Ray", "room in the cluster", "learner", "rollout-actor-0, rollout-actor-1, rollout-actor-2"]
+    assert started == ["checks", "Ray", "room in the cluster", "learner", "rollout-actor-0, rollout-actor-1, rollout-actor-2"]
     assert all("loss/total" in step and "time/step_s" in step for step in steps)
     plans = [json.loads(line) for line in (folder / "plan.jsonl").read_text().splitlines()]
     assert plans[1]["engines"] == ["rollout-actor-0", "rollout-actor-1", "rollout-actor-2"]

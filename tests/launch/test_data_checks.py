@@ -108,7 +108,7 @@ def test_an_image_of_another_size_than_its_row_says_is_refused(run):
 def test_a_ground_truth_polygon_is_an_error_with_file_line_and_field(run):
     config, data = run
     change_row(data, 4, objects=[{"bbox_2d": [1, 2, 3, 4], "desc": "one"}, {"poly": [1, 2, 3, 4, 5, 6], "desc": "two"}])
-    with pytest.raises(RecordError, match=r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d, or remove the object"):
+    with pytest.raises(RecordError, match=r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d \(`launch\.import_coco geometry=bbox` "):
         check_data(config)
 
 

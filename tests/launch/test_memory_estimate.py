@@ -177,9 +177,9 @@ def test_both_ends_of_a_sync_between_gpus_hold_copies_of_buckets(config, shape):
     assert engine_estimate(run, shape, 1, Device.CUDA, 2**34, Transport.NCCL).parts["buckets of a sync"] == 2 * everything
     assert engine_estimate(run, shape, 1, Device.CUDA, 2**34, Transport.IPC).parts["buckets of a sync"] == everything
     assert engine_estimate(run, shape, 1, Device.CPU, 2**34, Transport.GLOO).parts["buckets of a sync"] == 0
-    small = config(rollout_matching__vllm__sync={"bucket_bytes": 1000})
+    small = config(rollout_matching__vllm__sync={"bucket_bytes": 1 << 16})
     largest = max(4 * math.prod(sizes) for sizes in shape.parameters.values())
-    assert engine_estimate(small, shape, 1, Device.CUDA, 2**34, Transport.NCCL).parts["buckets of a sync"] == 2 * (1000 + largest)
+    assert engine_estimate(small, shape, 1, Device.CUDA, 2**34, Transport.NCCL).parts["buckets of a sync"] == 2 * ((1 << 16) + largest)
     assert learner_estimate(run, shape, Device.CUDA, Transport.NCCL).parts["buckets of a sync"] == 0, "the row's activations are more"
     many = replace(shape, parameters=dict(shape.parameters) | {f"model.language_model.layers.{i}.w.weight": (10**9,) for i in (7, 8)})
     parts = learner_estimate(run, many, Device.CUDA, Transport.NCCL).parts

@@ -15,12 +15,11 @@ from fake_server import ObedientEngine, make_service, make_settings, serving, se
 from fake_stock_server import StockServer
 from fastapi import FastAPI
 from PIL import Image
-from ray.exceptions import AuthenticationError
 
 from launch.device_memory import DeviceMemory
 from launch.path_checks import path_problems
 from launch.placement import Resources
-from launch.preflight import preflight
+from launch.preflight import Findings, _servers, preflight
 from launch.server_checks import ask_servers, instead_of_servers, port_problems
 from launch.version_checks import version_problems
 from learner.samples import load_samples
@@ -272,22 +271,66 @@ def test_the_learners_own_model_takes_no_weights_from_anywhere(config):
 
 
 @pytest.mark.slow
-def test_a_cluster_that_does_not_answer_or_asks_for_a_token_is_refused_with_what_to_check(config, monkeypatch):
-    for error, remedy in (
-        (
-            ConnectionError("no head node"),
-            "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token, RAY_AUTH_MODE=token, or use local",
-        ),
-        (RuntimeError("Missing authentication token"), "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"),
-        (AuthenticationError("token"), "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"),
-    ):
+def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the_layers_that_are(config, demo_checkpoint):
+    adapter = {"kind": "lora", "rank": 100_000, "target_modules": ["q_projj", "v_proj", "embed_tokens"]}
+    names, rank = preflight(config(model__adapter=adapter), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None).problems
+    unknown = f"no linear layer of the language model in {demo_checkpoint} is called embed_tokens, q_projj"
+    assert names == f"model.adapter.target_modules: {unknown}; it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    assert rank.startswith("model.adapter.rank: 100000 is more than the rank of any layer that is adapted, ") and rank.endswith(" at most; lower it")
+    sound = preflight(config(model__adapter={"kind": "lora"}), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None)
+    assert sound.problems == []
 
-        def refuse(error: Exception = error, **arguments: object) -> None:
-            raise error
 
-        monkeypatch.setattr("ray.init", refuse)
-        (problem,) = preflight(config(cluster__address="10.0.0.1:6379")).problems
-        assert problem.startswith("cluster.address: 10.0.0.1:6379 gives no Ray cluster (") and problem.endswith(f"; {remedy}")
+@pytest.mark.slow
+def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_are_started(config, demo_checkpoint):
+    """vLLM would refuse them when the engine starts."""
+    there = {"nodes_of": lambda _: [Resources(cpus=16, gpus=0)], "memory_of": lambda _: None}
+    of_model = f"tokens are more than the 4096 positions of {demo_checkpoint} (max_position_embeddings); lower it"
+    assert preflight(config(global_max_length=5000), **there).problems == [f"global_max_length: 5000 {of_model}"]
+    longer = preflight(config(rollout_matching__vllm__max_model_len=4097), **there)
+    assert longer.problems == [f"rollout_matching.vllm.max_model_len: 4097 {of_model}"]
+    assert preflight(config(global_max_length=4096), **there).problems == []
+
+
+@pytest.mark.slow
+def test_an_objective_whose_term_is_not_in_the_table_of_metrics_is_refused_with_the_line_to_add(config, monkeypatch):
+    """As one's own is, at first."""
+    monkeypatch.setattr("learner.objectives.token_ce.TokenCE.term_names", ("token_ce", "token_ce.focal"))
+    (problem,) = preflight(config(), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None).problems
+    assert problem == (
+        "rollout_matching.pipeline: TokenCE gives loss/token_ce.focal, which the table of shared/metrics.py does not have as a sum; "
+        'add Metric("loss/token_ce.focal", Reduction.SUM, "...") to METRICS there'
+    )
+
+
+@pytest.mark.slow
+def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, demo_data, tmp_path):
+    """Qwen's takes none with a side more than 200 times the other."""
+    Image.new("RGB", (300, 1)).save(tmp_path / "long.png")
+    rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
+    rows = [row | {"images": [str(demo_data / image) for image in row["images"]]} for row in rows]
+    for index in (3, 5):
+        rows[index] |= {"images": [str(tmp_path / "long.png")], "width": 300, "height": 1}
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (problem,) = preflight(config(data__train=file), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None).problems
+    first, second, count = problem.splitlines()
+    refused = (
+        "has a picture of 300 x 1 pixels, which the checkpoint's image processor does not take (absolute aspect ratio must be smaller than 200, got 300.0)"
+    )
+    assert first == f"{file}: images: sample train:4 {refused}; crop or pad the picture, or remove the row"
+    assert second.startswith(f"{file}: images: sample train:6 {refused}") and count == f"{file}: bad rows: these 2"
+
+
+def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(config):
+    run = config(**in_server_mode("http://127.0.0.1:9"))
+    answers = asked(run)
+    assert answers.not_up == answers.problems and len(answers.problems) == 1
+    findings = Findings()
+    findings.check(lambda: _servers(run, None, findings, waits=True))
+    assert findings.problems == []
+    findings.check(lambda: _servers(run, None, findings, waits=False))
+    assert findings.problems == list(answers.problems)
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import pytest
 import torch
 from config_support import configuration
 from learner_support import finish_step, make_learner
+from tiny_qwen import make_stock_model
 
-from learner.loading import load_model
+from learner.loading import load_model, load_tokens
 from learner.master_weights import MasterWeights
 from learner.parts import Part, part_of
 from shared.config.pipeline import Channel
@@ -80,6 +81,15 @@ def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
 
 def test_float32_has_no_second_copy_of_its_weights(config):
     assert MasterWeights(load_model(config(), torch.device("cpu")).model.parameters()).own_masters() == []
+
+
+def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, tmp_path):
+    folder = make_stock_model(tmp_path / "stock", "qwen3_vl")
+    with pytest.raises(ConfigError) as caught:
+        load_tokens(config(model__path=str(folder)))
+    lacks = "its tokenizer lacks the coord tokens, which boxes are written in"
+    remedy = "make a checkpoint that has them with `python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLDER`, and set model.path to it"
+    assert str(caught.value) == f"model.path: {folder} does not suit the run: {lacks}; {remedy}"
 
 
 def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(config, demo_checkpoint, tmp_path):

@@ -19,7 +19,7 @@ from rollout_actors.engine_settings import (
     model_type,
     neighbour_runtime_env,
 )
-from shared.config.engine_checks import MAX_VLLM_BEAMS
+from shared.config.engine_checks import HIGHEST_VLLM_TEMPERATURE, MAX_VLLM_BEAMS
 from shared.lora import LORA_RANKS
 from shared.transports import Device
 
@@ -95,6 +95,15 @@ def test_an_engine_on_cpu_reads_no_prompt_in_two_steps() -> None:
     on_cpu, on_gpu = (engine_arguments(small_settings(Path("model"), device=device)) for device in (Device.CPU, Device.CUDA))
     assert on_cpu["enable_chunked_prefill"] is False
     assert "enable_chunked_prefill" not in on_gpu
+
+
+@pytest.mark.engine
+def test_the_highest_temperature_is_vllms_own() -> None:
+    from vllm import SamplingParams
+
+    SamplingParams(temperature=HIGHEST_VLLM_TEMPERATURE)
+    with pytest.raises(ValueError, match="temperature must be in"):
+        SamplingParams(temperature=HIGHEST_VLLM_TEMPERATURE + 1e-6)
 
 
 @pytest.mark.engine

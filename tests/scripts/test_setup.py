@@ -52,6 +52,34 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+def test_packages_are_not_installed_through_a_link(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (machine.folder / ".venv").symlink_to(tmp_path / "elsewhere")
+    done = subprocess.run(["/bin/bash", str(machine.script)], capture_output=True, text=True, timeout=60, check=False)
+    told = f"set-up: .venv is a link to {tmp_path / 'elsewhere'}, which this would change for everybody who uses it; remove the link (rm .venv)"
+    assert (done.returncode, done.stderr) == (1, f"{told}, and run the same command again\n")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_a_copy_of_another_clone_s_environment_is_refused_and_one_that_was_moved_with_its_clone_is_not(machine: Machine, tmp_path: Path, quote: str) -> None:
+    (machine.programs / "sed").symlink_to("/usr/bin/sed")
+    (machine.programs / "tail").symlink_to("/usr/bin/tail")
+    other = tmp_path / "other clone" / ".venv"
+    machine.add(".venv/bin/activate", f"unset VIRTUAL_ENV\nif a; then\n    export VIRTUAL_ENV={quote}{other}{quote}\nfi\n")
+    assert machine.call("require_own_venv").returncode == 0, "there is none any more"
+    other.mkdir(parents=True)
+    done = machine.call("require_own_venv")
+    told = f"set-up: .venv is a copy of {other}, of another clone, and its programs use that one; remove it (rm -r .venv), and run the same command again\n"
+    assert (done.returncode, done.stderr) == (1, told)
+    machine.add(".venv/bin/activate", f"VIRTUAL_ENV={quote}{machine.folder}/.venv{quote}\nexport VIRTUAL_ENV\n")
+    assert machine.call("require_own_venv").returncode == 0
+
+
+def test_without_an_environment_there_is_nothing_to_refuse(machine: Machine) -> None:
+    assert machine.call("require_own_venv").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("compiler", "header", "missing"),
     [

@@ -3,6 +3,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
+import pickle
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,28 @@ def test_a_bad_row_is_an_error_with_file_line_field_and_remedy(write, line: str 
     error = refusal(path)
     assert (error.file, error.line, error.field) == (str(path), 3, field) and error.remedy
     assert str(error).startswith(f"{path}:3: {field}: ") and problem in str(error)
+
+
+def test_all_bad_rows_are_told_up_to_20_with_their_number(write) -> None:
+    three = str(refusal(write(row(), "one", row(id=""), "three"))).splitlines()
+    assert [line.split(": ")[0].rpartition(":")[2] for line in three[:3]] == ["2", "3", "4"]
+    assert three[3].endswith("train.jsonl: bad rows: these 3") and len(three) == 4
+    many = refusal(write(*["bad"] * 57, row()))
+    lines = str(many).splitlines()
+    assert [line.split(": ")[0].rpartition(":")[2] for line in lines[:20]] == [str(number) for number in range(1, 21)]
+    assert lines[20].endswith("train.jsonl: bad rows: 57, of which the first 20 are above") and len(lines) == 21
+    assert str(pickle.loads(pickle.dumps(many))) == str(many)
+    assert "bad rows" not in str(refusal(write(row(), "bad"))), "one is told as it is"
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_the_remedy_of_a_byte_order_mark_works(write, locale: str) -> None:
+    path = write(b"\xef\xbb\xbf" + row().encode(), row())
+    error = refusal(path)
+    assert str(error).startswith(f"{path}:1: row: begins with a byte order mark, which JSON does not have; save the file as UTF-8 without it: sed -i ")
+    command = error.remedy.partition(": ")[2]
+    subprocess.run(command, shell=True, env={"PATH": os.environ["PATH"], "LC_ALL": locale}, timeout=60, check=True)
+    assert len(load(path)) == 2
 
 
 def test_bad_rows_are_skipped_counted_and_logged_when_told_to(write, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,28 @@ def test_a_coordinate_is_an_integer_bin_or_a_coord_token(value: object) -> None:
     assert error.field == "objects[1].bbox_2d" and f"value 2 is {value!r}" in str(error)
 
 
+def test_a_pipe_in_place_of_a_picture_is_refused_and_not_opened(tmp_path: Path) -> None:
+    """Nobody writes into it: whoever opened it would wait for ever."""
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(RecordError) as caught:
+        load_record(row(), root=tmp_path)
+    assert str(caught.value).startswith(f"images[0]: cannot read {tmp_path / 'a.png'}: it is a named pipe, not a file; correct the path")
+    unchecked = load_record(row(), root=tmp_path, require_images=False)
+    with pytest.raises(RecordError, match=r"a\.png: it is a named pipe, not a file; restore the file"):
+        unchecked.with_image_data()
+    (tmp_path / "device.png").symlink_to("/dev/zero")
+    with pytest.raises(RecordError, match=r"device\.png: it is a device, not a file"):
+        load_record(row(images=["device.png"]), root=tmp_path)
+
+
 def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_row() -> None:
     mapping = row(objects=[BOX | {"bbox_2d": [1, 90, 3, 99]}, {"poly": [1, 2, 3, 4, 5, 6], "desc": "dog"}])
     assert len(load(mapping, geometry=frozenset(GeometryKind)).objects) == 2
     error = refusal(mapping, geometry=frozenset({GeometryKind.BBOX}))
-    assert error.field == "objects[1].poly" and error.remedy == "write it as bbox_2d, or remove the object"
+    assert error.field == "objects[1].poly" and error.remedy == (
+        "write it as bbox_2d (`launch.import_coco geometry=bbox` does so for a whole file), remove the object, "
+        "or choose a custom.trainer_variant that learns polygons: stage1_sft or stage2_rollout_aligned"
+    )
 
 
 def test_a_polygon_keeps_its_vertices_in_order_numbers_and_coord_tokens_alike() -> None:

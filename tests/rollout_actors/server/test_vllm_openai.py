@@ -221,6 +221,19 @@ def test_fields_of_openai_and_of_vllm_are_taken() -> None:
     assert answered(Said(), **fields).content == {"id": "an answer"}
 
 
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
+def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argument(choice: dict[str, Any]) -> None:
+    """vLLM names arguments of `vllm serve`, which `launch.serve` does not have."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    answer = answered(None, tools=tools, **choice)
+    assert isinstance(answer.content, dict)
+    assert answer.status == 400
+    assert answer.content["error"]["message"] == (
+        "tools: this server was not told how the model writes calls of tools; start it with tool_call_parser=NAME "
+        "(vLLM's name of what reads them, hermes for Qwen's models), or send tool_choice: none"
+    )
+
+
 def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_loaded() -> None:
     from rollout_actors.server.vllm_openai import check_tool_parser
 

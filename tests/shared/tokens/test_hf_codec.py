@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
+from shared.tokens.hf_codec import HFTokenCodec, MissingTokensError, add_coord_tokens
 
 TEXTS = ["black cat", "größe 猫 🙂 \n\t", '{"a": [1, "\\u0041"]}}', "<|coord_0|><|coord_999|> <|im_end|>", "\x00\x7f¡ÿĀ", ""]
 
@@ -44,7 +44,7 @@ def test_an_id_in_the_padding_of_the_embeddings_has_no_text(codec: HFTokenCodec)
 
 def test_missing_tokens_are_refused_until_they_are_added(plain_tokenizer: Any) -> None:
     tokenizer = plain_tokenizer()
-    with pytest.raises(ValueError, match="add_coord_tokens"):
+    with pytest.raises(MissingTokensError, match=r"has no <\|im_end\|>, which ends a response; give a chat \(Instruct\) checkpoint"):
         HFTokenCodec(tokenizer)
     assert add_coord_tokens(tokenizer) == 1001
     codec = HFTokenCodec(tokenizer)
@@ -56,7 +56,7 @@ def test_a_single_missing_coord_token_is_named(plain_tokenizer: Any) -> None:
     tokenizer = plain_tokenizer()
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     tokenizer.add_tokens([f"<|coord_{k}|>" for k in range(1000) if k != 613])
-    with pytest.raises(ValueError, match=r"no <\|coord_613\|> \(1 of"):
+    with pytest.raises(ValueError, match=r"lacks 1 of the 1000 coord tokens, <\|coord_613\|> first"):
         HFTokenCodec(tokenizer)
 
 
