@@ -88,7 +88,7 @@ STAGE_ENGINES := "servers, commands and engines of their own, and what takes lon
 
 check: setup
 	@scripts/stages.sh --not-run "slow tests, Ray, processes and engines: make test" \
-	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not slow"'
+	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not engines_extra and not slow"'
 
 test: setup
 	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED)

@@ -52,7 +52,9 @@ def run(config: RunConfig, console: Console) -> None:
         raise ConfigError(findings.problems)
     facts = findings.facts
     assert facts is not None, "data that are not sound are a problem"
-    _print(console, facts.describe())
+    about_data = facts.describe()
+    warnings = [line for line in findings.lines if line.startswith("warning") and line not in about_data]
+    _print(console, (*about_data, *warnings))
 
     from launch.checkpoints import Checkpoints
     from launch.cluster import Cluster

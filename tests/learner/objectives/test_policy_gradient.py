@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from called_rollouts import Call, examples_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.collate import collate
@@ -275,6 +275,7 @@ def test_a_token_without_advantage_is_not_counted_as_clipped():
 
 
 @pytest.mark.slow
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-90, 90), st.floats(-5, 5)), min_size=1, max_size=8))
 def test_the_loss_is_the_worse_of_the_truncated_ratio_and_the_clipped_one_and_its_gradient_under_the_cap_is_ppos(pairs):
     """The gradient above it: see the cases above."""
