@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from shared.errors import ConfigError
 from shared.trajectory import ExampleCounts
 
 _KEYS = EnvironmentKeys("environment.id", "environment.args")
+SHOW_EVERY_S = 5.0
+"""Between two lines about the images that are being checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +137,12 @@ def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
         raise ConfigError(
             f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for data=demo_polygons), or set {key} to a JSONL file"
         )
-    return load_samples(config, path)
+    shown_s = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown_s
+        if time.monotonic() - shown_s > SHOW_EVERY_S or done == total:
+            shown_s = time.monotonic()
+            print(f"data      {done} of {total} images of {path.name} are checked", flush=True)
+
+    return load_samples(config, path, show)

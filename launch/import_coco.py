@@ -26,7 +26,7 @@ from launch.arguments import read_arguments
 from launch.coco_files import CocoAnnotation, CocoFile, CocoImage, counted, distinct_categories, read_annotations, require_absent, write_json, written_once
 from launch.coco_objects import Converted, ObjectCounts, ObjectSkip, Wanted, convert
 from launch.command import explained
-from learner.samples import image_size
+from learner.image_files import image_size
 from shared.config.base import ConfigPath, Section
 from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError

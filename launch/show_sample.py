@@ -27,8 +27,9 @@ from launch.sample_overlay import Canvas
 from launch.sample_page import SamplePage
 from launch.saved_run import load_run
 from learner import rollout_log, trajectory_log
+from learner.image_files import image_size
 from learner.rollout_line import RolloutLine
-from learner.samples import image_size, load_samples
+from learner.samples import load_samples
 from learner.step_log import step_path
 from learner.trajectory_line import TrajectoryLine
 from shared.config import RunConfig

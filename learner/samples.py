@@ -5,19 +5,17 @@ Imports no torch: the check runs before anything heavy is loaded.
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-from PIL import Image
-
+from learner.image_files import Report, image_size, known_images
 from learner.rules import target_rules
 from shared.config import RunConfig
-from shared.dataset import Dataset, load_dataset
-from shared.pictures import on_white
+from shared.dataset import Dataset, image_names, load_dataset
 
 
-def load_samples(config: RunConfig, path: Path) -> Dataset:
-    """The rows of `data.train` or `data.val` as the configuration wants them. Raises RecordError as `load_dataset` does."""
+def load_samples(config: RunConfig, path: Path, report: Report | None = None) -> Dataset:
+    """The rows of `data.train` or `data.val` as the configuration wants them. Raises RecordError as `load_dataset` does. `report` hears of the images that
+    are being checked, where that takes its time."""
     data = config.data
     return load_dataset(
         path,
@@ -26,14 +24,5 @@ def load_samples(config: RunConfig, path: Path) -> Dataset:
         check_images=data.check_images,
         geometry=target_rules(config).geometry,
         image_size=image_size,
+        known_images=known_images(path, image_names(path), report) if data.check_images else {},
     )
-
-
-def image_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels of an encoded image, decoded to its end: a header tells nothing about a truncated file. ValueError with the reason."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return on_white(image).size
-    except Exception as error:
-        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into (OSError, SyntaxError, struct.error, EOFError, ...).
-        raise ValueError(str(error) or type(error).__name__) from error

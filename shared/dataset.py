@@ -6,15 +6,16 @@ import codecs
 import json
 import logging
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from shared.errors import BadRows, RecordError
-from shared.records import ALL_GEOMETRY, GeometryKind, ImageSize, Sample, load_record
+from shared.records import ALL_GEOMETRY, GeometryKind, ImageFacts, ImageSize, Sample, load_record
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -57,12 +58,13 @@ def load_dataset(
     check_images: bool,
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
     image_size: ImageSize | None = None,
+    known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Dataset:
     """Reads a JSONL file of records (DESIGN 7.1); blank lines mean nothing, image paths are relative to the file.
 
     RecordError names file, line, field and remedy: of the first 20 bad rows, with the number of all, or, where `on_bad_row` is "skip" (which logs and
-    counts every bad row), of a file that cannot be read or has no usable row. `check_images`, `image_size` and `geometry` say what a row must be, as
-    `load_record` does. A row without an id is called after its file and line.
+    counts every bad row), of a file that cannot be read or has no usable row. `check_images`, `image_size`, `known_images` and `geometry` say what a row
+    must be, as `load_record` does. A row without an id is called after its file and line.
     """
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
@@ -82,6 +84,7 @@ def load_dataset(
                 default_id=default_id,
                 geometry=geometry,
                 image_size=image_size,
+                known_images=known_images,
             )
             if sample.sample_id in line_of:
                 raise RecordError(f"{sample.sample_id!r} is also on line {line_of[sample.sample_id]}", field="sample_id", remedy="give every row its own id")
@@ -100,6 +103,19 @@ def load_dataset(
         problem = f"has no usable row: {len(skipped)} were bad, the first: {skipped[0]}" if skipped else "is empty"
         raise RecordError(problem, field="file", remedy="write one JSON object per line", file=str(path))
     return Dataset(path, tuple(samples), tuple(skipped))
+
+
+def image_names(path: Path) -> set[str]:
+    """Every image path that a JSONL file of records writes, once. Rows that cannot be read are passed over: `load_dataset` says what is wrong with them."""
+    names: set[str] = set()
+    for _, line in _lines(path):
+        try:
+            images = json.loads(line)["images"]
+            if isinstance(images, list):
+                names.update(name for name in images if isinstance(name, str) and name.strip())
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return names
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from shared.errors import RecordError
@@ -61,6 +62,16 @@ class ImageRef:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """An image file that is sound, as whoever read and decoded it found it."""
+
+    sha256: str
+    """Of the encoded bytes, hex."""
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     sample_id: str
     images: tuple[ImageRef, ...]
@@ -83,11 +94,13 @@ def load_record(
     default_id: str | None = None,
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
     image_size: ImageSize | None = None,
+    known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Sample:
     """One dataset row, checked (DESIGN 7.1). RecordError names the field, such as `objects[1].bbox_2d`, and the remedy.
 
     Image paths are relative to `root`. With `require_images` every file is read once: it must be an image, and its digest is kept. With
     `image_size` too, each must decode and have the row's width and height: the boxes are relative to that size on every image of the row.
+    What is in `known_images`, by its path as the row writes it, is neither read nor decoded again.
     Objects must be of a kind in `geometry`. They are brought into reading order (least y, then least x), or have to be in it already where
     `sort_objects` is false. The id is the row's `sample_id` or `id`, else `default_id`, else a digest of the row. Keys that mean nothing
     here become `metadata`.
@@ -103,7 +116,7 @@ def load_record(
     objects = _in_reading_order(tuple(_load_object(f"objects[{i}]", value, geometry) for i, value in enumerate(values)), sort_objects)
     sample_id = _sample_id(mapping, default_id)
     # Last, because it is the only part that costs anything.
-    check = _ImageCheck(Path(root), require_images, image_size, width, height)
+    check = _ImageCheck(Path(root), require_images, image_size, known_images, width, height)
     return Sample(
         sample_id=sample_id,
         images=tuple(check.load(f"images[{i}]", path) for i, path in enumerate(paths)),
@@ -121,6 +134,7 @@ class _ImageCheck:
     root: Path
     require: bool
     size: ImageSize | None
+    known: Mapping[str, ImageFacts]
     width: int
     height: int
 
@@ -130,16 +144,19 @@ class _ImageCheck:
         path = self.root / value
         if not self.require:
             return ImageRef(path=path, data=None, sha256="")
+        if (known := self.known.get(value)) is not None:
+            self._require_size(field, path, known.width, known.height)
+            return ImageRef(path=path, data=None, sha256=known.sha256)
         data = _read_image(field, path)
         if self.size is not None:
-            self._check_size(field, path, data, self.size)
+            try:
+                width, height = self.size(data)
+            except ValueError as error:
+                raise RecordError(f"{path} is not a readable image ({error})", field=field, remedy="replace the file or remove the row") from error
+            self._require_size(field, path, width, height)
         return ImageRef(path=path, data=None, sha256=hashlib.sha256(data).hexdigest())
 
-    def _check_size(self, field: str, path: Path, data: bytes, image_size: ImageSize) -> None:
-        try:
-            width, height = image_size(data)
-        except ValueError as error:
-            raise RecordError(f"{path} is not a readable image ({error})", field=field, remedy="replace the file or remove the row") from error
+    def _require_size(self, field: str, path: Path, width: int, height: int) -> None:
         if (width, height) != (self.width, self.height):
             problem = f"{path} is {width} x {height} pixels, the row says {self.width} x {self.height}"
             _refuse(field, problem, "correct width and height, or the file; boxes are relative to this size, on every image of the row")
@@ -210,6 +227,17 @@ def _read_image(field: str, path: Path) -> bytes:
         what = "is empty" if not data else f"begins with {data[:8]!r}"
         _refuse(field, f"{path} is not an image: it {what}", "use a PNG, JPEG, WebP, BMP, GIF or TIFF file")
     return data
+
+
+def image_facts(path: Path, image_size: ImageSize) -> ImageFacts | None:
+    """What is known of an image file once it is read and decoded; None for one that `load_record` refuses, and says why."""
+    try:
+        if not path.is_file():
+            return None
+        data = _read_image("images", path)
+        return ImageFacts(hashlib.sha256(data).hexdigest(), *image_size(data))
+    except (OSError, ValueError):
+        return None
 
 
 def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -> GroundTruthObject:

@@ -24,7 +24,8 @@ class DataSection(Section):
     """Put objects into reading order (min y, min x); false: a row out of order is a bad row."""
 
     check_images: bool = True
-    """Open every image before the start; false: a bad image is found when its sample is used."""
+    """Decode every image before the start; false: a bad image is found when its sample is used. What was found is kept in `~/.cache/rollmatch` (or below
+    `$XDG_CACHE_HOME`), where it took more than a second, for files whose path, size and time of change stay the same."""
 
     shuffle: bool = True
     """Visit the samples of every epoch in a seeded random order; false: in the order of the file."""

@@ -12,8 +12,10 @@ from config_support import configuration, trajectory_config
 from PIL import Image
 
 from launch.data_checks import DataFacts, ImageNeeds, check_data
+from learner import image_files
 from learner.samples import load_samples
 from shared.errors import ConfigError, RecordError
+from shared.records import image_facts
 from shared.trajectory import ExampleCounts
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,27 @@ def test_the_most_images_of_a_row_are_those_of_training_and_validation(run):
     change_row(data, 2, name="val.jsonl", images=["val/00002.png", "val/00003.png", "val/00004.png"])
     change_row(data, 2, images=["train/00002.png", "train/00003.png"])
     assert check_data(config).images.max_per_prompt == 3
+
+
+def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(image_files, "ALONE_S", 0.0)
+    for name in ("train.jsonl", "val.jsonl"):
+        (run[1] / name).write_text("".join((run[1] / name).read_text().splitlines(keepends=True)[:5]))
+    decoded = []
+
+    def in_this_process(root, names):
+        for name in names:
+            decoded.append(name)
+            yield name, image_facts(root / name, image_files.image_size)
+
+    monkeypatch.setattr(image_files, "_in_processes", in_this_process)
+    facts = check_data(run[0])
+    assert len(decoded) == 10
+    assert capsys.readouterr().out == "".join(f"data      5 of 5 images of {name}.jsonl are checked\n" for name in ("train", "val"))
+    monkeypatch.setattr("learner.samples.image_size", decoded.append)
+    assert check_data(run[0]) == facts
+    assert len(decoded) == 10
 
 
 def test_the_largest_image_is_known(run):

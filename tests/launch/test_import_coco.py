@@ -12,7 +12,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from launch import export_coco, import_coco
-from learner.samples import image_size
+from learner.image_files import image_size
 from shared.dataset import Dataset, load_dataset
 
 CATEGORIES = [{"id": 3, "name": "cat", "supercategory": "animal"}, {"id": 1, "name": "größe 猫"}, {"id": 9, "name": "never used"}]

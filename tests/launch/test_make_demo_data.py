@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from launch import make_demo_data as demo
-from learner.samples import image_size
+from learner.image_files import image_size
 from shared.dataset import load_dataset
 from shared.errors import ConfigError
 

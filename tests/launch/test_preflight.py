@@ -381,9 +381,9 @@ def test_gpus_of_other_nodes_are_said_to_be_taken_for_ones_like_this_machines(co
 def test_the_data_are_read_once(config, monkeypatch):
     read = []
 
-    def load(config, path):
+    def load(config, path, report):
         read.append(path)
-        return load_samples(config, path)
+        return load_samples(config, path, report)
 
     monkeypatch.setattr("launch.data_checks.load_samples", load)
     run = config()

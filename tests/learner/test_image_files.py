@@ -1,0 +1,167 @@
+"""An image that the learner could not decode is found before the start (DESIGN 7.1, issue 2), and decoded no more often than it changes."""
+
+import hashlib
+import io
+import os
+import struct
+
+import pytest
+from PIL import Image
+
+from learner import image_files
+from learner.image_files import image_size, known_images
+from shared.dataset import image_names, load_dataset
+from shared.errors import RecordError
+from shared.records import ImageFacts
+
+FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"]
+
+
+def encoded(image_format: str, mode: str = "RGB") -> bytes:
+    file = io.BytesIO()
+    # Noise, so that nothing compresses to less than half a file.
+    Image.effect_noise((40, 30), 90).convert(mode).save(file, format=image_format)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("image_format", FORMATS)
+def test_an_image_has_its_width_and_height(image_format):
+    assert image_size(encoded(image_format)) == (40, 30)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "I;16"])
+def test_an_image_of_any_mode_that_becomes_rgb_has_its_size(mode):
+    assert image_size(encoded("PNG", mode)) == (40, 30)
+
+
+def test_a_picture_whose_range_no_file_tells_is_refused_before_the_start_with_the_remedy():
+    file = io.BytesIO()
+    Image.effect_noise((40, 30), 90).convert("F").save(file, format="TIFF")
+    with pytest.raises(ValueError, match=r"floating-point numbers .*; save it with 8 or 16 bits a channel"):
+        image_size(file.getvalue())
+
+
+@pytest.mark.parametrize("image_format", FORMATS)
+def test_a_file_that_ends_too_early_is_no_image_although_its_header_is_sound(image_format):
+    data = encoded(image_format)
+    with pytest.raises(ValueError):
+        image_size(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("data", [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + b"IHDR" + bytes(17)])
+def test_what_is_no_image_is_refused_with_a_reason(data):
+    with pytest.raises(ValueError) as caught:
+        image_size(data)
+    assert str(caught.value)
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """A data file beside images `0.png` to `7.png` of 8 x 8 pixels; everything about them is kept, however quickly it was found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(image_files, "ALONE_S", 0.0)
+    for number in range(8):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    row = '{"images": ["%d.png"], "width": 8, "height": 8, "objects": []}\n'
+    (tmp_path / "train.jsonl").write_text("".join(row % (number % 8) for number in range(16)))
+    return tmp_path
+
+
+def load(folder, **options):
+    file = folder / "train.jsonl"
+    known = known_images(file, image_names(file))
+    return load_dataset(file, on_bad_row="error", sort_objects=True, check_images=True, image_size=image_size, known_images=known, **options)
+
+
+def counted(monkeypatch):
+    """Paths of the images that are decoded from now on, one by one in this process."""
+    decoded = []
+
+    def in_this_process(root, names):
+        for name in names:
+            decoded.append(name)
+            yield name, image_files.image_facts(root / name, image_size)
+
+    monkeypatch.setattr(image_files, "_in_processes", in_this_process)
+    return decoded
+
+
+def test_an_image_of_several_rows_is_decoded_once_and_after_that_only_when_it_changes(images, monkeypatch):
+    decoded = counted(monkeypatch)
+    first = load(images)
+    assert sorted(decoded) == [f"{number}.png" for number in range(8)]
+    assert load(images) == first
+    assert len(decoded) == 8
+    Image.new("RGB", (8, 8), "white").save(images / "3.png")
+    changed = load(images)
+    assert decoded[8:] == ["3.png"]
+    assert changed[3].images[0].sha256 == hashlib.sha256((images / "3.png").read_bytes()).hexdigest() != first[3].images[0].sha256
+    # The same size in bytes, at another time.
+    os.utime(images / "4.png", ns=(1, 1))
+    assert load(images) == changed
+    assert decoded[9:] == ["4.png"]
+
+
+def test_a_known_image_still_has_to_have_its_row_s_size(images, monkeypatch):
+    counted(monkeypatch)
+    load(images)
+    file = images / "train.jsonl"
+    file.write_text(file.read_text() + '{"images": ["2.png"], "width": 9, "height": 8, "objects": []}\n')
+    with pytest.raises(RecordError, match=r"train.jsonl:17: images\[0\]: .*2.png is 8 x 8 pixels, the row says 9 x 8"):
+        load(images)
+
+
+def test_what_is_no_image_is_told_as_ever_and_never_kept(images, monkeypatch):
+    decoded = counted(monkeypatch)
+    (images / "5.png").write_bytes((images / "5.png").read_bytes()[:50])
+    for _ in range(2):
+        with pytest.raises(RecordError, match=r"train.jsonl:6: images\[0\]: .*5.png is not a readable image"):
+            load(images)
+    assert decoded.count("5.png") == 2
+    assert decoded.count("6.png") == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": ["0", "0"], "images": {}}', '{"images": 3'])
+def test_what_is_kept_and_cannot_be_read_is_found_again(images, monkeypatch, content):
+    decoded = counted(monkeypatch)
+    load(images)
+    (kept,) = images.glob("cache/rollmatch/images/*")
+    kept.write_text(content)
+    load(images)
+    assert len(decoded) == 16
+
+
+def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothing_else(images, monkeypatch, caplog):
+    decoded = counted(monkeypatch)
+    (images / "cache").write_text("a file")
+    assert load(images) == load(images)
+    assert len(decoded) == 16
+    assert "the next start decodes all images again" in caplog.text
+
+
+def test_a_second_s_work_is_done_here_and_not_kept(images, monkeypatch):
+    monkeypatch.setattr(image_files, "ALONE_S", 60.0)
+    decoded = counted(monkeypatch)
+    assert len(known_images(images / "train.jsonl", {f"{number}.png" for number in range(8)})) == 8
+    assert not decoded
+    assert not (images / "cache").exists()
+
+
+@pytest.mark.slow
+def test_several_processes_find_what_one_does_and_tell_how_far_they_are(images):
+    names = {f"{number}.png" for number in range(8)}
+    (images / "6.png").write_bytes(b"no image")
+    (images / "7.png").unlink()
+    os.mkfifo(images / "7.png")
+    expected = {name: ImageFacts(hashlib.sha256((images / name).read_bytes()).hexdigest(), 8, 8) for name in names - {"6.png", "7.png"}}
+    told = []
+    assert known_images(images / "train.jsonl", names, lambda done, total: told.append((done, total))) == expected
+    assert told == [(done, 8) for done in range(1, 9)]
+
+
+@pytest.mark.slow
+def test_processes_that_end_leave_their_images_to_whoever_loads_the_rows(images, monkeypatch, caplog):
+    monkeypatch.setattr(image_files.sys, "executable", "/bin/false")
+    assert known_images(images / "train.jsonl", {"0.png", "1.png"}) == {}
+    assert "2 images are decoded one by one" in caplog.text
+    assert len(load(images)) == 16
