@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from learner.ahead import Ahead
 from learner.checks import check_prompt, check_weight_versions
 from learner.counters import StepTally
 from learner.data import LearnerData
@@ -34,6 +35,7 @@ class MatchingWork:
         self.rules = target_rules(config)
         self.data = LearnerData(config, tokens)
         self.encoder = self.data.encoder
+        self.ahead = Ahead()
         first = self.data.train[0]
         self.fixed = Segment(0, self.encoder.encode(first), ground_truth_target(first, tokens.codec, self.rules))
         self.fixed_images: tuple[ImageRef, ...] = first.images
@@ -56,6 +58,7 @@ class MatchingWork:
         self.data.require_same(self._ranks)
 
     def close(self) -> None:
+        self.ahead.close()
         if self.log is not None:
             self.log.close()
 
@@ -69,6 +72,8 @@ class MatchingStep:
         self.samples = samples
         self._text_weights = text_weights(work.config.rollout_matching.pipeline, plan.channel)
         self._num_targets = 0
+        # While the engines generate.
+        self._prompts = work.ahead.map(work.encoder.encode, samples)
 
     def sample(self, position: int) -> Sample:
         return self.samples[position - self.share.start]
@@ -100,12 +105,14 @@ class MatchingStep:
         """Whatever is wrong with a rollout is found in here, where no rank waits for this one."""
         work = self._work
         check_weight_versions(answers, version, max_staleness=work.config.rollout_matching.max_staleness)
+        pairs = zip(answers, self.samples[self._num_targets :], strict=False)
+        targets = work.ahead.map(lambda pair: rollout_target(*pair, work.tokens.codec, work.rules), pairs)
         for rollout in answers:
             assert rollout.position == self._next_position, f"expected position {self._next_position}, got {rollout.position}: rounds arrive in order"
             sample = self._next_sample
-            prompt = work.encoder.encode(sample)
+            prompt = next(self._prompts)
             check_prompt(rollout, prompt)
-            target = rollout_target(rollout, sample, work.tokens.codec, work.rules)
+            target = next(targets)
             assert target.reading is not None
             self._tally.add_rollout(rollout, target.reading, len(sample.objects), staleness=version - rollout.weight_version)
             position = self._taken(target, rollout)
@@ -113,9 +120,9 @@ class MatchingStep:
 
     def ground_truth(self) -> Iterator[Segment]:
         if self._plan.channel is Channel.A:
-            for sample in self.samples:
-                target = ground_truth_target(sample, self._work.tokens.codec, self._work.rules)
-                prompt = self._work.encoder.encode(sample)
+            work = self._work
+            targets = work.ahead.map(lambda sample: ground_truth_target(sample, work.tokens.codec, work.rules), self.samples)
+            for target, prompt in zip(targets, self._prompts, strict=True):
                 yield Segment(self._taken(target, None), prompt, target, self._plan.step)
 
     def require_complete(self) -> None:

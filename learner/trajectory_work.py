@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from learner.ahead import Ahead
 from learner.checks import check_weight_versions
 from learner.counters import StepTally
 from learner.credit import Credit, CreditRule
@@ -53,6 +54,7 @@ class TrajectoryWork:
         assert config.environment is not None, "checked with the configuration"
         self.config, self.decode, self.environment = config, decode, config.environment
         self.ranks = ranks
+        self.ahead = Ahead()
         self._stream = SampleStream(examples.train, seed=config.training.seed, shuffle=config.data.shuffle)
         self._num_held_out = examples.held_out
         objective = next(entry for entry in config.rollout_matching.pipeline.active(Channel.B) if isinstance(entry, PolicyGradientEntry))
@@ -89,6 +91,7 @@ class TrajectoryWork:
         """The data are the environment's."""
 
     def close(self) -> None:
+        self.ahead.close()
         if self.log is not None:
             self.log.close()
 
@@ -126,14 +129,17 @@ class TrajectoryStep:
         for rollout in rollouts:
             _require_reward(rollout)
         check_weight_versions(sampled, version, max_staleness=self._work.config.rollout_matching.max_staleness)
-        for group in answers:
-            differs = has_signal([rollout.reward for rollout in group if rollout.error is None])
-            is_left_out = self._work.environment.drop_equal_groups and not differs and not _has_own_advantages(group)
+        differ = [has_signal([rollout.reward for rollout in group if rollout.error is None]) for group in answers]
+        drops = self._work.environment.drop_equal_groups
+        left_out = [drops and not differs and not _has_own_advantages(group) for group, differs in zip(answers, differ, strict=True)]
+        learned_rollouts = [rollout for group, is_left_out in zip(answers, left_out, strict=True) if not is_left_out for rollout in group]
+        segments = self._work.ahead.map(lambda rollout: list(self._learned(rollout)), learned_rollouts)
+        for group, differs, is_left_out in zip(answers, differ, left_out, strict=True):
             self._tally.add_group(has_signal=differs, num_left_out=len(group) if is_left_out else 0)
             for rollout in group:
                 self._take(rollout, version)
                 if not is_left_out:
-                    yield from self._learned(rollout)
+                    yield from next(segments)
 
     def ground_truth(self) -> Iterator[Segment]:
         """There is none."""

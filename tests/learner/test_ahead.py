@@ -1,0 +1,125 @@
+"""What rows are made of is prepared beside the device and the engines, in order, and nothing of it is lost or taken twice."""
+
+from threading import Event, Semaphore, get_ident
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+from config_support import configuration, trajectory_config
+
+from learner import ahead, matching_work
+from learner.ahead import NUM_AHEAD, Ahead
+from learner.matching_work import MatchingStep
+from learner.trajectory_work import TrajectoryStep
+from shared.config.pipeline import Channel
+from shared.records import Sample
+from shared.schedule import StepPlan
+
+LIMIT_S = 20.0
+"""For what happens at once on a machine that is not busy."""
+
+
+@pytest.fixture
+def one_ahead():
+    prepares = Ahead()
+    yield prepares
+    prepares.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, NUM_AHEAD, NUM_AHEAD + 1, 3 * NUM_AHEAD])
+def test_everything_comes_once_and_in_order(one_ahead, count):
+    assert list(one_ahead.map(str, range(count))) == [str(number) for number in range(count)]
+
+
+def test_no_more_is_prepared_than_what_comes_next(one_ahead, monkeypatch):
+    monkeypatch.setattr(ahead, "NUM_AHEAD", 2)
+    begun = []
+    results = one_ahead.map(begun.append, range(9))
+    next(results)
+    next(results)
+    one_ahead._thread.submit(int).result()
+    assert begun == [0, 1, 2, 3]
+
+
+def test_an_error_comes_in_its_item_s_place_and_what_is_behind_it_is_not_prepared(one_ahead):
+    going_on, done = Event(), []
+
+    def prepare(number):
+        if number == 1:
+            raise KeyError(number)
+        if number > 1:
+            assert going_on.wait(LIMIT_S)
+        done.append(number)
+        return number
+
+    results = one_ahead.map(prepare, range(NUM_AHEAD))
+    assert next(results) == 0
+    with pytest.raises(KeyError):
+        next(results)
+    going_on.set()
+    one_ahead._thread.submit(int).result()
+    assert set(done) <= {0, 2}
+
+
+@pytest.fixture
+def matching(tmp_path, one_ahead, monkeypatch):
+    """A step's work without a model: `counted` is released for every prompt, `targets` for every target that is made."""
+    counted, targets, threads = Semaphore(0), Semaphore(0), set()
+
+    def encode(sample):
+        threads.add(get_ident())
+        counted.release()
+        return f"prompt of {sample.sample_id}"
+
+    def ground_truth_target(sample, codec, rules):
+        threads.add(get_ident())
+        targets.release()
+        return f"target of {sample.sample_id}"
+
+    monkeypatch.setattr(matching_work, "ground_truth_target", ground_truth_target)
+    monkeypatch.setattr(MatchingStep, "_taken", lambda step, target, rollout: target)
+    config = configuration(tmp_path, tmp_path, tmp_path)
+    encoder, tokens = SimpleNamespace(encode=encode), SimpleNamespace(codec=None)
+    work = SimpleNamespace(config=config, ahead=one_ahead, encoder=encoder, tokens=tokens, rules=None, log=None)
+    return SimpleNamespace(work=work, counted=counted, targets=targets, threads=threads)
+
+
+def matching_step(matching, channel):
+    samples = [Sample(f"s{number}", (), 8, 8, ()) for number in range(3)]
+    return MatchingStep(matching.work, StepPlan(0, channel, 3, 0, False, False), range(3), samples, Mock())
+
+
+def test_prompts_are_encoded_before_engines_have_answered(matching):
+    matching_step(matching, Channel.B)
+    assert all(matching.counted.acquire(timeout=LIMIT_S) for _ in range(3))
+
+
+def test_the_next_segments_are_made_while_the_present_one_is_learned(matching):
+    segments = matching_step(matching, Channel.A).ground_truth()
+    first = next(segments)
+    assert all(matching.counted.acquire(timeout=LIMIT_S) and matching.targets.acquire(timeout=LIMIT_S) for _ in range(3))
+    assert [(s.prompt, s.target) for s in (first, *segments)] == [(f"prompt of s{i}", f"target of s{i}") for i in range(3)]
+    assert get_ident() not in matching.threads
+
+
+def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learned(tmp_path, one_ahead, monkeypatch):
+    made = Semaphore(0)
+
+    def learned(step, rollout):
+        made.release()
+        yield from (f"{rollout.position}a", f"{rollout.position}b")
+
+    monkeypatch.setattr(TrajectoryStep, "_learned", learned)
+    config = trajectory_config(tmp_path, tmp_path, environment__drop_equal_groups=True)
+    work = SimpleNamespace(config=config, environment=config.environment, ahead=one_ahead, log=None)
+    rewards = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)]
+    answers = [
+        [SimpleNamespace(position=2 * g + i, reward=reward, error=None, examples=()) for i, reward in enumerate(group)] for g, group in enumerate(rewards)
+    ]
+    step = TrajectoryStep(work, StepPlan(0, Channel.B, 6, 0, False, False), range(6), [0, 1, 2], Mock())
+    segments = step.segments(answers, version=0)
+    first = next(segments)
+    assert all(made.acquire(timeout=LIMIT_S) for _ in range(4))
+    # The second group has equal rewards, and is left out.
+    assert [first, *segments] == ["0a", "0b", "1a", "1b", "4a", "4b", "5a", "5b"]
+    assert [call.kwargs["num_left_out"] for call in step._tally.add_group.call_args_list] == [0, 2, 0]
