@@ -37,6 +37,8 @@ class LearnerActor:
     _learner: Learner
     _rendezvous: Rendezvous | None = None
     _backend: RolloutBackend | None = None
+    _requests: list[Any]
+    """Those of the step or the report that was begun last, until they have left."""
 
     def open_rendezvous(self, config: RunConfig) -> str:
         """On rank 0: where the others find it, `address:port`."""
@@ -58,8 +60,17 @@ class LearnerActor:
             self._backend = make_backend(LearnerHost(config, self._learner))
         return torch.get_num_threads()
 
-    def next_requests(self, plan: StepPlan) -> list[ray.ObjectRef]:
-        return [ray.put(request) for request in self._learner.next_requests(plan)]
+    def next_requests(self, plan: StepPlan) -> int:
+        """Begin a step. The number of its requests, which `requests` gives."""
+        self._requests = self._learner.next_requests(plan)
+        return len(self._requests)
+
+    def requests(self, first: int, stop: int) -> Any:
+        """Some of the requests, each as an object of its own: to be called with as many returns. Their engines have them while the next ones are made."""
+        some = self._requests[first:stop]
+        if stop == len(self._requests):
+            self._requests = []
+        return some if len(some) > 1 else some[0]
 
     def accumulate(self, *shares: list[Any]) -> None:
         self._learner.accumulate(list(itertools.chain(*shares)))
@@ -80,8 +91,10 @@ class LearnerActor:
     def fall_back_to_full(self) -> None:
         self._learner.publisher.fall_back_to_full()
 
-    def held_out_requests(self, step: int) -> list[ray.ObjectRef]:
-        return [ray.put(request) for request in self._learner.held_out_requests(step)]
+    def held_out_requests(self, step: int) -> int:
+        """As `next_requests`, of a report."""
+        self._requests = self._learner.held_out_requests(step)
+        return len(self._requests)
 
     def score(self, *shares: list[Any]) -> list[Outcome]:
         return self._learner.score(list(itertools.chain(*shares)))

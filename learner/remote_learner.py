@@ -37,6 +37,9 @@ WATCHDOG_SHARE = 0.9
 """Of timeouts.learn_s: a rank that ends earlier than this in a phase was not ended by NCCL's
 watchdog."""
 
+REQUESTS_TOGETHER = 32
+"""Requests that a rank makes objects of in one call. The first engine waits for as many; a call for each would cost the driver as much as it costs the rank."""
+
 
 class RemoteLearner:
     """All ranks as the driver uses them (`launch.driver.DrivesLearner`). A list over ranks is in rank order."""
@@ -72,7 +75,7 @@ class RemoteLearner:
         self.num_threads = self._wait("start", limit, refs)[0]
 
     def next_requests(self, plan: StepPlan) -> ByRank:
-        return self._learn("next_requests", lambda rank: self._actors[rank].next_requests.remote(plan))
+        return self._requests(self._learn("next_requests", lambda rank: self._actors[rank].next_requests.remote(plan)))
 
     def accumulate(self, done: ByRank) -> None:
         self._learn("accumulate", lambda rank: self._actors[rank].accumulate.remote(*done[rank]))
@@ -82,7 +85,7 @@ class RemoteLearner:
         return merge_reports(reports)
 
     def held_out_requests(self, step: int) -> ByRank:
-        return self._learn("held_out_requests", lambda rank: self._actors[rank].held_out_requests.remote(step))
+        return self._requests(self._learn("held_out_requests", lambda rank: self._actors[rank].held_out_requests.remote(step)))
 
     def score(self, done: ByRank) -> list[Outcome]:
         return list(itertools.chain(*self._learn("score", lambda rank: self._actors[rank].score.remote(*done[rank]))))
@@ -155,6 +158,21 @@ class RemoteLearner:
             return report
 
         return self._threads.submit(collect)
+
+    def _requests(self, counts: list[int]) -> ByRank:
+        """References to each rank's requests, which are not waited for: the engines of the first round begin when theirs have been made."""
+
+        def ask() -> ByRank:
+            refs: ByRank = [[] for _ in counts]
+            for first in range(0, max(counts), REQUESTS_TOGETHER):
+                for rank, count in enumerate(counts):
+                    num = len(range(first, min(first + REQUESTS_TOGETHER, count)))
+                    if num:
+                        made = self._actors[rank].requests.options(num_returns=num).remote(first, first + num)
+                        refs[rank] += made if num > 1 else [made]
+            return refs
+
+        return self._together(ask)
 
     def _whose(self, refs: list[Any], ref: Any) -> str:
         return "its" if len(self._actors) == 1 else f"rank {refs.index(ref)}'s"

@@ -14,7 +14,7 @@ from fake_ranks import create_fake_rank
 
 from learner.actor import STOPPING
 from learner.place import LearnerPlace, ReceiverGroup
-from learner.remote_learner import RemoteLearner
+from learner.remote_learner import REQUESTS_TOGETHER, RemoteLearner
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, LearnerError, RolloutError, WeightSyncError
 from shared.protocols import CLOSED_S
@@ -116,7 +116,16 @@ def test_a_rank_that_does_not_answer_is_named(two_ranks):
 
 
 def test_answers_come_in_rank_order(two_ranks):
-    assert two_ranks().held_out_requests(7) == [["0/7"], ["1/7"]]
+    assert [ray.get(refs) for refs in two_ranks().held_out_requests(7)] == [["0/0"], [f"1/{place}" for place in range(7)]]
+
+
+def test_the_first_requests_are_there_while_the_next_are_being_made(two_ranks, ranks):
+    num = 2 * REQUESTS_TOGETHER + 1
+    _, requests = two_ranks().held_out_requests(num)
+    assert ray.get(requests[:REQUESTS_TOGETHER], timeout=60) == [f"1/{place}" for place in range(REQUESTS_TOGETHER)]
+    assert ray.wait(requests[REQUESTS_TOGETHER:], num_returns=1, timeout=0)[0] == []
+    ray.get(ranks[1].let_go.remote())
+    assert ray.get(requests, timeout=60) == [f"1/{place}" for place in range(num)]
 
 
 def test_ranks_that_are_told_to_stop_are_free_at_once_and_say_how_many_updates_they_hold(two_ranks):

@@ -55,12 +55,19 @@ class FakeRank:
         if self._rank:
             self._let_go.wait(600)
 
-    def held_out_requests(self, step: int) -> list[str]:
-        return [f"{self._rank}/{step}"]
+    def held_out_requests(self, step: int) -> int:
+        """Rank 0 has one, rank 1 `step` of them."""
+        return step if self._rank else 1
 
-    def next_requests(self, plan: Any) -> list[Any]:
+    def next_requests(self, plan: Any) -> int:
         self._let_go.wait(600)
-        return []
+        return 0
+
+    def requests(self, first: int, stop: int) -> Any:
+        """Those from the second call on are not made until the rank is let go."""
+        if first:
+            self._let_go.wait(600)
+        return [f"{self._rank}/{place}" for place in range(first, stop)] if stop - first > 1 else f"{self._rank}/{first}"
 
     def finish_step(self) -> None:
         os._exit(1)
