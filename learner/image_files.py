@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ _LOGGER = logging.getLogger(__name__)
 
 ALONE_S = 1.0
 """Decoding begins in this process, and what it finishes in this time is not kept: starting others, and a file, would cost as much."""
+TOGETHER = 16
+"""Images that a process is asked for at a time, so that it seldom waits to be asked."""
 STALL_S = 120.0
-"""Longest wait for the next image of the pool, whose rest is then left to this process."""
+"""Longest wait for the next images of the pool, whose rest is then left to this process."""
 _FORMAT = ["1", PIL.__version__]
 """Of the kept facts. To be changed with whatever changes what `image_size` refuses, which Pillow has a part in."""
 
@@ -102,12 +105,12 @@ def _in_processes(root: Path, names: list[str]) -> Iterator[tuple[str, ImageFact
             with process.stdin as questions:
                 while True:
                     with lock:
-                        name = next(waiting, None)
-                    if name is None:
+                        asked = list(islice(waiting, TOGETHER))
+                    if not asked:
                         break
-                    print(json.dumps(str(root / name)), file=questions, flush=True)
-                    answer = json.loads(process.stdout.readline())
-                    answers.put((name, None if answer is None else ImageFacts(*answer)))
+                    print(json.dumps([str(root / name) for name in asked]), file=questions, flush=True)
+                    for name, found in zip(asked, json.loads(process.stdout.readline()), strict=True):
+                        answers.put((name, None if found is None else ImageFacts(*found)))
         except (OSError, ValueError):  # the process has ended; what it was asked is asked again by whoever loads the row
             pass
         finally:
@@ -170,8 +173,8 @@ def _write(path: Path, images: Mapping[str, tuple[Fingerprint, ImageFacts]]) -> 
 
 def _main() -> None:
     for line in sys.stdin:
-        facts = image_facts(Path(json.loads(line)), image_size)
-        print(json.dumps(None if facts is None else (facts.sha256, facts.width, facts.height)), flush=True)
+        found = [image_facts(Path(path), image_size) for path in json.loads(line)]
+        print(json.dumps([facts and (facts.sha256, facts.width, facts.height) for facts in found]), flush=True)
 
 
 if __name__ == "__main__":
