@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,11 +139,13 @@ def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
             f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for data=demo_polygons), or set {key} to a JSONL file"
         )
     shown_s = time.monotonic()
+    # On a terminal the bar of the start is in the line, and is drawn anew in the next one.
+    in_place_of_bar = "\r\x1b[2K" if sys.stdout.isatty() else ""
 
     def show(done: int, total: int) -> None:
         nonlocal shown_s
         if time.monotonic() - shown_s > SHOW_EVERY_S or done == total:
             shown_s = time.monotonic()
-            print(f"data      {done} of {total} images of {path.name} are checked", flush=True)
+            print(f"{in_place_of_bar}data      {done} of {total} images of {path.name} are checked", flush=True)
 
     return load_samples(config, path, show)

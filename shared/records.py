@@ -232,11 +232,9 @@ def _read_image(field: str, path: Path) -> bytes:
 def image_facts(path: Path, image_size: ImageSize) -> ImageFacts | None:
     """What is known of an image file once it is read and decoded; None for one that `load_record` refuses, and says why."""
     try:
-        if not path.is_file():
-            return None
         data = _read_image("images", path)
         return ImageFacts(hashlib.sha256(data).hexdigest(), *image_size(data))
-    except (OSError, ValueError):
+    except ValueError:
         return None
 
 
