@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count
 from typing import Any, NamedTuple
 
-from rollout_actors.environments.client import client_of
+from rollout_actors.environments.client import client_of, knows_rollouts
 from rollout_actors.environments.types import State
 
 
@@ -22,7 +21,8 @@ class _Noted:
         self.state: State | None = None
         """None: calls came before it."""
         self.is_cleaned = False
-        self.clients: list[tuple[Any, Any]] = []
+        self.clients: tuple[tuple[Any, Any], ...] = ()
+        """Those that know rollouts, each with its own for this one."""
 
 
 class Begun:
@@ -36,19 +36,21 @@ class Begun:
         """
         self.environment = environment
         self._path = mark if within is None else within.path + mark
-        self._outermost: Begun = self if within is None else within.parent._outermost
+        # None: this one. No reference to itself: what it holds goes with it, and is not left to the collector.
+        self._around: Begun | None = None if within is None else within.parent._around or within.parent
         self._row = row
-        self._children = count()
-        self._states: list[_Noted] = []
+        self._num_children = 0
+        self._states: tuple[_Noted, ...] = ()
 
     @property
     def is_inside(self) -> bool:
         """Another one."""
-        return self._outermost is not self
+        return self._around is not None
 
     def inside(self) -> Inside:
         """Where the next one begins that its environment asks for. By their order: those of coroutines that are gathered are numbered as they begin."""
-        return Inside(self, f"{self._path}/{next(self._children)}")
+        self._num_children += 1
+        return Inside(self, f"{self._path}/{self._num_children - 1}")
 
     @property
     def first(self) -> State | None:
@@ -90,12 +92,14 @@ class Begun:
 
     def client(self, given: Any, one: _Noted | None = None) -> Any:
         """What the calls of this state, or else of the first, go to: always the same."""
+        if not knows_rollouts(given):
+            return given
         one = one or (self._states[0] if self._states else self._added())
         for known, own in one.clients:
             if known is given:
                 return own
-        own = client_of(given, State(input=dict(self._row)) if one.state is None else one.state, of=self._outermost._input(), path=one.path)
-        one.clients.append((given, own))
+        own = client_of(given, State(input=dict(self._row)) if one.state is None else one.state, of=(self._around or self)._input(), path=one.path)
+        one.clients = (*one.clients, (given, own))
         return own
 
     def _input(self) -> Mapping[str, Any]:
@@ -108,8 +112,9 @@ class Begun:
         return [one for one in self._states if one.state is not None and not one.is_cleaned]
 
     def _added(self) -> _Noted:
-        self._states.append(_Noted(f"{self._path}+{len(self._states)}" if self._states else self._path))
-        return self._states[-1]
+        one = _Noted(f"{self._path}+{len(self._states)}" if self._states else self._path)
+        self._states = (*self._states, one)
+        return one
 
 
 class Inside(NamedTuple):
@@ -152,29 +157,36 @@ _UNDER_WAY: ContextVar[tuple[_Place, ...]] = ContextVar("under_way", default=())
 """Rollouts that are being made here, innermost first. One of each environment."""
 
 
-_FIELDS: dict[str, Callable[[], Any]] = {
-    "is_completed": lambda: False,
-    "is_truncated": lambda: False,
-    "stop_condition": lambda: None,
-    "oai_tools": list,
-    "trajectory": list,
-    "completion": lambda: None,
-    "reward": lambda: None,
-    "advantage": lambda: None,
-    "metrics": lambda: None,
-    "error": lambda: None,
-    "timing": lambda: {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
-}
+def _fields() -> dict[str, Any]:
+    return {
+        "is_completed": False,
+        "is_truncated": False,
+        "stop_condition": None,
+        "oai_tools": [],
+        "trajectory": [],
+        "completion": None,
+        "reward": None,
+        "advantage": None,
+        "metrics": None,
+        "error": None,
+        "timing": {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
+    }
+
+
+_FIELDS = frozenset(_fields())
 _NEVER_NONE = ("trajectory", "timing")
 
 
 def whole(state: State) -> State:
     """With every field of a rollout, as it begins, that it does not have: an environment's own `init_state` may leave out some."""
     # None of them is the input's, so the state's own table tells.
-    if not dict.keys(state) >= _FIELDS.keys() or any(dict.__getitem__(state, name) is None for name in _NEVER_NONE):
-        for name in _FIELDS:
-            if not dict.__contains__(state, name) or (name in _NEVER_NONE and state[name] is None):
-                state[name] = _FIELDS[name]()
+    own = dict.keys(state)
+    if not own >= _FIELDS or any(dict.__getitem__(state, name) is None for name in _NEVER_NONE):
+        new = _fields()
+        for name in own & _FIELDS:
+            if name not in _NEVER_NONE or dict.__getitem__(state, name) is not None:
+                del new[name]
+        dict.update(state, new)
     return state
 
 
@@ -207,27 +219,17 @@ def call_begins() -> Inside | None:
     return None if parent is None else parent.inside()
 
 
-@contextmanager
-def begins(environment: object, row: Mapping[str, Any], within: Inside | None = None) -> Iterator[Begun]:
-    """A rollout of `generate`."""
-    begun = Begun(environment, row, within)
-    begun_token, under_way_token = _BEGUN.set(begun), _UNDER_WAY.set(((begun, None),))
-    try:
-        yield begun
-    finally:
-        _UNDER_WAY.reset(under_way_token)
-        _BEGUN.reset(begun_token)
+def rollout_begins(begun: Begun) -> None:
+    """Note that this task, which has a context of its own, makes a rollout of `generate`."""
+    _BEGUN.set(begun)
+    _UNDER_WAY.set(((begun, None),))
 
 
-@contextmanager
-def scores(row: Mapping[str, Any], within: Inside | None) -> Iterator[None]:
-    """The scoring of a rollout, or of those of an example: a reward function may ask for rollouts too."""
-    begun_token, under_way_token = _BEGUN.set(None), _UNDER_WAY.set(((Begun(None, row, within, mark="="), None),))
-    try:
-        yield
-    finally:
-        _UNDER_WAY.reset(under_way_token)
-        _BEGUN.reset(begun_token)
+def scoring_begins(row: Mapping[str, Any], within: Inside | None) -> None:
+    """Note that this task, which has a context of its own, scores a rollout, or those of an example: a reward function may ask for rollouts too."""
+    if _BEGUN.get() is not None:
+        _BEGUN.set(None)
+    _UNDER_WAY.set(((Begun(None, row, within, mark="="), None),))
 
 
 class InsideARollout:

@@ -19,7 +19,7 @@ from rollout_actors.environments.dataset_utils import build_dataset_from_outputs
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
 from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
 from rollout_actors.environments.lifecycle import Event, Handler, all_of, awaited, close_at_exit, forget, handlers, to_the_end
-from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, require_roles
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, deeply_copied, require_roles
 from rollout_actors.environments.outputs import GenerateOutputs, made_folder
 from rollout_actors.environments.parsers import Parser
 from rollout_actors.environments.rubric import Rubric
@@ -117,7 +117,7 @@ class Environment(ABC):
 
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:  # noqa: ARG002
         """What every rollout begins with, whatever the environment. `input` stays as it is."""
-        own: dict[str, Any] = deepcopy(dict(input))
+        own: dict[str, Any] = deeply_copied(dict(input))
         if self.message_type == "chat" and isinstance(own.get("prompt"), str):
             own["prompt"] = self.prompt_format.prompt(own)
         elif own.get("prompt") is not None and self.message_type == "chat":
@@ -130,7 +130,7 @@ class Environment(ABC):
         own.setdefault("task", self.env_id or "default")
         state = self._new_state(own)
         tools = (own.get("info") or {}).get("oai_tools")
-        state["oai_tools"] = deepcopy(self.oai_tools) if tools is None else cleanup_tools(deepcopy(list(tools)))
+        state["oai_tools"] = deeply_copied(self.oai_tools) if tools is None else cleanup_tools(deepcopy(list(tools)))
         if state["oai_tools"] and self.message_type == "completion":
             raise ValueError(f"oai_tools: {_NO_CHAT}; take them out of the row's info, or leave message_type out")
         note_begun(self, state)
@@ -167,17 +167,12 @@ class Environment(ABC):
     async def is_completed(self, state: State, **kwargs: Any) -> bool:  # noqa: ARG002
         """Whether a stop condition holds; the first one that does is noted. An override asks this one too."""
         for condition in self._stop_conditions:
-            if await self._render_stop(state, condition):
+            if await awaited(condition(state)):
+                state["is_completed"], state["stop_condition"] = True, condition.__name__
                 await self._render_timing(state)
                 await self._render_completion(state)
                 return True
         return False
-
-    async def _render_stop(self, state: State, condition: Handler) -> bool:
-        if not await awaited(condition(state)):
-            return False
-        state["is_completed"], state["stop_condition"] = True, condition.__name__
-        return True
 
     async def _render_timing(self, state: State) -> None:
         timing = state["timing"]

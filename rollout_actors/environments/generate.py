@@ -6,16 +6,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rollout_actors.environments.begun import Begun, Inside, begins, call_begins, require_state, scores, whole
+from rollout_actors.environments.begun import Begun, Inside, call_begins, require_state, rollout_begins, scoring_begins, whole
 from rollout_actors.environments.client import knows_rollouts
 from rollout_actors.environments.failures import FAILURES, in_own_task, raise_if_for_all, told
 from rollout_actors.environments.inputs import Examples, placed, require_one_row_per_id, require_own_positions
@@ -26,9 +27,8 @@ from rollout_actors.environments.rubric import (
     compare_rollouts,
     credit,
     groups_of,
-    lent,
     limited,
-    scored_by,
+    score_by,
     settle,
 )
 from rollout_actors.environments.threads import GIVEN_UP
@@ -149,7 +149,7 @@ class _Rollouts:
             await _all(self._generate(place, is_last=True) for place in places)
             return
         if self._call.interleaves:
-            await _all(self._generate_and_score(unit) for unit in self._units(places))
+            await _all(self._generate_and_score(unit) for unit in self._units(groups))
         else:
             await _all(self._generate(place) for place in places)
             for together in groups_of(id(self._rubric([place])) for place in places):
@@ -157,22 +157,25 @@ class _Rollouts:
         for group in groups:
             compare_rollouts([self._state(place) for place in group])
 
-    def _units(self, places: Sequence[int]) -> list[list[int]]:
-        """Return what is scored at once: a rollout, or where they are compared, an example's."""
-        named = groups_of((self._inputs[place]["task"], self._inputs[place]["example_id"]) for place in places)
-        groups = [[places[number] for number in group] for group in named]
-        return sorted(unit for group in groups for unit in ([group] if self._rubric(group).compares_rollouts else [[place] for place in group]))
+    def _units(self, groups: Iterable[list[int]]) -> list[list[int]]:
+        """Return what is scored at once, of the places of each example: a rollout, or where they are compared, all of it."""
+        return sorted(
+            unit for group in groups for unit in ([group] if len(group) == 1 or self._rubric(group).compares_rollouts else [[place] for place in group])
+        )
 
     def _rubric(self, unit: Sequence[int]) -> Rubric:
         """Of rollouts of one example."""
         return self._environment.rubric.for_task(self._inputs[unit[0]]["task"])
 
     async def _generate_and_score(self, unit: Sequence[int]) -> None:
+        """Score a rollout, or those of an example, as soon as they are generated."""
         if len(unit) == 1:
             await self._generate(unit[0])
         else:
-            await _all(self._generate(place) for place in unit)
-        await self._score(unit)
+            await _all(map(self._generate, unit))
+        if sound := self._set_failed_apart(unit):
+            await self._score_unit(self._rubric(unit), sound, self._scoring)
+        self._finish(unit)
 
     async def _generate(self, place: int, *, is_last: bool = False) -> None:
         async with self._generation():
@@ -182,6 +185,7 @@ class _Rollouts:
             state = await self._rolled_out(place)
             timing = state["timing"]
             timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s - waited.total_s)
+        WAITED.set(None)
         self._done[place] = state
         if is_last:
             self._tell(place)
@@ -190,10 +194,10 @@ class _Rollouts:
         one, environment = self._inputs[place], self._environment
         begun: Begun | None = None
         try:
-            with begins(environment.member(one["task"]), one, self._inside_at(place)) as begun:
-                remedy = "check what its turns, tools and cleanups wait for, or allow more"
-                async with within(self._call.rollout_timeout_s, "not done after rollout_timeout_s", remedy):
-                    return await in_own_task(self._cleaned_up(one, begun))
+            begun = Begun(environment.member(one["task"]), one, self._inside_at(place))
+            remedy = "check what its turns, tools and cleanups wait for, or allow more"
+            async with within(self._call.rollout_timeout_s, "not done after rollout_timeout_s", remedy):
+                return await in_own_task(self._cleaned_up(one, begun))
         except FAILURES as error:  # of one rollout: it is data, and the others go on
             raise_if_for_all(error)
             _LOGGER.debug("rollout %d failed", place, exc_info=error)
@@ -205,6 +209,7 @@ class _Rollouts:
     async def _cleaned_up(self, one: RolloutInput, begun: Begun) -> State:
         """A rollout, and however it ended, after it every `@cleanup`, if the environment's own `rollout` has not called them."""
         call, environment = self._call, self._environment
+        rollout_begins(begun)
         state: State | None = None
         try:
             made = await awaited(environment.rollout(one, call.client, call.model, call.sampling_args))
@@ -215,14 +220,8 @@ class _Rollouts:
             member = environment.member(one["task"])
             left = begun.left(state)
             if member._cleanups and left:
-                await to_the_end(all_of([partial(member._cleanup, each) for each in left]), member.cleanup_timeout_s)
+                await to_the_end(all_of(map(partial, repeat(member._cleanup), left)), member.cleanup_timeout_s)
         return state
-
-    async def _score(self, unit: Sequence[int]) -> None:
-        """Score a rollout, or those of an example, as soon as they are generated."""
-        if sound := self._set_failed_apart(unit):
-            await self._score_unit(self._rubric(unit), sound, self._scoring)
-        self._finish(unit)
 
     async def _score_all(self, places: Sequence[int]) -> None:
         """Score the rollouts of one rubric by its `score_rollouts`, when all are generated."""
@@ -240,11 +239,13 @@ class _Rollouts:
             if not is_overridden:  # or else what it does with them may come after this
                 self._finish(unit)
 
-        parser, began_s = self._environment.member(self._inputs[places[0]]["task"]).parser, time.perf_counter()
+        async def score() -> None:
+            score_by(score_unit, self._environment.member(self._inputs[places[0]]["task"]).parser)
+            await awaited(rubric.score_rollouts(states, -1 if bound is None else bound))
+
+        began_s = time.perf_counter()
         try:
-            with lent(parser), scored_by(score_unit):
-                most = -1 if bound is None else bound
-                await in_own_task(awaited(rubric.score_rollouts(states, most)))
+            await in_own_task(score())
         except FAILURES as error:  # of the rubric's own, as in a unit
             raise_if_for_all(error)
             _LOGGER.debug("score_rollouts failed", exc_info=error)
@@ -253,7 +254,8 @@ class _Rollouts:
         if not is_overridden:
             self._finish(place for place in places if place not in in_units)
             return
-        for unit in self._units(sound):
+        named = groups_of((self._inputs[place]["task"], self._inputs[place]["example_id"]) for place in sound)
+        for unit in self._units([sound[number] for number in group] for group in named):
             self._settle(rubric, unit)
         for place in sound:
             if place not in in_units:
@@ -263,14 +265,10 @@ class _Rollouts:
 
     async def _score_unit(self, rubric: Rubric, unit: Sequence[int], turns: asyncio.Semaphore | None) -> None:
         """Score rollouts that have not failed: one, or where they are compared, an example's."""
-        states, one, inside = [self._state(place) for place in unit], self._inputs[unit[0]], self._inside_at(unit[0])
-        turn = Turn(turns)
-        async with turn.taken():
+        states, turn = list(map(self._state, unit)), Turn(turns)
+        async with turn:
             try:
-                # Those of a group's function are noted once, with its first rollout.
-                GIVEN_UP.set(self._given_up[unit[0]])
-                with lent(self._environment.member(one["task"]).parser), scores(one, inside), scored_by(None):
-                    await in_own_task(awaited(rubric.score_group(states) if rubric.compares_rollouts else rubric.score_rollout(states[0])))
+                await in_own_task(self._scored(rubric, states, unit[0]))
             except FAILURES as error:  # of one unit, as above
                 raise_if_for_all(error)
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
@@ -278,7 +276,17 @@ class _Rollouts:
         self._settle(rubric, unit)
         for state in states:
             # Each rubric of a group may have had its turn.
-            state["timing"]["scoring_ms"] += 1000 * turn.ran_s
+            state["timing"]["scoring_ms"] += 1000 * turn.total_s
+
+    async def _scored(self, rubric: Rubric, states: Sequence[State], place: int) -> None:
+        """In a task of its own, whose context says what is scored. `place` is the first one's."""
+        one = self._inputs[place]
+        if GIVEN_UP.get() is not self._given_up[place]:
+            # Those of a group's function are noted once, with its first rollout.
+            GIVEN_UP.set(self._given_up[place])
+        score_by(None, self._environment.member(one["task"]).parser)
+        scoring_begins(one, self._inside_at(place))
+        await awaited(rubric.score_group(states) if rubric.compares_rollouts else rubric.score_rollout(states[0]))
 
     def _settle(self, rubric: Rubric, unit: Sequence[int]) -> None:
         states = [self._state(place) for place in unit]
@@ -353,14 +361,10 @@ async def _note_failure(environment: Environment, state: State, error: BaseExcep
 
 def _bounded(number: int | None) -> Callable[[], AbstractAsyncContextManager[Any]]:
     if number is None:
-        return _unbounded
+        unbounded = nullcontext()
+        return lambda: unbounded
     semaphore = asyncio.Semaphore(number)
     return lambda: semaphore
-
-
-@asynccontextmanager
-async def _unbounded() -> AsyncIterator[None]:
-    yield
 
 
 async def _all(works: Iterable[Any]) -> None:

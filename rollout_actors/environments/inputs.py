@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Protocol, overload
 
-from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, copied, require_roles
+from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, copied, deeply_copied, require_roles
 from rollout_actors.environments.results_file import digest
 from rollout_actors.environments.types import Messages, RolloutInput
 
@@ -60,7 +59,7 @@ class PromptFormat:
             made["id"] = row["id"]
         for key in ("answer", "info", "position"):
             if row.get(key) is not None:
-                made[key] = deepcopy(row[key])
+                made[key] = deeply_copied(row[key])
         info: Any = made.get("info")
         if isinstance(info, dict) and isinstance(info.get("oai_tools"), list):
             info["oai_tools"] = cleanup_tools(info["oai_tools"])

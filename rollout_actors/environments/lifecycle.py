@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from enum import StrEnum
-from types import FrameType
+from types import CoroutineType, FrameType
 from typing import Any, Protocol, TypeVar, overload
 
 from rollout_actors.environments.failures import FAILURES, called_exit, is_cancelled, raise_if_for_all, told
@@ -87,7 +87,7 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
 
 def awaited(value: Any) -> Coroutine[Any, Any, Any]:
     """To be awaited: what a plain function returned, or what an asynchronous one comes to."""
-    return value if inspect.iscoroutine(value) else _come_to(value)
+    return value if isinstance(value, CoroutineType) else _come_to(value)
 
 
 async def _come_to(value: Any) -> Any:

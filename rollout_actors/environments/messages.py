@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from rollout_actors.environments.types import Message, Messages
@@ -12,28 +13,29 @@ _OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"
 """Fields of a JSON schema that are mappings from names, which may be those of its fields too."""
 _OF_VALUES = frozenset({"default", "const", "enum", "examples"})
 """Fields of a JSON schema in which a null is a value."""
+_ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
     """One conversation, or one text, of several in a row. Nothing is copied but the outermost list."""
-    if all(isinstance(part, str) for part in parts):
-        return "".join(map(str, parts))
     joined: list[Message] = []
     for part in parts:
         if isinstance(part, str):
+            if all(isinstance(one, str) for one in parts):
+                return "".join(map(str, parts))
             raise TypeError(f"text cannot be joined with messages: {part[:60]!r}; an environment has one message_type")
         joined.extend(part)
-    return joined
+    return joined if parts else ""
 
 
 def said(given: Any, by: str) -> Messages:
     """What an environment's method returned, with the OpenAI library's messages as mappings. TypeError where it is no conversation and no text."""
     if isinstance(given, str):
         return given
-    if isinstance(given, Mapping) or not isinstance(given, Sequence):
+    if not isinstance(given, list) and (isinstance(given, Mapping) or not isinstance(given, Sequence)):
         what = "nothing" if given is None else type(given).__name__
         raise TypeError(f"{by} returned {what}; return a list of messages, and [] where there is nothing to say")
-    if wrong := [one for one in given if not isinstance(one, Mapping) and not hasattr(one, "model_dump")]:
+    if wrong := [one for one in given if not isinstance(one, dict | Mapping) and not hasattr(one, "model_dump")]:
         raise TypeError(f"{by} returned a list with {type(wrong[0]).__name__} in it; return a list of messages, each with a role and a content")
     require_roles(given, f"what {by} returned")
     return [one if isinstance(one, dict) else dict(as_mapping(one)) for one in given]
@@ -49,24 +51,55 @@ def require_roles(messages: Any, where: str) -> None:
     if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
         raise ValueError(f"{where} is {type(messages).__name__}, not a list of messages; {form}, in a list")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) and not hasattr(message, "model_dump"):
+        if isinstance(message, dict | Mapping):
+            one = message
+        elif hasattr(message, "model_dump"):
+            one = as_mapping(message)
+        else:
             raise ValueError(f"{where}: message {number} is {type(message).__name__}; {form}")
-        if (one := as_mapping(message)).get("role") is None:
+        if one.get("role") is None:
             raise ValueError(f"{where}: message {number} has no role, only {', '.join(one) or 'nothing'}; {form}")
 
 
 def copied(messages: Messages) -> Messages:
     """The same conversation in lists and mappings of its own."""
-    return messages if isinstance(messages, str) else [_copied(message) for message in messages]
+    if isinstance(messages, str):
+        return messages
+    # Nearly all there is in a message is text.
+    return [
+        {key: item if type(item) is str else _copied(item) for key, item in message.items()} if type(message) is dict else _copied(message)
+        for message in messages
+    ]
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        # (Nearly all there is in a message.)
-        return {key: item if isinstance(item, str) else _copied(item) for key, item in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_copied(item) for item in value]
     return value
+
+
+def deeply_copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """The same as `copy.deepcopy`, several times as fast for what JSON has."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is not dict and kind is not list:
+        return deepcopy(value, memo)
+    memo = {} if memo is None else memo
+    if (known := memo.get(id(value))) is not None:
+        return known
+    if kind is list:
+        items: list[Any] = []
+        memo[id(value)] = items
+        items.extend([one if type(one) in _ATOMS else deeply_copied(one, memo) for one in value])
+        return items
+    made: dict[Any, Any] = {}
+    memo[id(value)] = made
+    for key, item in value.items():
+        made[key if type(key) is str else deeply_copied(key, memo)] = item if type(item) in _ATOMS else deeply_copied(item, memo)
+    return made
 
 
 def cleanup_messages(messages: Messages) -> Messages:
@@ -161,8 +194,8 @@ def _with_calls_as_text(message: Mapping[str, Any]) -> Message:
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
     """A message or a tool call of the OpenAI library as a mapping, and so what there is of it inside one that is a mapping already."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, dict | Mapping):  # the first is found at once
+        return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
     dumped: Mapping[str, Any] = value.model_dump(exclude_none=True)
     return dumped
 

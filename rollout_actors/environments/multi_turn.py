@@ -46,11 +46,12 @@ class MultiTurnEnv(Environment):
 
     async def get_prompt_messages(self, state: State) -> Messages:
         """Of the next call: the rollout's prompt, and then the conversation so far with what the environment says to it."""
-        if not state["trajectory"]:
+        trajectory = state["trajectory"]
+        if not trajectory:
             return concat_messages([state["prompt"]])
-        last = state["trajectory"][-1]
-        # Copies: what the environment does to them is said in the next call, and was not said in the last one.
-        messages = concat_messages([copied(last["prompt"]), copied(last["completion"])])
+        last = trajectory[-1]
+        # A copy: what the environment does to it is said in the next call, and was not said in the last one.
+        messages = copied(concat_messages([last["prompt"], last["completion"]]))
         answer = said(await awaited(self.env_response(messages, state)), f"env_response of {self.name}")
         if state.get("final_env_response") is not None:
             state["final_env_response"] = said(state["final_env_response"], f"final_env_response of {self.name}")

@@ -47,6 +47,7 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     if not response.choices:
         return None
     choice = response.choices[0]
+    completion_ids = _extra(choice, "token_ids")
     if message_type == "completion":
         assert isinstance(response, Completion), type(response)
         prompt_ids = _extra(choice, "prompt_token_ids")
@@ -57,8 +58,9 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
         named, logprobs = None, _extra(choice.logprobs, "token_logprobs")
         # Our own engines' answers have them as a list; an object for each token is what others send.
         if logprobs is None and choice.logprobs is not None and (content := choice.logprobs.content) is not None:
-            named, logprobs = [one.token for one in content], [one.logprob for one in content]
-    completion_ids = _extra(choice, "token_ids")
+            logprobs = [one.logprob for one in content]
+            if completion_ids is None:
+                named = [one.token for one in content]
     if completion_ids is None and named is not None:
         completion_ids = _named_ids(named)
     if prompt_ids is None or completion_ids is None or logprobs is None or None in logprobs:
@@ -78,7 +80,8 @@ def _extra(model: Any, name: str) -> Any:
     """A field that vLLM, or another endpoint, adds to OpenAI's; None: this one does not."""
     if isinstance(model, BaseModel):
         # As its `__getattr__` finds it, which takes long to say that there is none.
-        return vars(model)[name] if name in vars(model) else (model.model_extra or {}).get(name)
+        fields = vars(model)
+        return fields[name] if name in fields else (model.model_extra or {}).get(name)
     return getattr(model, name, None)
 
 

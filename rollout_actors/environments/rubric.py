@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,14 +50,15 @@ ScoreUnit = Callable[["Rubric", Sequence[State], asyncio.Semaphore | None], Awai
 _SCORE_UNIT: ContextVar[ScoreUnit | None] = ContextVar("score_unit", default=None)
 
 
-@contextmanager
-def scored_by(score_unit: ScoreUnit | None) -> Iterator[None]:
-    """Have `Rubric.score_rollouts` score each unit by this meanwhile; None: by the rubric alone."""
-    token = _SCORE_UNIT.set(score_unit)
-    try:
-        yield
-    finally:
-        _SCORE_UNIT.reset(token)
+def score_by(score_unit: ScoreUnit | None, parser: Parser) -> None:
+    """Have `Rubric.score_rollouts` score each unit by this in this task, which has a context of its own, and lend the parser there (`lent`).
+
+    Args:
+        score_unit: None: by the rubric alone.
+    """
+    if _SCORE_UNIT.get() is not score_unit:
+        _SCORE_UNIT.set(score_unit)
+    _PARSER.set(parser)
 
 
 @contextmanager
@@ -145,7 +147,10 @@ class Rubric:
 
     async def _score_alone(self, state: State) -> None:
         objects = self._objects()
-        figures = [await reward.of_rollout(state, objects) for reward in self._rewards]
+        # (A comprehension would be one more coroutine for each rollout.)
+        figures = []
+        for reward in self._rewards:
+            figures.append(await reward.of_rollout(state, objects))
         self._credit(state, figures)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
@@ -166,7 +171,7 @@ class Rubric:
             if score_unit is not None:
                 await score_unit(self, unit, places)
                 return
-            async with Turn(places).taken():
+            async with Turn(places):
                 if self.compares_rollouts:
                     await awaited(self.score_group(unit))
                 else:
@@ -413,6 +418,8 @@ def relative_steps(state: State) -> list[int] | None:
 
 
 def _compare_again(states: Sequence[State]) -> None:
+    if not any(_given(state, "advantage").compared for state in states):
+        return
     for places in groups_of(id(_given(state, "advantage").compared) for state in states):
         group = [states[place] for place in places]
         rewards, compared = [state["reward"] for state in group], _given(group[0], "advantage").compared
@@ -433,8 +440,12 @@ class _Given(NamedTuple):
     """The rewards that an advantage was computed from, in one list for all of the group; empty where it is of another kind."""
 
 
+_NOTHING_GIVEN = _Given()
+
+
 def _given(state: State, field: str) -> _Given:
-    return _Given(*state.get("_inherited", {}).get(field, ()))
+    given = state.get("_inherited", {}).get(field)
+    return _NOTHING_GIVEN if given is None else _Given(*given)
 
 
 def _is_as_given(state: State, field: str) -> bool:
@@ -450,13 +461,17 @@ def _inheriting(state: State, field: str) -> list[int]:
 def _give(state: State, field: str, value: float | None, compared: Sequence[float] = ()) -> None:
     """To a rollout, and to those of its steps that have nothing, or what they were given before. States and steps may be of users, who leave out what is not
     known yet."""
-    former, now = set(_inheriting(state, field)), []
+    former, now, steps = _inheriting(state, field), [], state.get("trajectory") or ()
     state[field] = value
-    for number, step in enumerate(state.get("trajectory") or ()):
+    for number, step in enumerate(steps):
         if step.get(field) is None or number in former:
             step[field] = value
             now.append(number)
-    state.setdefault("_inherited", {})[field] = _Given(value, now, compared)
+    inherited = state.get("_inherited")
+    if inherited is None:
+        inherited = state["_inherited"] = {}
+    # Mostly it is all of them, and a range is nothing for Python's collector to look at.
+    inherited[field] = _Given(value, range(len(now)) if len(now) == len(steps) else now, compared)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -521,14 +536,15 @@ class _Reward:
         is_of_group = any(argument in PLURALS for argument in named)
         return cls(function, name, float(weight), named, required, takes_all, frozenset(bound), is_of_group, is_nameless)
 
-    async def of_rollout(self, state: State, objects: Mapping[str, Any]) -> Figure:
+    async def of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
         try:
-            value = await self._called({**_fields(state), "state": state, **objects})
+            # Looked up in by name: most functions ask for two or three of the state's twenty fields.
+            value = await self._called(ChainMap(objects, {"state": state}, state, {"answer": "", "info": {}}))
         except FAILURES as error:
             return Failed.of(error)
         return self._figure(value)
 
-    async def of_group(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[Figure]:
+    async def of_group(self, states: Sequence[State], objects: dict[str, Any]) -> list[Figure]:
         if not self.is_of_group:
             return await each([self.of_rollout(state, objects) for state in states])
         try:
@@ -554,11 +570,14 @@ class _Reward:
             raise ValueError(f"reward function {self.name} returned {len(values)} rewards for a group of {len(states)} rollouts; return one for each")
         return list(values)
 
-    async def _called(self, there: Mapping[str, Any]) -> Any:
+    def _arguments(self, there: Mapping[str, Any]) -> dict[str, Any]:
         if missing := [name for name in self.required if name not in there]:
             known = ", ".join(sorted(there))
             raise TypeError(f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add others to the rubric's class_objects")
-        arguments = {name: there[name] for name in (there if self.takes_all else self.arguments) if name in there and name not in self.bound}
+        return {name: there[name] for name in (there if self.takes_all else self.arguments) if name in there and name not in self.bound}
+
+    async def _called(self, there: Mapping[str, Any]) -> Any:
+        arguments = self._arguments(there)
         remedy = "check what it waits for, or allow more"
         async with within(_LIMIT_S.get(), f"reward function {self.name} is not done after scoring_timeout_s", remedy):
             if inspect.iscoroutinefunction(self.function):

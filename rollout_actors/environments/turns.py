@@ -19,8 +19,10 @@ T = TypeVar("T")
 _TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
-class Turn:
+class Turn(Stopwatch):
     """At scoring, of one rollout, or of all those of an example where a rubric compares them.
+
+    Its time is that in which any of its functions ran, without the wait for a place or for a thread.
 
     It holds one of the places there are. Where functions are called for many of its rollouts at once, each of those calls takes a place of its own and this
     one is given back meanwhile, so that never more rollouts are scored at a time than there are places.
@@ -28,29 +30,29 @@ class Turn:
 
     def __init__(self, places: asyncio.Semaphore | None) -> None:
         """`places`: None: any number."""
+        super().__init__()
         self._places = places
-        self._watch = Stopwatch()
 
-    @property
-    def ran_s(self) -> float:
-        """Seconds in which any of its functions ran, without the wait for a place or for a thread."""
-        return self._watch.total_s
+    async def __aenter__(self) -> None:
+        # (Thousands may wait for a place at a time, and a generator for each is more for Python's collector to look at.)
+        if self._places is not None:
+            await self._places.acquire()
+        self._before = _TURN.get()
+        _TURN.set(self)
+        self.begin()
 
-    @asynccontextmanager
-    async def taken(self) -> AsyncIterator[None]:
-        token = _TURN.set(self)
-        try:
-            async with self._place():
-                yield
-        finally:
-            _TURN.reset(token)
+    async def __aexit__(self, *error: object) -> None:
+        self.end()
+        if self._places is not None:
+            self._places.release()
+        _TURN.set(self._before)
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
         if self._places is not None:
             await self._places.acquire()
         try:
-            with self._watch.running():
+            with self.running():
                 yield
         finally:
             if self._places is not None:
@@ -78,14 +80,14 @@ class Turn:
     @contextmanager
     def waits(self) -> Iterator[None]:
         """What runs meanwhile says so itself."""
-        self._watch.end()
+        self.end()
         try:
             yield
         finally:
-            self._watch.begin()
+            self.begin()
 
     def in_its_thread(self, function: Callable[..., T], arguments: dict[str, Any]) -> T:
-        with self._watch.running():
+        with self.running():
             return function(**arguments)
 
 

@@ -79,25 +79,30 @@ class State(dict[str, Any]):
     """
 
     INPUT_FIELDS: ClassVar[list[str]] = ["prompt", "answer", "task", "info", "example_id"]
+    _OF_INPUT: ClassVar[frozenset[str]] = frozenset(INPUT_FIELDS)
+    """The same, to be looked up in: a turn reads some dozens of keys."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._OF_INPUT = frozenset(cls.INPUT_FIELDS)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.update(*args, **kwargs)
 
     def __getitem__(self, key: str) -> Any:
-        # Most keys are the state's own: a turn reads some dozens of them.
-        if key in self.INPUT_FIELDS and (held := self._held(key)) is not None:
+        if key in self._OF_INPUT and (held := self._held(key)) is not None:
             return held[key]
         return dict.__getitem__(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key in self.INPUT_FIELDS and dict.__contains__(self, "input"):
+        if key in self._OF_INPUT and dict.__contains__(self, "input"):
             dict.__getitem__(self, "input")[key] = value
         else:
             dict.__setitem__(self, key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        if key in self.INPUT_FIELDS and (held := self._held(key)) is not None:
+        if key in self._OF_INPUT and (held := self._held(key)) is not None:
             return held[key]
         return dict.get(self, key, default)
 
@@ -170,7 +175,7 @@ class State(dict[str, Any]):
 
     def _held(self, key: object) -> dict[Any, Any] | None:
         """The input, where this is one of its fields."""
-        if key not in self.INPUT_FIELDS or not dict.__contains__(self, "input"):
+        if key not in self._OF_INPUT or not dict.__contains__(self, "input"):
             return None
         held: dict[Any, Any] = dict.__getitem__(self, "input")
         return held if key in held else None

@@ -6,15 +6,17 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 
 class Stopwatch:
     """The time in which at least one of several is under way. From any thread."""
 
+    _lock = threading.Lock()
+    """Of all of them: there are thousands at a time, and each holds it for a microsecond."""
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._running = 0
         self._since_s = 0.0
         self.total_s = 0.0
@@ -87,17 +89,21 @@ LIMITS: ContextVar[tuple[Limit, ...]] = ContextVar("limits", default=())
 """Of the task and of those around it."""
 
 
-@asynccontextmanager
-async def within(limit_s: float | None, late: str, remedy: str) -> AsyncIterator[None]:
+_NO_LIMIT = nullcontext()
+
+
+def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContextManager[None]:
     """Cancel the block where it is not done by then, and raise TimeoutError for it, also where the block has kept that to itself.
 
     Args:
         limit_s: None: there is no limit.
         late: the beginning of the error, up to the limit's name.
     """
-    if limit_s is None:
-        yield
-        return
+    return _NO_LIMIT if limit_s is None else _within(limit_s, late, remedy)
+
+
+@asynccontextmanager
+async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(limit_s) as timeout:
             limit = Limit(timeout)

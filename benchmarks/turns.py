@@ -1,0 +1,160 @@
+"""Processor time of a turn, beside the published package `verifiers`.
+
+`python -m benchmarks.turns --beside /path/of/its/own/venv/bin/python [--rollouts 1000] [--turns 3] [--rounds 7]`. That interpreter has
+`verifiers==0.1.8` and nothing of this repository. The same script runs under both, in processes that take turns (here, there, here, there): an
+environment of several turns, a client in the same process that answers at once with tokens, and one reward function, asynchronous or plain. What
+counts is the process's own processor time of `generate`, of one call after two that warm it up, and the ratio of two neighbours. Rewards, completions
+and tokens have to be the same in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT_IDS = list(range(64))
+IDS = list(range(100, 116))
+SAID = "the answer is 4"
+WARM_UP = 2
+RARELY = (50_000, 20, 100)
+"""The setting of the garbage collector in an environment actor (`rollout_actors.environments.collector`)."""
+
+
+def response() -> Any:
+    """As vLLM's, read by openai's library."""
+    from openai.types.chat import ChatCompletion
+
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": SAID},
+        "logprobs": {"content": [{"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in IDS]},
+        "token_ids": IDS,
+    }
+    return ChatCompletion.construct(id="1", object="chat.completion", created=0, model="model", choices=[choice], prompt_token_ids=PROMPT_IDS)
+
+
+class Client:
+    """`chat.completions.create` of openai's clients, which answers everyone the same, at once."""
+
+    def __init__(self) -> None:
+        self._response = response()
+        self.chat = self.completions = self
+
+    async def create(self, **arguments: Any) -> Any:
+        return self._response
+
+
+async def ends_well(completion: Any, answer: str) -> float:
+    return float(completion[-1]["content"].endswith(answer))
+
+
+def ends_well_plainly(completion: Any, answer: str) -> float:
+    return float(completion[-1]["content"].endswith(answer))
+
+
+def environment(library: str, num_turns: int, reward: Any) -> Any:
+    """One of either library, whose names are the same."""
+    if library == "rollmatch":
+        from rollout_actors import environments as vf
+    else:
+        import verifiers as vf  # type: ignore[no-redef, import-not-found]
+
+    class Talk(vf.MultiTurnEnv):  # type: ignore[name-defined, misc]
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [{"role": "user", "content": "go on"}]
+
+    from datasets import Dataset
+
+    dataset = Dataset.from_list([{"question": "2 + 2", "answer": "4"}])  # one of them refuses to be without
+    return Talk(dataset=dataset, max_turns=num_turns, rubric=vf.Rubric(funcs=[reward]))
+
+
+def measure(library: str, num_rollouts: int, num_turns: int, is_plain: bool, collects_rarely: bool) -> dict[str, Any]:
+    """Milliseconds of processor time per turn, and a digest of the results."""
+    made = environment(library, num_turns, ends_well_plainly if is_plain else ends_well)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"2 + {i}"}], "answer": "4", "info": {"i": i}, "example_id": i, "task": "default"} for i in range(num_rollouts)
+    ]
+
+    async def timed() -> tuple[float, Any]:
+        began_s = time.process_time()
+        results = await made.generate(rows, Client(), "model", use_tqdm=False)
+        return time.process_time() - began_s, results
+
+    for _ in range(WARM_UP):
+        asyncio.run(timed())
+    gc.collect()
+    if collects_rarely:
+        gc.freeze()
+        gc.set_threshold(*RARELY)
+    spent_s, results = asyncio.run(timed())
+    states = sorted(results["state"], key=lambda state: state["example_id"])  # one of them returns them as they end
+    found = [
+        [state["info"], state["reward"], state["completion"], [[step["prompt"], step["tokens"]["completion_ids"]] for step in state["trajectory"]]]
+        for state in states
+    ]
+    for state in states:
+        for step in state["trajectory"]:
+            assert step["tokens"]["prompt_ids"] == PROMPT_IDS
+            assert step["tokens"]["completion_logprobs"] == [-0.5] * len(IDS)
+    return {"ms": 1000 * spent_s / (num_rollouts * num_turns), "digest": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()}
+
+
+def in_process(python: str, library: str, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """`measure` in a process of this interpreter."""
+    root = Path(__file__).resolve().parents[1]
+    command = [python, str(Path(__file__).resolve()), "--library", library, "--rollouts", str(options.rollouts), "--turns", str(options.turns)]
+    paths = {"PYTHONPATH": str(root)} if library == "rollmatch" else {"PYTHONPATH": ""}
+    done = subprocess.run([*command, *flags], env={**os.environ, **paths}, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{library} under {python} failed: {done.stderr.strip()[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", help="an interpreter with verifiers")
+    parser.add_argument("--rollouts", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--library", choices=("rollmatch", "verifiers"), help="measure once, here")
+    parser.add_argument("--plain", action="store_true", help="with --library: a plain reward function")
+    parser.add_argument("--collects-rarely", action="store_true", help="with --library: the garbage collector as environment actors have it")
+    options = parser.parse_args()
+    if options.library is not None:
+        print(json.dumps(measure(options.library, options.rollouts, options.turns, options.plain, options.collects_rarely)))
+        return
+    if options.beside is None:
+        parser.error("--beside: give an interpreter with verifiers==0.1.8 in a virtual environment of its own")
+    kinds = {"asynchronous": ([], 0.9), "plain": (["--plain"], 1.0)}
+    settings = {"as Python sets it": [], "as in environment actors": ["--collects-rarely"]}
+    for (name, (kind, bound)), (collector, setting) in itertools.product(kinds.items(), settings.items()):
+        here, there = [], []
+        for _ in range(options.rounds):
+            here.append(in_process(sys.executable, "rollmatch", options, kind + setting))
+            there.append(in_process(options.beside, "verifiers", options, kind + setting))
+        assert len({one["digest"] for one in (*here, *there)}) == 1, "the results differ"
+        ratios = [one["ms"] / other["ms"] for one, other in zip(here, there, strict=True)]
+        print(
+            f"{name} reward function, collector {collector}: {statistics.median(one['ms'] for one in here):.4f} ms of processor time a turn here, "
+            f"{statistics.median(one['ms'] for one in there):.4f} in verifiers: {statistics.median(ratios):.2f} of it "
+            f"({min(ratios):.2f} to {max(ratios):.2f}; asked for: {bound} at most)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

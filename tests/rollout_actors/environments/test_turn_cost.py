@@ -1,0 +1,102 @@
+"""What a turn costs in ways that can be counted; in time it is `benchmarks.turns`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from rollout_actors.environments import MultiTurnEnv, Rubric
+from rollout_actors.environments.begun import Begun
+from rollout_actors.environments.messages import deeply_copied
+
+NUM_ROLLOUTS, NUM_TURNS = 20, 3
+MOST_CALLS = 290
+"""Of Python functions in a turn, the rollout's own part included."""
+ROWS = [{"question": f"2 + {i}", "answer": "4", "info": {"i": i}} for i in range(NUM_ROLLOUTS)]
+
+
+class Client:
+    """Answers everyone the same, at once."""
+
+    def __init__(self) -> None:
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "the answer is 4"}}
+        self._response = ChatCompletion.construct(id="1", object="chat.completion", created=0, model="model", choices=[choice])
+        self.chat = self.completions = self
+
+    async def create(self, **arguments: Any) -> ChatCompletion:
+        return self._response
+
+
+class Talk(MultiTurnEnv):
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        return [{"role": "user", "content": "go on"}]
+
+
+async def ends_well(completion: Any, answer: str) -> float:
+    return float(completion[-1]["content"].endswith(answer))
+
+
+def generate() -> Any:
+    environment = Talk(max_turns=NUM_TURNS, rubric=Rubric([ends_well]))
+    return asyncio.run(environment.generate(ROWS, Client(), "model", use_tqdm=False))
+
+
+def test_a_rollout_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:
+    generate()
+    gc.collect()
+    gc.disable()
+    try:
+        results = generate()
+        assert results["reward"] == [1.0] * NUM_ROLLOUTS
+        assert [one for one in gc.get_objects() if isinstance(one, Begun)] == []
+    finally:
+        gc.enable()
+
+
+def test_a_turn_takes_a_bounded_number_of_calls_of_python_functions() -> None:
+    generate()
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        generate()
+    finally:
+        sys.setprofile(None)
+    assert calls / (NUM_ROLLOUTS * NUM_TURNS) <= MOST_CALLS
+
+
+def shared() -> Any:
+    part = {"a": [1, 2.5, None, True]}
+    return [part, part, {"once more": part}]
+
+
+def cyclic() -> Any:
+    value: dict[str, Any] = {"name": "x"}
+    value["itself"] = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", ["text", {1: "one", (2, 3): ["two"]}, ({"in a tuple": []},), {"set": {1, 2}, "bytes": b"x"}, shared()])
+def test_a_deep_copy_is_equal_and_shares_nothing(value: Any) -> None:
+    copy = deeply_copied(value)
+    assert copy == deepcopy(value)
+    assert type(copy) is type(value)
+
+
+def test_a_deep_copy_shares_what_was_shared_and_comes_back_to_itself_where_the_value_does() -> None:
+    first, second, third = deeply_copied(shared())
+    assert first is second is third["once more"]
+    value = cyclic()
+    copy = deeply_copied(value)
+    assert copy["itself"][0] is copy
+    assert copy is not value
