@@ -91,7 +91,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # Also where the bytes are given: vLLM would still refuse a GPU on which less than this
         # fraction is free.
         "gpu_memory_utilization": settings.gpu_memory_utilization if settings.kv_cache_memory_bytes is None else LEAST_UTILIZATION,
-        "enforce_eager": settings.enforce_eager,
+        **({"enforce_eager": True} if settings.enforce_eager else {}),
         "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
         "generation_config": "vllm",  # a checkpoint's sampling defaults do not leak into the requests
         "logprobs_mode": "processed_logprobs",

@@ -34,8 +34,10 @@ def stock_arguments(settings: EngineSettings) -> list[str]:
 
 def _flag(name: str, value: Any) -> list[str]:
     match value:
-        case None | False:
+        case None:
             return []
+        case False:
+            return [f"--no-{name.removeprefix('--')}"]
         case True:
             return [name]
         case dict():

@@ -100,9 +100,10 @@ def test_an_engine_on_cpu_reads_no_prompt_in_two_steps() -> None:
 @pytest.mark.engine
 def test_the_highest_temperature_is_vllms_own() -> None:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     SamplingParams(temperature=HIGHEST_VLLM_TEMPERATURE)
-    with pytest.raises(ValueError, match="temperature must be in"):
+    with pytest.raises(VLLMValidationError, match="temperature must be in"):
         SamplingParams(temperature=HIGHEST_VLLM_TEMPERATURE + 1e-6)
 
 
