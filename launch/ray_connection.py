@@ -16,18 +16,22 @@ from shared.errors import ConfigError
 LISTEN_S = 5.0
 """For a connection to the address: a machine that is up answers at once, one way or the other."""
 ANSWER_S = 60.0
-"""For Ray to be imported and the cluster to say what it has. On a busy machine the import alone takes several seconds."""
+"""For the cluster to say what it has, from when Ray is imported, which may take long on a busy machine (timeouts.start_s)."""
 _CHECK_CLUSTER = "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token, RAY_AUTH_MODE=token, or use local"
-_ASK = """\
-import json, sys
+_GAVE_UP = 3
+_ASK = f"""\
+import json, os, sys, threading
 import ray
+gives_up = threading.Timer(float(sys.argv[2]), os._exit, [{_GAVE_UP}])
+gives_up.daemon = True
+gives_up.start()
 try:
     ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
 except Exception as error:
-    sys.exit(f"{type(error).__name__}: {error}")
+    sys.exit(f"{{type(error).__name__}}: {{error}}")
 print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
 """
-"""Prints the resources of each node of the cluster that its argument names."""
+"""Prints the resources of each node of the cluster that its first argument names, or ends with `_GAVE_UP` after the seconds of the second."""
 
 
 def cluster_nodes(config: RunConfig) -> list[Resources]:
@@ -42,11 +46,16 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
 
         return [Resources(cpus=float(len(os.sched_getaffinity(0))), gpus=float(torch.cuda.device_count()))]
     _require_listener(address)
+    command = [sys.executable, "-c", _ASK, address, str(ANSWER_S)]
+    start_s = config.timeouts.start_s
     try:
-        done = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=start_s + ANSWER_S, check=False)
     except subprocess.TimeoutExpired as error:
-        problem = f"takes connections, and did not answer as a Ray cluster within {ANSWER_S:g} s"
-        raise ConfigError(f"cluster.address: {address} {problem}; give the port of `ray start --head` (6379), {_CHECK_CLUSTER}") from error
+        problem = f"Ray was not imported within timeouts.start_s = {start_s:g} s; end what keeps this machine busy (`uptime`)"
+        raise ConfigError(f"cluster.address: {problem}, or raise the key") from error
+    if done.returncode == _GAVE_UP:
+        problem = f"did not answer as a Ray cluster within {ANSWER_S:g} s"
+        raise ConfigError(f"cluster.address: {address} {problem}; give the port of `ray start --head` (6379), {_CHECK_CLUSTER}")
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise _no_cluster(address, lines[-1])

@@ -1,6 +1,6 @@
 """The image files that a data file names: each is read and decoded once, and what was found is kept for the next start.
 
-An image is known again by its path, size and time of change. Only sound images are kept: what is wrong with one is found, and told, by whoever loads its row.
+An image is known again by its path, size and times of change. Only sound images are kept: what is wrong with one is found, and told, by whoever loads its row.
 `python -m learner.image_files` is one process of the pool: it answers every line of its input with one of its output.
 """
 
@@ -37,13 +37,13 @@ TOGETHER = 16
 """Images that a process is asked for at a time, so that it seldom waits to be asked."""
 STALL_S = 120.0
 """Longest wait for the next images of the pool, whose rest is then left to this process."""
-_FORMAT = ["1", PIL.__version__]
+_FORMAT = ["2", PIL.__version__]
 """Of the kept facts. To be changed with whatever changes what `image_size` refuses, which Pillow has a part in."""
 
 Report = Callable[[int, int], None]
 """Takes the number of images that are checked, and of all."""
-Fingerprint = tuple[int, int]
-"""Size in bytes, and time of the last change in nanoseconds."""
+Fingerprint = tuple[int, int, int]
+"""Size in bytes, and when contents and inode last changed, in nanoseconds: whoever copies a file can set the first time, and not the second."""
 
 
 def image_size(data: bytes) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def _fingerprint(path: Path) -> Fingerprint | None:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a path with a null character
         return None
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _in_processes(root: Path, names: list[str]) -> Iterator[tuple[str, ImageFacts | None]]:
@@ -144,8 +144,9 @@ def _in_processes(root: Path, names: list[str]) -> Iterator[tuple[str, ImageFact
 
 def _kept_in(data_file: Path) -> Path:
     """Where the facts of a data file's images are kept: one file for each, so that none grows beyond its data."""
-    folder = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(folder) / "rollmatch/images" / f"{hashlib.sha256(str(data_file.resolve()).encode()).hexdigest()[:16]}.json"
+    home = Path("~").expanduser() if "HOME" in os.environ else Path(tempfile.gettempdir())
+    folder = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
+    return Path(folder) / "rollmatch/images" / f"{hashlib.sha256(str(data_file.absolute()).encode()).hexdigest()[:16]}.json"
 
 
 def _read(path: Path) -> dict[str, tuple[Fingerprint, ImageFacts]]:
@@ -154,7 +155,7 @@ def _read(path: Path) -> dict[str, tuple[Fingerprint, ImageFacts]]:
         content = json.loads(path.read_bytes())
         if content["format"] != _FORMAT:
             return {}
-        return {name: ((size, mtime_ns), ImageFacts(*facts)) for name, (size, mtime_ns, *facts) in content["images"].items()}
+        return {name: ((size, mtime_ns, ctime_ns), ImageFacts(*facts)) for name, (size, mtime_ns, ctime_ns, *facts) in content["images"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 

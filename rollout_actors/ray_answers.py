@@ -95,6 +95,10 @@ def value_of(call: Call, name: str, answer: Any) -> Any:
 
 def told(call: Call, name: str, error: RayError) -> Error:
     """What is raised where Ray says so of the engine of this name: its own error, or the call's."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError):
+        # Not the engine's end: an argument of the call was to come from the learner.
+        problem = "what it was asked for is lost, for the learner's process has ended; check its log and the machine's memory"
+        return call.error(f"{problem} ({error.cause})", actor=name, phase=call.phase)
     if isinstance(error, RayActorError):
         return call.error(ended("its", error), actor=name, phase=call.phase)
     # Ray hides the actor's own exception in one of its own kind.

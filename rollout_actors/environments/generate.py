@@ -276,7 +276,7 @@ class _Rollouts:
         self._settle(rubric, unit)
         for state in states:
             # Each rubric of a group may have had its turn.
-            state["timing"]["scoring_ms"] += 1000 * turn.total_s
+            state["timing"]["scoring_ms"] += 1000 * turn.so_far_s()
 
     async def _scored(self, rubric: Rubric, states: Sequence[State], place: int) -> None:
         """In a task of its own, whose context says what is scored. `place` is the first one's."""

@@ -127,22 +127,30 @@ class Threads:
         while len(self._queue) > self._num_idle:
             if self._num_threads >= self.most or self._num_threads + len(self._given_up) >= self.most + self.most_given_up:
                 return
+            try:
+                threading.Thread(target=self._work, name="plain-function", daemon=True).start()
+            except RuntimeError:  # the system has no more; those that there are take the queue
+                _LOGGER.warning("no further thread can be started beside %d; raise the limit of processes (`ulimit -u`, pids)", self._num_threads)
+                return
             # Counted as idle at once: it takes one of the queue.
             self._num_threads += 1
             self._num_idle += 1
-            threading.Thread(target=self._work, name="plain-function", daemon=True).start()
 
     def _refuse_if_none_is_left(self) -> None:
         """The lock is held."""
         if self._num_threads:
             return
-        names = ", ".join(sorted({call.name for call in self._given_up}))
-        while self._queue:
-            call = self._queue.popleft()
-            error = RuntimeError(
-                f"no thread is left for {call.name}: {len(self._given_up)} plain functions that were given up still run ({names}); "
+        if self._given_up:
+            names = ", ".join(sorted({call.name for call in self._given_up}))
+            reason = (
+                f"{len(self._given_up)} plain functions that were given up still run ({names}); "
                 "give what they wait for a limit of its own, or write them as `async def`"
             )
+        else:
+            reason = "the system starts no more threads; raise its limit of processes (`ulimit -u`, pids), or write plain functions as `async def`"
+        while self._queue:
+            call = self._queue.popleft()
+            error = RuntimeError(f"no thread is left for {call.name}: {reason}")
             call.loop.call_soon_threadsafe(call.settle, None, error)
 
     def _leave(self, call: _Call) -> None:

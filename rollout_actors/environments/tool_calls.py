@@ -98,7 +98,7 @@ def num_tool_calls(state: Mapping[str, Any]) -> int | None:
     """What the model called in a rollout, of whatever it is offered; None where it is offered nothing."""
     if not state.get("oai_tools"):
         return None
-    messages = [message for step in state.get("trajectory") or () for message in step["completion"] if isinstance(message, Mapping)]
+    messages = [message for step in state.get("trajectory") or () for message in step.get("completion") or () if isinstance(message, Mapping)]
     return sum(len(message.get("tool_calls") or ()) for message in messages)
 
 

@@ -42,6 +42,11 @@ class Stopwatch:
             if not self._running:
                 self.total_s += time.perf_counter() - self._since_s
 
+    def so_far_s(self) -> float:
+        """Return the time with what is under way now, such as a thread that was given up."""
+        with self._lock:
+            return self.total_s + (time.perf_counter() - self._since_s if self._running else 0.0)
+
 
 WAITED: ContextVar[Stopwatch | None] = ContextVar("waited", default=None)
 """Of the task's rollout; None where nobody asks."""

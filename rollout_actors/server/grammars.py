@@ -26,7 +26,7 @@ COMPILE_S = 5.0
 """For one grammar, which vLLM gives to regular expressions too."""
 START_S = 120.0
 """For the process to import what it needs, on a machine where others do the same."""
-TURN_S = 60.0
+TURN_S = START_S + 60.0
 """For a call to wait for those of others, and for the process to start."""
 NUM_KNOWN = 1000
 """Grammars that are remembered to have passed."""

@@ -24,7 +24,7 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.structured_output.utils import grammar_is_likely_lark
+from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
 from rollout_actors.server.door import RefusalError
 from rollout_actors.server.grammars import MAX_CHARS, Grammar, GrammarKind, GrammarTrial, XgrammarSpec
@@ -161,6 +161,8 @@ def _grammars(request: ChatCompletionRequest | CompletionRequest) -> Iterator[Gr
             yield Grammar(GrammarKind.REGEX, own.regex)
         if own.grammar is not None:
             yield Grammar(GrammarKind.LARK if grammar_is_likely_lark(own.grammar) else GrammarKind.EBNF, own.grammar)
+        if own.choice:
+            yield Grammar(GrammarKind.EBNF, choice_as_grammar(own.choice))
         if own.structural_tag is not None:
             yield Grammar(GrammarKind.STRUCTURAL_TAG, own.structural_tag)
     if isinstance(request, ChatCompletionRequest) and request.tool_choice not in (None, "none", "auto"):

@@ -43,7 +43,7 @@ def test_what_listens_and_is_no_ray_cluster_is_given_up(at: Callable[[str], RunC
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConfigError) as caught:
             cluster_nodes(at(address))
-    told = f"cluster.address: {address} takes connections, and did not answer as a Ray cluster within 0.5 s; give the port of `ray start --head` (6379), "
+    told = f"cluster.address: {address} did not answer as a Ray cluster within 0.5 s; give the port of `ray start --head` (6379), "
     assert str(caught.value) == told + CHECK
 
 

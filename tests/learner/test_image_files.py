@@ -100,6 +100,13 @@ def test_an_image_of_several_rows_is_decoded_once_and_after_that_only_when_it_ch
     os.utime(images / "4.png", ns=(1, 1))
     assert load(images) == changed
     assert decoded[9:] == ["4.png"]
+    # Another image of the same size, its time set back as archives and `cp -p` do.
+    of_before = (images / "5.png").stat()
+    (images / "5.png").write_bytes((images / "6.png").read_bytes())
+    os.utime(images / "5.png", ns=(of_before.st_atime_ns, of_before.st_mtime_ns))
+    assert (images / "5.png").stat().st_size == of_before.st_size
+    load(images)
+    assert decoded[10:] == ["5.png"]
 
 
 def test_a_known_image_still_has_to_have_its_row_s_size(images, monkeypatch):

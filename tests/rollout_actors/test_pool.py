@@ -182,6 +182,15 @@ def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told
         pool.receive_weights(offer(2)).result()
 
 
+def test_requests_that_are_lost_with_the_learner_are_not_laid_on_an_engine(make_pool: MakePool) -> None:
+    learner = create_fake_actor("learner", "start", "sleep")
+    ray.get(learner.__ray_ready__.remote())
+    generating = make_pool().generate([[learner.start.remote()]])
+    ray.kill(learner)
+    with pytest.raises(RolloutError, match="generate on actor-0: what it was asked for is lost, for the learner's process has ended"):
+        generating.result()
+
+
 @pytest.mark.parametrize("phase", ["start", "generate"])
 def test_any_other_error_of_an_actor_is_told_with_its_name_and_the_phase(make_pool: MakePool, phase: str) -> None:
     pool = make_pool(phase, "surprise")

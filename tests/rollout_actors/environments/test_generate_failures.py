@@ -222,6 +222,7 @@ def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_t
     finally:
         release.set()
     assert results.state[0]["reward_errors"]["hangs"].startswith("TimeoutError: reward function hangs is not done after scoring_timeout_s = 0.05 s")
+    assert results.state[0]["timing"]["scoring_ms"] >= 50
     assert results.state[0]["error"] is None
     assert results.metadata.num_given_up == {"hangs": 1}
 

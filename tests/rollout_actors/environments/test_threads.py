@@ -109,6 +109,21 @@ def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_o
     ran(work)
 
 
+def test_where_the_system_starts_no_thread_calls_are_refused_and_the_next_ones_run_again(monkeypatch):
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def call() -> str:
+        return await threads.call(lambda: "done", "later")
+
+    threads = Threads(2)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuses)
+        with pytest.raises(RuntimeError, match="no thread is left for later: the system starts no more threads"):
+            asyncio.run(call())
+    assert asyncio.run(call()) == "done"
+
+
 def test_a_function_has_its_callers_context_and_what_it_raises_is_raised():
     colour: ContextVar[str] = ContextVar("colour")
 

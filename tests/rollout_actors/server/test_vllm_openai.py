@@ -206,6 +206,7 @@ def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
     assert tried(structured_outputs={"regex": "a+"}) == [("REGEX", "a+")]
     assert tried(structured_outputs={"grammar": 'root ::= "a"'}) == [("EBNF", 'root ::= "a"')]
     assert tried(structured_outputs={"grammar": 'start: "a"'}) == [("LARK", 'start: "a"')]
+    assert tried(structured_outputs={"choice": ["a", "b"]}) == [("EBNF", 'root ::= "a" | "b"')]
     assert tried(structured_outputs={"json": {"type": "object"}}) == [("JSON_SCHEMA", '{"type": "object"}')]
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     assert tried(response_format=schema) == [("JSON_SCHEMA", '{"type": "object"}')]
