@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import PROBES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.engines_extra]
 
 
 @pytest.mark.parametrize("probe", PROBES)

@@ -23,6 +23,7 @@ def command(start_command, tmp_path, warm_checkpoint, demo_data):
     return partial(start_command, tmp_path, warm_checkpoint, demo_data, "rollout_matching.decode_batch_size=2")
 
 
+@pytest.mark.engines_extra
 def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(command):
     run = command("training.max_steps=3", "stage2_ab.schedule.warmup_steps=1")
     assert run.process.wait(timeout=300) == 0, run.output

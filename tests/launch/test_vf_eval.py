@@ -303,11 +303,16 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
 
 def test_after_one_signal_a_plain_function_is_waited_for_and_then_cut_off(place, url, monkeypatch):
     monkeypatch.setattr(vf_eval, "PLAIN_S", 0.2)
-    interrupts = HANGING.replace("import time", "import os, signal, time").replace(
-        "time.sleep(600", "answer == 'hang' and os.kill(os.getpid(), signal.SIGINT); time.sleep(5"
-    )
+    released = place.folder / "released"
+    hangs = f"""answer == "hang" and os.kill(os.getpid(), signal.SIGINT)
+            while answer == "hang" and not Path({str(released)!r}).exists():
+                time.sleep(0.01)"""
+    interrupts = HANGING.replace("import time", "import os, signal, time").replace('time.sleep(600 if answer == "hang" else 0)', hangs)
     (place.folder / "interrupts.py").write_text(textwrap.dedent(interrupts))
-    done = place.run("interrupts.py", "-b", url, "-r", "1", "-c", "1")
+    try:
+        done = place.run("interrupts.py", "-b", url, "-r", "1", "-c", "1")
+    finally:
+        released.touch()
     assert done.returncode == 130
     assert "cut off while they ran, after 0.2 s: slow" in done.stderr
     assert "1 finished rollouts are kept in" in done.stderr
