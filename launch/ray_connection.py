@@ -14,9 +14,9 @@ from shared.config import RunConfig
 from shared.errors import ConfigError
 
 LISTEN_S = 5.0
-"""For a connection to the address: a machine that is up answers at once, one way or the other."""
+"""Limit of a connection to the address: a machine that is up answers at once, one way or the other."""
 ANSWER_S = 60.0
-"""For the cluster to say what it has, from when Ray is imported, which may take long on a busy machine (timeouts.start_s)."""
+"""Limit of the cluster's answer, counted from when Ray is imported, which may take long on a busy machine (timeouts.start_s)."""
 _CHECK_CLUSTER = "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token, RAY_AUTH_MODE=token, or use local"
 _GAVE_UP = 3
 _ASK = f"""\

@@ -1,4 +1,4 @@
-"""What a command says while its processes start: a line for each stage, and on a terminal a bar while one lasts."""
+"""Lines of a command while its processes start: one for each stage, and on a terminal a bar while one lasts."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class LearnerActor:
     _rendezvous: Rendezvous | None = None
     _backend: RolloutBackend | None = None
     _requests: list[Any]
-    """Those of the step or the report that was begun last, until they have left."""
+    """Requests of the step or the report that was begun last, until they have left."""
 
     def open_rendezvous(self, config: RunConfig) -> str:
         """On rank 0: where the others find it, `address:port`."""
@@ -66,7 +66,7 @@ class LearnerActor:
         return len(self._requests)
 
     def requests(self, first: int, stop: int) -> Any:
-        """Some of the requests, each as an object of its own: to be called with as many returns. Their engines have them while the next ones are made."""
+        """Return some of the requests, each as an object of its own; call it with as many returns. Engines have them while the next ones are made."""
         some = self._requests[first:stop]
         if stop == len(self._requests):
             self._requests = []
@@ -92,7 +92,7 @@ class LearnerActor:
         self._learner.publisher.fall_back_to_full()
 
     def held_out_requests(self, step: int) -> int:
-        """As `next_requests`, of a report."""
+        """Begin a report, as `next_requests` does a step."""
         self._requests = self._learner.held_out_requests(step)
         return len(self._requests)
 

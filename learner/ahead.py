@@ -1,4 +1,4 @@
-"""What the next rows are made of, prepared while the device computes the present one, and while engines generate.
+"""Preparation of the next rows while the device computes the present one, and while engines generate.
 
 Pictures and prompts are encoded, responses parsed, matched and completed: none of it needs the weights, and what comes of it does not depend on when it is
 done. What is counted and written down stays with the learner's own thread, in the order of positions.
@@ -36,7 +36,7 @@ class Ahead:
         return self._in_order(prepare, begun, waiting)
 
     def close(self) -> None:
-        """What has not begun is not prepared any more."""
+        """Stop: nothing further is prepared."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _in_order(self, prepare: Callable[[S], T], begun: deque[Future[T]], waiting: Iterator[S]) -> Iterator[T]:

@@ -38,10 +38,10 @@ TOGETHER = 16
 STALL_S = 120.0
 """Longest wait for the next images of the pool, whose rest is then left to this process."""
 _FORMAT = ["2", PIL.__version__]
-"""Of the kept facts. To be changed with whatever changes what `image_size` refuses, which Pillow has a part in."""
+"""Version of the kept facts. Change it together with what `image_size` refuses, which Pillow has a part in."""
 
 Report = Callable[[int, int], None]
-"""Takes the number of images that are checked, and of all."""
+"""A function of the number of images checked so far, and of all."""
 Fingerprint = tuple[int, int, int]
 """Size in bytes, and when contents and inode last changed, in nanoseconds: whoever copies a file can set the first time, and not the second."""
 
@@ -93,7 +93,7 @@ def _fingerprint(path: Path) -> Fingerprint | None:
 
 
 def _in_processes(root: Path, names: list[str]) -> Iterator[tuple[str, ImageFacts | None]]:
-    """Every name whose image a process has decoded, as they are done: fewer than `names` where a process ends or hangs over one."""
+    """Yield each name whose image a process has decoded, as they are done: fewer than `names` where a process ends or hangs over one."""
     waiting = iter(names)
     lock = threading.Lock()
     answers: queue.SimpleQueue[tuple[str, ImageFacts | None] | None] = queue.SimpleQueue()
@@ -143,14 +143,14 @@ def _in_processes(root: Path, names: list[str]) -> Iterator[tuple[str, ImageFact
 
 
 def _kept_in(data_file: Path) -> Path:
-    """Where the facts of a data file's images are kept: one file for each, so that none grows beyond its data."""
+    """Return the file that keeps the facts of a data file's images: one for each, so that none grows beyond its data."""
     home = Path("~").expanduser() if "HOME" in os.environ else Path(tempfile.gettempdir())
     folder = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
     return Path(folder) / "rollmatch/images" / f"{hashlib.sha256(str(data_file.absolute()).encode()).hexdigest()[:16]}.json"
 
 
 def _read(path: Path) -> dict[str, tuple[Fingerprint, ImageFacts]]:
-    """What is kept; nothing where there is nothing that can be read."""
+    """Read what is kept; empty where nothing can be read."""
     try:
         content = json.loads(path.read_bytes())
         if content["format"] != _FORMAT:

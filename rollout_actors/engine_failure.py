@@ -1,4 +1,4 @@
-"""Why an engine's process has ended: written down by the process itself, read by the one that started it.
+"""The reason why an engine's process has ended, written by that process and read by the one that started it.
 
 vLLM logs the exception that ends one of its processes (EngineCore, and a worker for each of several devices) wherever that process writes, and tells
 the process that started it no more than to look there. No vllm here.
@@ -23,12 +23,12 @@ from pathlib import Path
 FILE = "ROLLMATCH_ENGINE_FAILURE"
 """Environment variable of an engine's processes: the file in which they write their errors down. Nobody has made it before there is one."""
 MAX_BYTES = 1 << 20
-"""Of that file. It begins anew then: the errors that end a process are the last ones."""
+"""Largest size of that file, which then begins anew: the errors that end a process are the last ones."""
 POINTS_ELSEWHERE = re.compile("root cause|stack trace", re.IGNORECASE)
-"""In an error of vLLM's that only says that another process has failed."""
+"""Words in an error of vLLM's that only says that another process has failed."""
 PROCESS_ENDED = "Failed core proc(s)"
 EXIT_CODES = re.compile(r"'(\w*(?:EngineCore|Worker)\w*)': (-?\d+)")
-"""Both in what vLLM raises where a process ended during the start: `Failed core proc(s): {'EngineCore': -9}`, or `{}` where it has not got the code yet."""
+"""Two parts of what vLLM raises where a process ended during the start: `Failed core proc(s): {'EngineCore': -9}`, or `{}` where the code is not there yet."""
 KEYS = {
     "gpu_memory_utilization": "rollout_matching.vllm.gpu_memory_utilization, or rollout_matching.vllm.kv_cache_memory_bytes where that is set",
     "max_model_len": "rollout_matching.vllm.max_model_len, or global_max_length where that is null",
@@ -84,7 +84,7 @@ def write_failures_down() -> None:
 
 
 class EngineFailures:
-    """What the processes of one engine have written down, for the process that starts them with `environment`."""
+    """The errors that the processes of one engine wrote, for the process that starts them with `environment`."""
 
     def __init__(self) -> None:
         self._file = Path(tempfile.gettempdir()) / f"rollmatch-engine-{uuid.uuid4().hex}.jsonl"

@@ -106,7 +106,7 @@ def load_dataset(
 
 
 def image_names(path: Path) -> set[str]:
-    """Every image path that a JSONL file of records writes, once. Rows that cannot be read are passed over: `load_dataset` says what is wrong with them."""
+    """Collect each image path of a JSONL file of records, once. Rows that cannot be read are passed over: `load_dataset` says what is wrong with them."""
     names: set[str] = set()
     for _, line in _lines(path):
         try:

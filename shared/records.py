@@ -230,7 +230,7 @@ def _read_image(field: str, path: Path) -> bytes:
 
 
 def image_facts(path: Path, image_size: ImageSize) -> ImageFacts | None:
-    """What is known of an image file once it is read and decoded; None for one that `load_record` refuses, and says why."""
+    """Read and decode an image file; None for one that `load_record` refuses, saying why."""
     try:
         data = _read_image("images", path)
         return ImageFacts(hashlib.sha256(data).hexdigest(), *image_size(data))

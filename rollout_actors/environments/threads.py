@@ -26,7 +26,7 @@ MOST_GIVEN_UP = 256
 """Threads that are replaced; beyond these the pool shrinks, and at none its calls are refused."""
 
 GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
-"""Where a rollout notes the names of its functions that were given up; None where nobody asks."""
+"""A rollout's list of the names of its functions that were given up; None where nobody asks."""
 
 
 class _Call:
@@ -39,7 +39,7 @@ class _Call:
         self.answer: asyncio.Future[Any] = self.loop.create_future()
         self.limits = LIMITS.get()
         self.is_queued = False
-        """Whether it waits for a thread, as the event loop knows it."""
+        """True while it waits for a thread, as the event loop knows it."""
 
     def starts(self) -> None:
         """Let the clocks of its limits go on: it has a thread now."""
@@ -83,7 +83,7 @@ class Threads:
         self._running: set[_Call] = set()
         self._given_up: set[_Call] = set()
         self._num_threads = 0
-        """Without those that were given up."""
+        """Threads at work or idle; those that were given up are not among them."""
         self._num_idle = 0
         self.num_given_up = 0
         """All that ever were."""
@@ -225,5 +225,5 @@ class Threads:
 
 
 THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
-"""Those of this process."""
+"""This process's pool."""
 os.register_at_fork(after_in_child=THREADS.reset)

@@ -1,4 +1,4 @@
-"""What a rollout waits for that is no part of it: its turn at an engine, and where it has a limit of time, a thread."""
+"""Times and limits of a rollout without its waits: for its turn at an engine, and for a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Stopwatch:
     """The time in which at least one of several is under way. From any thread."""
 
     _lock = threading.Lock()
-    """Of all of them: there are thousands at a time, and each holds it for a microsecond."""
+    """One lock for all stopwatches: there are thousands at a time, and each holds it for a microsecond."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -68,7 +68,7 @@ class Limit:
         self._timeout = timeout
         self._waiting = self._running = 0
         self._left_s: float | None = None
-        """Of a clock that stands still."""
+        """Seconds left on a clock that stands still; None while it goes."""
         self.is_over = False
 
     def count(self, *, waiting: int, running: int) -> None:
@@ -91,7 +91,7 @@ class Limit:
 
 
 LIMITS: ContextVar[tuple[Limit, ...]] = ContextVar("limits", default=())
-"""Of the task and of those around it."""
+"""The limits of the task and of the tasks around it, the outermost first."""
 
 
 _NO_LIMIT = nullcontext()

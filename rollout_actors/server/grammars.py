@@ -21,13 +21,13 @@ from multiprocessing.process import BaseProcess
 from rollout_actors.server.door import RefusalError
 
 MAX_CHARS = 100_000
-"""Of what one call brings of grammars, as JSON."""
+"""Largest size of all grammars of a call, as JSON."""
 COMPILE_S = 5.0
-"""For one grammar, which vLLM gives to regular expressions too."""
+"""Limit of compiling one grammar, which vLLM gives to regular expressions too."""
 START_S = 120.0
-"""For the process to import what it needs, on a machine where others do the same."""
+"""Limit of starting the process, whose imports take long beside those of others."""
 TURN_S = START_S + 60.0
-"""For a call to wait for those of others, and for the process to start."""
+"""Limit of a call's wait for the calls before it, the start of the process included."""
 NUM_KNOWN = 1000
 """Grammars that are remembered to have passed."""
 
@@ -95,7 +95,7 @@ class GrammarTrial:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self._known: dict[bytes, None] = {}
-        """Those that have passed, the newest last."""
+        """Grammars that have passed, the newest last."""
 
     async def require(self, grammars: Iterable[Grammar]) -> None:
         """Raises RefusalError for a grammar that takes too long. What is no grammar at all passes: vLLM says what is wrong with it."""
