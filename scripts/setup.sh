@@ -120,7 +120,8 @@ main() {
         "$python" -m venv --clear "$VENV"
     fi
     : >"$LOG"
-    step "install setuptools" pip install "setuptools>=78.1.1,<81"
+    # The pip that Python brings unpacks at two thirds of the speed.
+    step "install pip and setuptools" pip install "pip==26.3" "setuptools>=78.1.1,<81"
     if [[ $extra == cpu ]]; then
         step "install torch (CPU)" install_cpu_torch
     fi

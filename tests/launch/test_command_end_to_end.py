@@ -71,7 +71,8 @@ print("loaded elsewhere")
 @pytest.mark.engines_extra
 def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_process(command):
     of_others = set(Path("/tmp").glob("rollmatch-warm-*"))
-    run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", of_a_user=True)
+    one_actor = "rollout_matching.vllm.actors.num_actors=1"
+    run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", one_actor, of_a_user=True)
     run.wait_for("step    2/500")
     os.killpg(run.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
     assert run.process.wait(timeout=60) == 130, run.output

@@ -63,9 +63,10 @@ def test_whoever_brings_none_does_not_wait_and_whoever_waits_too_long_is_told(tm
 @pytest.mark.engines_extra
 def test_of_the_engines_own_kinds_one_that_compiles_too_long_is_refused_and_usual_ones_are_not(demo_checkpoint: Path) -> None:
     vocab_size = json.loads((demo_checkpoint / "config.json").read_text())["text_config"]["vocab_size"]
-    trial = GrammarTrial(XgrammarSpec(str(demo_checkpoint), vocab_size))
+    # A fifth of the usual limit: how long the hostile one takes depends on the machine.
+    trial = GrammarTrial(XgrammarSpec(str(demo_checkpoint), vocab_size), compile_s=1.0)
     usual = {"type": "object", "properties": {"name": {"type": "string"}, "size": {"enum": [1, 2, 3]}}, "required": ["name"]}
     hostile = {"type": "object", "properties": {f"p{number}": {} for number in range(7000)}}
     asyncio.run(trial.require([Grammar(GrammarKind.JSON_SCHEMA, json.dumps(usual)), regex("[a-z]+"), Grammar(GrammarKind.EBNF, 'root ::= "a"')]))
-    with pytest.raises(RefusalError, match="the JSON schema of this call takes more than 5 s"):
+    with pytest.raises(RefusalError, match="the JSON schema of this call takes more than 1 s"):
         asyncio.run(trial.require([Grammar(GrammarKind.JSON_SCHEMA, json.dumps(hostile))]))
