@@ -8,9 +8,9 @@ LM := outputs/demo/lm
 TOOLS_LM := outputs/demo/lm_tools
 STAGE1 := outputs/demo/stage1_polygons
 
-# The stages of the tests (docs/testing.md).
+# The stages of the tests (docs/testing.md). Unit tests wait for programs and servers for a quarter of their time: one worker and a half a core.
 LINT := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet . && $(PYTHON) -m mypy
-UNIT := $(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=15 -m
+UNIT := $(PYTHON) -m pytest -q -n $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder --durations=15 -m
 # Two files at a time, each with a Ray cluster and engines of its own. These stages get the files that have any of their tests: collecting all takes long.
 WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
     $$(grep -rlE "mark.(engine|ray|processes)" tests --include="test_*.py" | sort) -m
