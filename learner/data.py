@@ -24,9 +24,8 @@ class LearnerData:
         """Reads the files of `data`. Raises ConfigError and RecordError for what is wrong with them."""
         assert config.data.train is not None, "checked with the configuration"
         self._config = config.data
-        self.train = load_samples(config, config.data.train)
         self.encoder = PromptEncoder.of(config, tokens.processor)
-        require_train_lengths(config, self.train, self.encoder, tokens.codec)
+        self.train, _ = require_train_lengths(config, load_samples(config, config.data.train), self.encoder, tokens.codec)
         self.held_out = None if config.data.val is None else HeldOut.of(config, load_samples(config, config.data.val), tokens)
         self._stream = SampleStream(len(self.train), seed=config.training.seed, shuffle=config.data.shuffle)
 

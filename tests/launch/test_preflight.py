@@ -320,6 +320,10 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, d
     )
     assert first == f"{file}: images: sample train:4 {refused}; crop or pad the picture, or remove the row"
     assert second.startswith(f"{file}: images: sample train:6 {refused}") and count == f"{file}: bad rows: these 2"
+    skipping = preflight(config(data__train=file, data__on_bad_row="skip"), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None)
+    assert not skipping.problems
+    assert skipping.facts.num_train_skipped == 2
+    assert skipping.facts.images.max_pixels == 96 * 96
 
 
 def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(config):
