@@ -11,6 +11,11 @@ from shared.canary_noise import Differences
 from shared.records import ImageRef
 from shared.transports import Transport
 
+MAX_TEMPERATURE = 2.0
+"""vLLM takes no higher one."""
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Beyond these a logit that is divided or multiplied by it may be no number any more, and nothing says so."""
+
 
 class DecodeMode(StrEnum):
     GREEDY = "greedy"
