@@ -82,13 +82,13 @@ lint: setup
 	@$(LINT)
 
 STAGE_LINT := "lint and types" '$(LINT)'
-STAGE_UNIT := "unit tests" '$(UNIT) "not engine and not ray and not processes and not engines_extra"'
-STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not engines_extra"'
-STAGE_ENGINES := "servers, commands and engines of their own, and what takes long" '$(WITH_PROCESSES) engines_extra'
+STAGE_UNIT := "unit tests" '$(UNIT) "not engine and not ray and not processes and not long"'
+STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not long"'
+STAGE_ENGINES := "servers, commands and engines of their own, and what takes long" '$(WITH_PROCESSES) long'
 
 check: setup
 	@scripts/stages.sh --not-run "slow tests, Ray, processes and engines: make test" \
-	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not engines_extra and not slow"'
+	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not long and not slow"'
 
 test: setup
 	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED)

@@ -395,7 +395,7 @@ def test_the_data_are_read_once(config, monkeypatch):
     assert read == [run.data.train, run.data.val]
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(demo_checkpoint, demo_data, tmp_path):
     overrides = [f"model.path={demo_checkpoint}", f"data.train={demo_data}/train.jsonl", f"data.val={demo_data}/val.jsonl", f"telemetry.run_dir={tmp_path}/run"]
     command = [sys.executable, "-m", "launch.preflight", "+experiment=stage2_3v1", *overrides]

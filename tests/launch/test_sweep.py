@@ -13,7 +13,7 @@ from launch.sweep import MARGIN_S, TRIALS, end_s, print_summary
 
 
 @pytest.mark.engine
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_a_sweep_goes_on_behind_a_failed_trial_and_an_interruption_ends_it(start_command, warm_checkpoint, demo_data, tmp_path):
     """Of four trials the first is refused, the second ends, the third is interrupted and saves its weights, and the fourth never begins."""
     small = ["stage2_ab.schedule.warmup_steps=500", "data.max_val_samples=4", "training.seed=2"]

@@ -14,7 +14,7 @@ from learner.rollout_log import read_step
 from learner.step_log import step_path
 from rollout_actors import warm_python
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 # Two channel-B steps of 12 rollouts from a model that already writes objects, without the queue, which not every topology has.
 STEPS = ("training.max_steps=2", "stage2_ab.schedule.warmup_steps=0", "data.max_val_samples=4", "stage2_ab.channel_b.enable_pipeline=false")

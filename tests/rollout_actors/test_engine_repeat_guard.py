@@ -18,7 +18,7 @@ from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.weight_sync import sync_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SETTINGS = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=6)
 NUM_REQUESTS = 8

@@ -110,7 +110,7 @@ def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: Engi
         assert engine_pool.generate([request], "actor-0")[0].response_token_ids == learner.greedy(request)[0]
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_they_begin(engine_pool: EnginePool, demo_checkpoint: Path) -> None:
     """As under `max_staleness`: the next step's first round still runs when this step's weights are due."""
     limits = TimeoutsSection(sync_phase_s=4.0)
@@ -129,7 +129,7 @@ def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_t
     assert seconds > 1.5 * limits.sync_phase_s, "otherwise nothing was tested"
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner) -> None:
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
     pool = ActorPool([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
@@ -145,7 +145,7 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: Non
     pool.close()
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story(ray_cluster: None, demo_checkpoint: Path) -> None:
     actor = create_actor("small", small_settings(demo_checkpoint, kv_cache_memory_bytes=1 << 19), 0)
     pool = ActorPool([actor], ["small"], TIMEOUTS, decode_batch_size=8)
@@ -157,7 +157,7 @@ def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story
     assert "check_enough_kv_cache_memory" in "".join(traceback.format_exception(caught.value)), "what error.txt is written from"
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_not_at_the_phases_limit(ray_cluster: None, demo_checkpoint: Path) -> None:
     limits = TimeoutsSection(sync_phase_s=200.0)
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
