@@ -65,9 +65,9 @@ class HeldOut:
         )
 
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
-        """One per sample, in order: of all, or of those at `positions`. RecordError when an image file is gone or changed."""
+        """One per sample, in order: of all, or of those at `positions`. Reads no image."""
         return [
-            self.encoder.request(self.samples[position].with_image_data(), self.decode, step=step, position=position, run_seed=self.run_seed)
+            self.encoder.request(self.samples[position], self.decode, step=step, position=position, run_seed=self.run_seed)
             for position in (range(len(self.samples)) if positions is None else positions)
         ]
 

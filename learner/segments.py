@@ -78,15 +78,16 @@ class PromptEncoder:
         self._processor = processor
         self._system_prompt = system_prompt
         self._user_prompt = user_prompt
-        self._request_ids: dict[int, tuple[int, ...]] = {}
-        """By number of images, on which alone the text depends."""
+        self._texts: dict[int, str] = {}
+        self._ids: dict[int, tuple[int, ...]] = {}
+        """By the number of images, which alone makes prompts differ: a step's requests are not to wait for a template each."""
 
     @classmethod
     def of(cls, config: RunConfig, processor: Any) -> PromptEncoder:
         return cls(processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
 
     def request(self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int) -> RolloutRequest:
-        """What an engine is asked for a sample, which has the data of its images."""
+        """What an engine is asked for a sample. Reads no image."""
         return RolloutRequest(
             step=step,
             position=position,
@@ -99,10 +100,10 @@ class PromptEncoder:
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
         """The unexpanded prompt; reads no image."""
-        if len(sample.images) not in self._request_ids:
-            encoded = self._processor.tokenizer(self.text(sample), add_special_tokens=False)
-            self._request_ids[len(sample.images)] = tuple(encoded["input_ids"])
-        return self._request_ids[len(sample.images)]
+        number = len(sample.images)
+        if number not in self._ids:
+            self._ids[number] = tuple(self._processor.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"])
+        return self._ids[number]
 
     def num_tokens(self, sample: Sample) -> int:
         """Length of the prompt with placeholders expanded, which follows from the size of the images: reads none.
@@ -135,8 +136,11 @@ class PromptEncoder:
 
     def text(self, sample: Sample) -> str:
         """The prompt as the chat template writes it, one placeholder per image."""
-        messages = detection_messages(len(sample.images), system_prompt=self._system_prompt, user_prompt=self._user_prompt)
-        return str(self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        number = len(sample.images)
+        if number not in self._texts:
+            messages = detection_messages(number, system_prompt=self._system_prompt, user_prompt=self._user_prompt)
+            self._texts[number] = str(self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return self._texts[number]
 
 
 def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueError) -> RecordError:

@@ -52,7 +52,7 @@ class RolloutRequest:
     prompt_token_ids: tuple[int, ...]
     """Unexpanded: one image placeholder per image; the engine expands it."""
     images: tuple[ImageRef, ...]
-    """Each with `data`: encoded file bytes travel between nodes, paths do not."""
+    """An engine gets each with `data`; on the way to it the bytes are objects of their own (`shared.sent_requests`)."""
     decode: DecodeSettings
     seed: int
     """`request_seed(run_seed, step, position)`; used by sampling, recorded always."""

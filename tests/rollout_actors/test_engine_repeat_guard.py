@@ -16,6 +16,7 @@ from rollout_actors.repeat_rule import require_guard
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
+from shared.sent_requests import PictureShelf
 from shared.weight_sync import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -45,7 +46,7 @@ def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLea
 
 
 def generate(actor: Any, requests: list[RolloutRequest]) -> list[Rollout]:
-    return ray.get(actor.generate.options(num_returns=2).remote(*requests)[0])
+    return ray.get(actor.generate.options(num_returns=2).remote(PictureShelf(ray.put).send(requests))[0])
 
 
 def said(rollout: Rollout) -> tuple[object, ...]:

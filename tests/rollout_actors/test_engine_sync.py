@@ -17,6 +17,7 @@ from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, sma
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import RolloutError, WeightSyncError
+from shared.sent_requests import PictureShelf
 from shared.weight_sync import sync_weights
 
 pytestmark = pytest.mark.engine
@@ -119,7 +120,7 @@ def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_t
     learner.version = served = engine_pool.pool.version
     requests = [learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(72)]
     endless = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
-    generating = pool.generate([[ray.put(request) for request in endless]])
+    generating = pool.generate([PictureShelf(ray.put).put_each(endless)])
     report = sync_weights(learner, pool)
     learner.close()
     assert (report.version, pool.version) == (served + 1, served + 1)
@@ -137,7 +138,7 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: Non
     shell, *children = ray.get(actor.process_ids.remote())
     psutil.Process(children[0]).kill()
     with pytest.raises(RolloutError, match=r"generate on doomed: its process has ended \(EngineCore was ended by SIGKILL"):
-        pool.generate([[ray.put(learner.request(0))]]).result()
+        pool.generate([PictureShelf(ray.put).put_each([learner.request(0)])]).result()
     deadline = time.monotonic() + 60
     while any(psutil.pid_exists(process) for process in (shell, *children)):
         assert time.monotonic() < deadline, "the actor goes on without its engine"
