@@ -94,10 +94,11 @@ class UnverifiedWeights(ChecksummedWeights):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._weights
-        for spec in self.terms.sent[len(self.terms.tensors) :]:
-            yield spec.name, torch.zeros(spec.num_bytes, dtype=torch.uint8)
-        if self._logprobs is not None:
-            self._logprobs()
+        checksums, *canary = self.terms.sent[len(self.terms.tensors) :]
+        yield checksums.name, torch.zeros(checksums.num_bytes, dtype=torch.uint8)
+        for spec in canary:
+            assert self._logprobs is not None
+            yield spec.name, torch.tensor(self._logprobs(), dtype=torch.float64).view(torch.uint8)
 
 
 class Sender(WeightSender):
