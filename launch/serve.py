@@ -8,11 +8,11 @@ itself, with a message, when its engine has died. Several on one machine need a 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -45,10 +45,19 @@ END_S = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    with explained(Console(stderr=True, soft_wrap=True)):
-        options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
-        require_installed("a rollout server")
-        serve(options, settings_of(options))
+    try:
+        with explained(Console(stderr=True, soft_wrap=True)):
+            options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
+            require_installed("a rollout server")
+            serve(options, settings_of(options))
+    except SystemExit as end:
+        # `EngineThread`'s, in the midst of importing vLLM, hears of nothing for half a minute: Python's own end would wait for the threads that it has
+        # started, or crash in it. What it starts until then ends with this process (`rollout_actors.vllm_plugin`).
+        if any(thread.name == "engine" for thread in threading.enumerate()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 def serve(options: ServeOptions, settings: EngineSettings) -> None:
@@ -108,7 +117,6 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
     # By another name only a page in a browser of this machine would call it.
     only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)
     print(f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True)
-    interrupted = False
     try:
         app = make_app(service, openai=openai, token=token, only_from=only_from)
         interrupted = asyncio.run(_run(app, service, _start(service, openai, url), listening, url))
@@ -116,12 +124,8 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
         if not service.is_up:
             # Its thread waits for these.
             _end_family()
-        has_ended = engine.end(CLOSED_S if service.is_up else GRACE_S)
+        engine.close(CLOSED_S if service.is_up else GRACE_S)
         _end_family()
-        if not has_ended:
-            # A thread in the midst of importing vLLM hears of nothing for half a minute, and Python's own end may crash in it. What it starts until
-            # then ends with this process (`rollout_actors.vllm_plugin`).
-            atexit.register(_exit, 130 if interrupted else 1)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -186,12 +190,6 @@ def _ends_by_itself(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return "resource_tracker" in " ".join(process.cmdline())
     return True
-
-
-def _exit(status: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

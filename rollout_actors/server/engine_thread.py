@@ -69,18 +69,13 @@ class EngineThread:
     def why_dead(self) -> str:
         return self._made.why_dead
 
-    def close(self) -> None:
-        """End the engine and the thread. Twice is harmless."""
-        self.end(CLOSED_S)
-
-    def end(self, within_s: float) -> bool:
-        """The same, and whether the thread has ended: not where it is stuck, or is making the engine for longer than that."""
+    def close(self, within_s: float = CLOSED_S) -> None:
+        """End the engine and the thread; the thread goes on where it is stuck, or is making the engine for longer than that. Twice is harmless."""
         engine, self._engine = self._engine, None
         if engine is not None:
             self._loop.call_soon_threadsafe(engine.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(within_s)
-        return not self._thread.is_alive()
 
     @property
     def _made(self) -> ServedEngine:
