@@ -11,9 +11,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from random import Random
+from types import CoroutineType
 from typing import Any
 
-from rollout_actors.environments.begun import client_under_way, note_begun, note_cleaned, whole
+from rollout_actors.environments.begun import client_under_way, new_state, note_begun, note_cleaned
 from rollout_actors.environments.client import ask, knows_rollouts, merged, require_asynchronous
 from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, column_names, present, push_dataset
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
@@ -139,7 +140,7 @@ class Environment(ABC):
     def _new_state(self, own: dict[str, Any]) -> State:
         if own.get("example_id") is None:
             own["example_id"] = own.get("id", 0)
-        return whole(State(input=own, id=own.get("id", own["example_id"])))
+        return new_state(own)
 
     async def setup_state(self, state: State) -> State:
         """What this environment adds, before the first call of the model."""
@@ -167,7 +168,8 @@ class Environment(ABC):
     async def is_completed(self, state: State, **kwargs: Any) -> bool:  # noqa: ARG002
         """Whether a stop condition holds; the first one that does is noted. An override asks this one too."""
         for condition in self._stop_conditions:
-            if await awaited(condition(state)):
+            holds = condition(state)
+            if await holds if type(holds) is CoroutineType else await awaited(holds):
                 state["is_completed"], state["stop_condition"] = True, condition.__name__
                 await self._render_timing(state)
                 await self._render_completion(state)

@@ -650,6 +650,37 @@ def test_a_rollout_that_cancels_its_own_task_is_one_rollouts_failure(score_rollo
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_a_timer_that_a_rollout_has_left_behind_cancels_nothing_of_its_scoring(interleave_scoring):
+    class LeavesATimer(SingleTurnEnv):
+        async def setup_state(self, state):
+            cancels_its_own_task()
+            return state
+
+    async def slow():
+        await asyncio.sleep(0.05)
+        return 1.0
+
+    results = generated(LeavesATimer(rubric=rubric_of(slow)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    assert (results.reward, results.metadata.num_errors) == ([1.0] * 3, 0)
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_a_cancellation_that_a_rollout_asks_for_at_its_very_end_reaches_nothing_else(interleave_scoring):
+    class Late(SingleTurnEnv):
+        async def rollout(self, input, client, model, sampling_args=None):
+            state = await super().rollout(input, client, model, sampling_args)
+            asyncio.current_task().cancel()
+            return state
+
+    async def awaits():
+        await asyncio.sleep(0)
+        return 1.0
+
+    results = generated(Late(rubric=rubric_of(awaits)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    assert (results.reward, results.metadata.num_errors) == ([1.0] * 3, 0)
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
 def test_a_reward_function_that_cancels_its_own_task_is_one_rollouts_failure(interleave_scoring):
     async def impatient(completion):
         if completion[-1]["content"] == "q1":
