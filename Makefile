@@ -8,9 +8,9 @@ LM := outputs/demo/lm
 TOOLS_LM := outputs/demo/lm_tools
 STAGE1 := outputs/demo/stage1_polygons
 
-# The stages of the tests (docs/testing.md).
+# The stages of the tests (docs/testing.md). Unit tests wait for programs and servers for a quarter of their time: one worker and a half a core.
 LINT := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet . && $(PYTHON) -m mypy
-UNIT := $(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=15 -m
+UNIT := $(PYTHON) -m pytest -q -n $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder --durations=15 -m
 # Two files at a time, each with a Ray cluster and engines of its own. These stages get the files that have any of their tests: collecting all takes long.
 WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
     $$(grep -rlE "mark.(engine|ray|processes)" tests --include="test_*.py" | sort) -m
@@ -82,13 +82,13 @@ lint: setup
 	@$(LINT)
 
 STAGE_LINT := "lint and types" '$(LINT)'
-STAGE_UNIT := "unit tests" '$(UNIT) "not engine and not ray and not processes and not engines_extra"'
-STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not engines_extra"'
-STAGE_ENGINES := "servers, commands and engines of their own, and what takes long" '$(WITH_PROCESSES) engines_extra'
+STAGE_UNIT := "unit tests" '$(UNIT) "not engine and not ray and not processes and not long"'
+STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not long"'
+STAGE_ENGINES := "servers, commands and engines of their own, and what takes long" '$(WITH_PROCESSES) long'
 
 check: setup
 	@scripts/stages.sh --not-run "slow tests, Ray, processes and engines: make test" \
-	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not engines_extra and not slow"'
+	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not long and not slow"'
 
 test: setup
 	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED)

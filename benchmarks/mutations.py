@@ -5,7 +5,7 @@ run; the working tree is not touched. A stage is tried on the mutants that the o
 
     own        the mutant's own tests, without engines, Ray and processes
     all        every unit test
-    marked     the mutant's own tests with engines, Ray and processes (not the `engines_extra`)
+    marked     the mutant's own tests with engines, Ray and processes (not the `long`)
 
 Before each stage its tests have to pass with nothing changed. `--out` keeps what is known so far,
 of one state of the tree, and a later call goes on from there. `--check` runs no test: it says
@@ -33,7 +33,7 @@ from threading import Lock
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = "not engine and not ray and not processes"
-MARKED = "(engine or ray or processes) and not engines_extra"
+MARKED = "(engine or ray or processes) and not long"
 ABOUT_MUTANTS = "tests/benchmarks/test_mutations.py"
 """Fails wherever one has been put in, and proves nothing by it."""
 NOTHING_COLLECTED = 5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ from shared.weight_terms import FullTerms
 
 NUM_CANARY_TOKENS = 12
 NUM_GREEDY_TOKENS = 12
+
+
+class Part(StrEnum):
+    """What verification consists of, beside the comparison of names and numbers."""
+
+    LEARNER_CHECKSUMS = "learner's checksums"
+    ENGINE_CHECKSUMS = "engines' checksums"
+    LEARNER_CANARY = "learner's canary"
+    ENGINE_CANARY = "engines' canary"
+
+
+ALL_PARTS = frozenset(Part)
 
 
 def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
@@ -65,28 +79,36 @@ class Engine(EngineActor):
         """Two of this tensor, in the next sync."""
         await self._engine.collective_rpc("arm", "exchange", name)
 
-    async def set_verifies(self, verifies: bool) -> None:
+    async def cpu_s(self) -> float:
+        """Processor time of its processes since their start."""
+        return time.process_time() + sum(await self._engine.collective_rpc("cpu_s"))
+
+    async def set_parts(self, parts: Collection[Part]) -> None:
         """Of the syncs from now on."""
-        self._engine.verifies = verifies
-        await self._engine.collective_rpc("set_verifies", verifies)
+        self._engine.parts = parts
+        await self._engine.collective_rpc("set_parts", sorted(parts))
 
 
 class UnverifiedWeights(ChecksummedWeights):
-    """Followed by zeros."""
+    """Followed by zeros in place of checksums."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._weights
-        for spec in self._terms.sent[len(self._terms.tensors) :]:
-            yield spec.name, torch.zeros(spec.num_bytes, dtype=torch.uint8)
+        checksums, *canary = self.terms.sent[len(self.terms.tensors) :]
+        yield checksums.name, torch.zeros(checksums.num_bytes, dtype=torch.uint8)
+        for spec in canary:
+            assert self._logprobs is not None
+            yield spec.name, torch.tensor(self._logprobs(), dtype=torch.float64).view(torch.uint8)
 
 
 class Sender(WeightSender):
     """An ordinary sender that can leave out the checksums."""
 
-    verifies = True
+    parts: Collection[Part] = ALL_PARTS
 
     def outgoing(self, terms: FullTerms, logprobs: Callable[[], Sequence[float]]) -> ChecksummedWeights:
-        return super().outgoing(terms, logprobs) if self.verifies else UnverifiedWeights(self._source.tensors(), terms, torch)
+        kind = ChecksummedWeights if Part.LEARNER_CHECKSUMS in self.parts else UnverifiedWeights
+        return kind(self._source.tensors(), terms, torch, logprobs)
 
 
 class Learner:
@@ -122,8 +144,8 @@ class Learner:
         return CanaryProbe(self.tokens, (), self.tokens, None, tolerance=1e-4)
 
     def logprobs(self) -> tuple[float, ...]:
-        if not self.sender.verifies:
-            return ()
+        if Part.LEARNER_CANARY not in self.sender.parts:
+            return (0.0,) * (len(self.tokens) - 1)
         return tuple(self._logits(self.tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(self.tokens[1:])[:, None])[:, 0].tolist())
 
     def probe(self) -> CanaryProbe:
@@ -143,7 +165,7 @@ class Learner:
             return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def set_verifies(verifies: bool, learner: Learner, actors: Sequence[Any]) -> None:
+def set_parts(parts: Collection[Part], learner: Learner, actors: Sequence[Any]) -> None:
     """Of both sides, in the syncs from now on."""
-    learner.sender.verifies = verifies
-    ray.get([actor.set_verifies.remote(verifies) for actor in actors])
+    learner.sender.parts = parts
+    ray.get([actor.set_parts.remote(parts) for actor in actors])

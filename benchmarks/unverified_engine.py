@@ -1,12 +1,14 @@
-"""The engines' side of `benchmarks.weight_sync` where a sync goes unverified. Imported inside the engines' processes."""
+"""The engines' side of `benchmarks.weight_sync` where a sync goes unverified, or verified in part. Imported inside the engines' processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from spoiling_worker import SpoilingWatch, SpoilingWorker
 
+from benchmarks.sync_sides import ALL_PARTS, Part
 from rollout_actors.vllm_engine import VllmEngine
 from shared.canary import CanaryProbe, Scores
 from shared.weight_terms import CANARY, CHECKSUMS
@@ -25,19 +27,35 @@ class UnverifiedWatch(SpoilingWatch):
                 yield name, tensor
 
 
+class UncomparedWatch(SpoilingWatch):
+    """Computes checksums, and says that the sender's, who computes none, are the same."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = super().load_weights(weights)
+        self.sent = self.checksums
+        return loaded
+
+
 class UnverifiedWorker(SpoilingWorker):
-    def set_verifies(self, verifies: bool) -> None:
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+    def set_parts(self, parts: Collection[str]) -> None:
         """Of the syncs from now on."""
-        self.watch_class = SpoilingWatch if verifies else UnverifiedWatch
+        if Part.ENGINE_CHECKSUMS not in parts:
+            self.watch_class = UnverifiedWatch
+        else:
+            self.watch_class = SpoilingWatch if Part.LEARNER_CHECKSUMS in parts else UncomparedWatch
 
 
 class UnverifiedEngine(VllmEngine):
     """An ordinary engine until it is told to agree with every canary without a look at it."""
 
-    verifies = True
+    parts: Collection[Part] = ALL_PARTS
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
-        if self.verifies:
-            return await super()._score(probe, adapted=adapted)
+        scores = await super()._score(probe, adapted=adapted) if Part.ENGINE_CANARY in self.parts else None
+        if scores is not None and Part.LEARNER_CANARY in self.parts:
+            return scores
         assert probe.expected_logprobs is not None
         return probe.expanded_token_ids, probe.expected_logprobs

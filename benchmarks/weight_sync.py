@@ -1,7 +1,8 @@
 """A verified weight sync of a 219-million-parameter model to running engines, beside the raw broadcast and beside save + reload, all in one run.
 
-`python -m benchmarks.weight_sync [--engines 2] [--syncs 9] [--warm-up 5] [--bucket-mib 16] [--layers 24]`. The model is a random Qwen3-VL, fp32, with tied
-embeddings; learner and engines share this machine's cores, all at the same priority.
+`python -m benchmarks.weight_sync [--engines 2] [--syncs 9] [--warm-up 5] [--bucket-mib 16] [--layers 24] [--by-part]`.
+The model is a random Qwen3-VL, fp32, with tied embeddings; learner and engines share this machine's cores, all at the
+same priority.
 
 - raw: one gloo broadcast of the same number of bytes, from touched memory into touched memory, to as many processes over loopback (the sync's own bytes
   pass through shared memory, as they do wherever learner and engines are on one machine);
@@ -32,7 +33,7 @@ import ray
 import torch
 from transformers.utils import logging
 
-from benchmarks.sync_sides import NUM_GREEDY_TOKENS, Engine, EngineSpec, Learner, make_model, set_verifies
+from benchmarks.sync_sides import ALL_PARTS, NUM_GREEDY_TOKENS, Engine, EngineSpec, Learner, Part, make_model, set_parts
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config.timeouts import TimeoutsSection
@@ -83,6 +84,8 @@ def _raw_rank(rank: int, world_size: int, port: int, num_bytes: int, repeats: in
 class TimedSync:
     report: SyncReport
     total_s: float
+    cpu_s: float
+    """Processor time of the learner's and the engines' processes together."""
 
     @property
     def verify_s(self) -> float:
@@ -118,10 +121,10 @@ def check_served(learner: Learner, pool: ActorPool, num_engines: int) -> None:
 
 def check_corruption(learner: Learner, pool: ActorPool, actors: Sequence[Any]) -> None:
     """Two neighbouring elements that arrive exchanged are noticed by verification and by nothing else, and the next sync is sound."""
-    set_verifies(False, learner, actors)
+    set_parts((), learner, actors)
     ray.get(actors[-1].exchange_elements.remote(CORRUPTED))
     sync_weights(learner, pool)
-    set_verifies(True, learner, actors)
+    set_parts(ALL_PARTS, learner, actors)
     ray.get(actors[-1].exchange_elements.remote(CORRUPTED))
     noticed = None
     try:
@@ -172,9 +175,15 @@ def start_engines(model: Path, num_engines: int) -> tuple[ActorPool, list[Any]]:
 def timed_sync(learner: Learner, pool: ActorPool) -> TimedSync:
     """Of new weights."""
     learner.learn()
+    cpu_s = _cpu_s(pool)
     started = time.perf_counter()
     report = sync_weights(learner, pool)
-    return TimedSync(report, time.perf_counter() - started)
+    total_s = time.perf_counter() - started
+    return TimedSync(report, total_s, _cpu_s(pool) - cpu_s)
+
+
+def _cpu_s(pool: ActorPool) -> float:
+    return time.process_time() + sum(ray.get([actor.cpu_s.remote() for actor in pool.actors]))
 
 
 def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
@@ -187,16 +196,23 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
     pool, actors = start_engines(folder / "model", options.engines)
     for _ in range(1 + options.warm_up):  # the first opens the group
         sync_weights(learner, pool)
-    syncs, unverified = [], []
+    kinds = {"none": frozenset[Part](), "all": ALL_PARTS}
+    if options.by_part:
+        kinds |= {f"all but the {part}": ALL_PARTS - {part} for part in Part}
+    timed: dict[str, list[TimedSync]] = {kind: [] for kind in kinds}
     for _ in range(options.syncs):
-        set_verifies(False, learner, actors)
-        unverified.append(timed_sync(learner, pool))
-        set_verifies(True, learner, actors)
-        syncs.append(timed_sync(learner, pool))
-        syncs[-1].print()
-        print(f"  unverified {unverified[-1].total_s:.3f} s")
+        for kind, parts in kinds.items():
+            set_parts(parts, learner, actors)
+            timed[kind].append(timed_sync(learner, pool))
+        timed["all"][-1].print()
+        print(f"  unverified {timed['none'][-1].total_s:.3f} s")
+    for kind, several in timed.items():
+        seconds, cpu_s = statistics.median(sync.total_s for sync in several), statistics.median(sync.cpu_s for sync in several)
+        print(f"of verification {kind}: {seconds:.3f} s, {cpu_s:.3f} s of processor time")
+    syncs, unverified = timed["all"], timed["none"]
+    set_parts(ALL_PARTS, learner, actors)
     check_served(learner, pool, options.engines)
-    set_verifies(False, learner, actors)
+    set_parts((), learner, actors)
     timed_sync(learner, pool)
     check_served(learner, pool, options.engines)
     check_corruption(learner, pool, actors)
@@ -206,6 +222,8 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
     without_s = statistics.median(sync.total_s for sync in unverified)
     print(f"of as many unverified ones: {without_s:.3f} s")
     print_target("what verification adds, of the whole", (total_s - without_s) / total_s, 0.25, at_most=True)
+    cpu_s, cpu_without_s = (statistics.median(sync.cpu_s for sync in several) for several in (syncs, unverified))
+    print(f"  of the processor time: {(cpu_s - cpu_without_s) / cpu_s:.2f} of {cpu_s:.3f} s")
     of_slowest = statistics.median(sync.verify_s / sync.total_s for sync in syncs)
     of_all = statistics.median(sync.verify_of_all_s / sync.total_s for sync in syncs)
     print(f"  by the phases: {of_slowest:.2f} of the slowest engine, {of_all:.2f} with the learner's, which run beside the engines' loading")
@@ -227,6 +245,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5, help="syncs before those: until every process has the memory it needs")
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--by-part", action="store_true", help="also syncs that leave out one part of verification")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     logging.disable_progress_bar()

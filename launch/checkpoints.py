@@ -52,6 +52,8 @@ class Checkpoints:
         """Of the index, by folder: those that a later one may take the place of, from before they are written until before they are deleted."""
         self._others: list[dict[str, object]] = []
         """Of the index: those that no later one takes the place of, from before they are written."""
+        self._is_saving = False
+        """Whether a save has begun that is not in the index yet."""
 
     def after_step(self, num_steps: int) -> None:
         """`num_steps` updates are done. StorageError where a checkpoint cannot be written; the older ones are still there then."""
@@ -84,8 +86,12 @@ class Checkpoints:
             raise
 
     def _save_last_update(self, reason: str) -> None:
-        """Within `timeouts.interrupt_s`. Whatever goes wrong here must not hide why the run ends."""
-        if not self._config.checkpoint.save_on_interrupt:
+        """Within `timeouts.interrupt_s`. With `save_on_interrupt` off only note what becomes of a save under way.
+
+        Whatever goes wrong here must not hide why the run ends.
+        """
+        saves = self._config.checkpoint.save_on_interrupt
+        if not (saves or self._is_saving):
             return
         limit_s, started_s = self._config.timeouts.interrupt_s, time.monotonic()
         try:
@@ -95,7 +101,7 @@ class Checkpoints:
             complete = [entry for entry in self._others if entry["step"] == num_updates and self._is_there(entry)]
             if complete:
                 self._telemetry.saved(self._run_dir / str(complete[0]["folder"]))
-            elif num_updates:
+            elif num_updates and saves:
                 left_s = max(0.0, limit_s - (time.monotonic() - started_s))
                 self._save_for_good(self._run_dir / f"checkpoint_interrupted_{num_updates:06d}", num_updates, reason, timeout_s=left_s)
             if self._others or self._on_the_way:
@@ -106,6 +112,7 @@ class Checkpoints:
     def _carry_out(self, change: RetentionChange) -> None:
         self._on_the_way |= {kept.folder: kept for kept in self._retention.kept}
         if change.save is not None:
+            self._is_saving = True
             self._learner.save(change.save)
             self._saved_s = self._clock_s()
             self._telemetry.saved(change.save)
@@ -113,6 +120,7 @@ class Checkpoints:
             del self._on_the_way[folder]
         if self._on_the_way or change.delete:
             self._write_index()
+        self._is_saving = False
         for folder in change.delete:
             try:
                 shutil.rmtree(folder)
@@ -121,9 +129,11 @@ class Checkpoints:
 
     def _save_for_good(self, folder: Path, num_steps: int, reason: str, *, timeout_s: float | None = None) -> None:
         self._others.append({"folder": folder.name, "step": num_steps, "score": None, "reasons": [reason]})
+        self._is_saving = True
         self._learner.save(folder, timeout_s=timeout_s)
         self._telemetry.saved(folder)
         self._write_index()
+        self._is_saving = False
 
     def _is_there(self, entry: Mapping[str, object]) -> bool:
         """Whether this checkpoint of the index is complete: its folder gets its name last of all."""

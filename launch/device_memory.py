@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from launch.memory_estimate import Estimate, in_gib
 from shared.transports import Device
@@ -19,6 +20,9 @@ RESERVED = 0.08
 tensors, the driver's own, and the estimates' errors. An engine that is sized by a fraction of the
 GPU needs none beside it: vLLM measures these, and gives its cache what they leave of the fraction.
 """
+
+SURE = 1.25
+"""Multiple of the memory that is there from which on a need is a problem, and else a warning: estimates count the longest row with the most images."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -40,6 +44,13 @@ class Needs:
     """Bytes of the weights that a sync keeps in memory which engines of the same machine read."""
 
 
+class _Excess(NamedTuple):
+    """A need that is larger than what is there."""
+
+    told: str
+    is_sure: bool
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Total memory of this machine, whether something holds it or not."""
@@ -49,7 +60,14 @@ class DeviceMemory:
     """Bytes of one GPU; on CPU of the whole machine or of its container, which all processes share."""
 
     def problems(self, needs: Needs) -> list[str]:
-        """On a GPU a rank and an engine are counted together where they share it, else each alone."""
+        """What certainly has no room. On a GPU a rank and an engine are counted together where they share it, else each alone."""
+        return [excess.told for excess in self._excesses(needs) if excess.is_sure]
+
+    def warnings(self, needs: Needs) -> list[str]:
+        """What has no room if the estimates are right."""
+        return [f"{excess.told}. It is an estimate, and tried" for excess in self._excesses(needs) if not excess.is_sure]
+
+    def _excesses(self, needs: Needs) -> list[_Excess]:
         if self.device is Device.CPU:
             return self._of_the_machine(needs)
         if needs.shared is not None:
@@ -61,7 +79,7 @@ class DeviceMemory:
         key = f"rollout_matching.vllm.{name}"
         return learner + self._too_large(key, needs.engine, _SMALLER_ENGINE)
 
-    def _too_large(self, key: str, needed: Estimate, remedy: str) -> list[str]:
+    def _too_large(self, key: str, needed: Estimate, remedy: str) -> list[_Excess]:
         usable = self.total if needed.holds_reserve else math.floor((1 - RESERVED) * self.total)
         if needed.total <= usable:
             return []
@@ -69,9 +87,11 @@ class DeviceMemory:
         if not needed.holds_reserve:
             planned = f"{in_gib(usable)} can be planned ({RESERVED:.0%} are reserved)"
             has = f"of a GPU's {in_gib(self.total)} {planned}"
-        return [f"{key}: {needed.describe()}, and {has}; {remedy}"]
+        # A fraction of the GPU is taken whatever is needed of it.
+        is_sure = needed.holds_reserve or needed.total > SURE * usable
+        return [_Excess(f"{key}: {needed.describe()}, and {has}; {remedy}", is_sure)]
 
-    def _of_the_machine(self, needs: Needs) -> list[str]:
+    def _of_the_machine(self, needs: Needs) -> list[_Excess]:
         parts = {"learner ranks": needs.learner.total * needs.num_ranks}
         if needs.engine is not None:
             parts["engines"] = needs.engine.total * needs.num_engine_devices
@@ -82,7 +102,8 @@ class DeviceMemory:
             return []
         listed = ", ".join(f"{name} {in_gib(size)}" for name, size in parts.items())
         has = f"this machine, or its container, has {in_gib(self.total)}"
-        return [f"cluster.address: the processes need about {in_gib(needed)} ({listed}), {has}; {_SMALLER_LEARNER}"]
+        told = f"cluster.address: the processes need about {in_gib(needed)} ({listed}), {has}; {_SMALLER_LEARNER}"
+        return [_Excess(told, is_sure=needed > SURE * self.total)]
 
 
 def device_memory(device: Device) -> DeviceMemory | None:

@@ -155,7 +155,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-concurrent-scoring", type=_some_or_all, metavar="N", help="the same of scoring alone (default: -c)")
     add("--no-interleave-scoring", action="store_true", help="score when all are generated, instead of each as soon as it is there")
     add("--rollout-timeout", type=_seconds, metavar="S", help="a rollout that is not done after so many seconds has failed (default: none is cut off)")
-    add("--scoring-timeout", type=_seconds, metavar="S", help="a reward function that is not done after so many seconds has failed (default: the same)")
+    add(
+        "--scoring-timeout",
+        type=_seconds,
+        metavar="S",
+        help="a reward function that is not done after so many seconds has failed (default: that of --rollout-timeout)",
+    )
     results = parser.add_argument_group("results")
     add = results.add_argument
     add("-s", "--save-results", dest="save", action="store_true", help="write the dataset of all rollouts: results.jsonl and metadata.json in the same folder")

@@ -24,11 +24,11 @@ from launch.eval_record import Evaluation, missing_places, new_folder, read_eval
 from launch.eval_results import RolloutNotes, results_of, show_rollout
 from launch.eval_sampling import sampling_of
 from launch.eval_summary import summary_tables
-from rollout_actors.environments.dataset_utils import present
+from rollout_actors.environments.dataset_utils import digest, present
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.inputs import Examples
 from rollout_actors.environments.outputs import RESULTS
-from rollout_actors.environments.results_file import NAME, FinishedRollout, ResultsFile, digest
+from rollout_actors.environments.results_file import NAME, FinishedRollout, ResultsFile
 from shared.errors import ConfigError
 
 Place = tuple[int, int]

@@ -109,8 +109,6 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     start_up = StartUp(console)
     with start_up.stage("data"):
         dataset = load_checked(config, "data.val", config.data.val)
-    if dataset.num_skipped:
-        console.print(f"data      skipped {dataset.num_skipped} bad rows (data.on_bad_row: skip)", highlight=False)
 
     # Beside engines on the same cores, threads that spin while they wait for each other slow everyone down.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -129,7 +127,9 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
 
     cluster_nodes(config)  # a cluster that does not answer is told in time, which `ray.init` would not do
     held_out = HeldOut.of(config, dataset, load_tokens(config))
-    with Cluster(config, ImageNeeds.of(dataset), start_up) as cluster:
+    if held_out.samples.num_skipped:
+        console.print(f"data      skipped {held_out.samples.num_skipped} bad rows (data.on_bad_row: skip)", highlight=False)
+    with Cluster(config, ImageNeeds.of(held_out.samples), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
         console.print(f"ready     {', '.join(rollouts.names)} with {config.model.path}", highlight=False)

@@ -14,6 +14,7 @@ from shared.config.timeouts import TimeoutsSection
 from shared.errors import ENGINES, RolloutError, late
 from shared.evaluation import Scene
 from shared.protocols import ByRank
+from shared.sent_requests import PictureShelf
 
 
 class LocalHeldOut:
@@ -22,10 +23,11 @@ class LocalHeldOut:
     def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection, *, fetch: Callable[..., Any] = ray.get) -> None:
         """`fetch(references, timeout=seconds)` waits for rollouts."""
         self._held_out, self._limit, self._fetch = held_out, timeouts.limit("generate_s"), fetch
+        self._shelf = PictureShelf(ray.put)
 
     def held_out_requests(self, step: int) -> ByRank:
         """Of one rank."""
-        return [[ray.put(request) for request in self._held_out.requests(step)]]
+        return [self._shelf.put_each(self._held_out.requests(step))]
 
     def score(self, done: ByRank) -> list[Scene]:
         """As `HeldOut.score`. RolloutError also where the rollouts do not arrive."""

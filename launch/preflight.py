@@ -136,8 +136,12 @@ def _data(config: RunConfig, findings: Findings) -> DataFacts | None:
     data = findings.attempt(lambda: load_data(config))
     if data is None:
         return None
-    findings.lines += findings.attempt(lambda: _require_learnable(config, *data)) or ()
-    return DataFacts.of(*data)
+    learnable = findings.attempt(lambda: _require_learnable(config, *data))
+    if learnable is None:
+        return DataFacts.of(*data)
+    train, val, warnings = learnable
+    findings.lines += warnings
+    return DataFacts.of(train, val)
 
 
 def _load_tokens(config: RunConfig) -> LoadedTokens:
@@ -146,21 +150,22 @@ def _load_tokens(config: RunConfig) -> LoadedTokens:
     return load_tokens(config)
 
 
-def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -> list[str]:
-    """What the learner would find: coord tokens that are missing, and samples that are too long. Returns warnings of answers that will be cut."""
+def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -> tuple[Dataset, Dataset | None, list[str]]:
+    """What the learner would find: coord tokens that are missing, and samples that are too long. Returns the samples that it keeps, and warnings of answers
+    that will be cut."""
     from learner.heldout import HeldOut
-    from learner.lengths import describe_cut_answers, require_train_lengths
+    from learner.lengths import Fitting, describe_cut_answers, require_train_lengths
     from learner.segments import PromptEncoder
 
     tokens = _load_tokens(config)
-    require_train_lengths(config, train, PromptEncoder.of(config, tokens.processor), tokens.codec)
-    answered = [train] if num_b_steps(config) else []
+    fitting = require_train_lengths(config, train, PromptEncoder.of(config, tokens.processor), tokens.codec)
+    answered = [fitting] if num_b_steps(config) else []
     if val is not None:
-        HeldOut.of(config, val, tokens)
-        answered.append(val.first(config.data.max_val_samples))
+        val = HeldOut.of(config, val, tokens).samples
+        answered.append(Fitting(val, []))
     longest, field_order = config.rollout_matching.max_new_tokens, config.custom.object_field_order
-    found = (describe_cut_answers(dataset, tokens.codec, max_new_tokens=longest, field_order=field_order) for dataset in answered)
-    return [f"warning   {warning}" for warning in found if warning is not None]
+    found = (describe_cut_answers(samples, tokens.codec, max_new_tokens=longest, field_order=field_order) for samples in answered)
+    return fitting.samples, val, [f"warning   {warning}" for warning in found if warning is not None]
 
 
 def _require_offload(config: RunConfig, placement: Placement) -> None:
@@ -270,13 +275,13 @@ def _memory(config: RunConfig, placement: Placement, shape: ModelShape, there: D
             yield "rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"
     if needs.synced:
         findings.lines.append(f"memory    weights in shared memory, for syncs on this machine: {in_gib(needs.synced)}")
-    if num_nodes == 1:
-        yield from there.problems(needs)
-    elif there.device is Device.CUDA:
-        findings.lines.append("memory    compared with this machine's GPUs: those of the other nodes are taken to be like them")
-        yield from there.problems(needs)
-    else:
+    if num_nodes > 1 and there.device is Device.CPU:
         findings.lines.append(f"memory    not compared: which of the {num_nodes} nodes a process comes to, and what the other nodes have, is not known here")
+        return
+    if num_nodes > 1:
+        findings.lines.append("memory    compared with this machine's GPUs: those of the other nodes are taken to be like them")
+    findings.lines += (f"warning   {warning}" for warning in there.warnings(needs))
+    yield from there.problems(needs)
 
 
 def _with_engines(config: RunConfig, placement: Placement, shape: ModelShape, there: DeviceMemory, needs: Needs) -> Needs:

@@ -1,4 +1,4 @@
-"""Lines of a command while its processes start: one for each stage, and on a terminal a bar while one lasts."""
+"""Lines of a command while its processes start: one at the end of each stage, and while it lasts a bar on a terminal, or another line in a log."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class StartUp:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show the body as a stage of the start. Its line comes when it is done; one that fails leaves it to its error to be told of."""
+        """Show the body as a stage of the start: by a line when it is done, unless it fails, and while it lasts by a bar, or in a log by one more line."""
         began_s = time.monotonic()
         columns = (TextColumn("start     {task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         hidden = not self._console.is_terminal
+        if hidden:
+            self._console.print(f"start     {name} ...", markup=False, highlight=False)
         # Streams stay as they are: Ray looks at those of this process when it starts.
         with Progress(
             *columns, console=self._console, refresh_per_second=2, transient=True, disable=hidden, redirect_stdout=False, redirect_stderr=False

@@ -16,8 +16,9 @@ from shared.config.derive import rollout_servers
 from shared.evaluation import Outcome
 from shared.protocols import MakeBackend, RolloutBackend
 from shared.reports import RankReport
-from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import Rollout, SyncReport, WeightOffer
 from shared.schedule import StepPlan
+from shared.sent_requests import PictureShelf, SentRequests
 from shared.trajectory import ExampleCounts
 from shared.weight_sync import SendReport
 
@@ -38,7 +39,10 @@ class LearnerActor:
     _rendezvous: Rendezvous | None = None
     _backend: RolloutBackend | None = None
     _requests: list[Any]
-    """Requests of the step or the report that was begun last, until they have left."""
+    """Requests of the step or the report that was begun last."""
+
+    def __init__(self) -> None:
+        self._shelf = PictureShelf(ray.put)
 
     def open_rendezvous(self, config: RunConfig) -> str:
         """On rank 0: where the others find it, `address:port`."""
@@ -65,12 +69,9 @@ class LearnerActor:
         self._requests = self._learner.next_requests(plan)
         return len(self._requests)
 
-    def requests(self, first: int, stop: int) -> Any:
-        """Return some of the requests, each as an object of its own; call it with as many returns. Engines have them while the next ones are made."""
-        some = self._requests[first:stop]
-        if stop == len(self._requests):
-            self._requests = []
-        return some if len(some) > 1 else some[0]
+    def requests(self, first: int, stop: int) -> SentRequests:
+        """Return some of the requests, whose pictures are read here. Engines have them while the next ones are made."""
+        return self._shelf.send(self._requests[first:stop])
 
     def accumulate(self, *shares: list[Any]) -> None:
         self._learner.accumulate(list(itertools.chain(*shares)))
@@ -116,10 +117,10 @@ class LearnerActor:
     def num_updates(self) -> int:
         return self._learner.num_updates
 
-    def generate(self, *requests: RolloutRequest) -> tuple[Share, int]:
+    def generate(self, *objects: SentRequests, places: range) -> tuple[Share, int]:
         """As `EngineActor.generate`, by the backend beside the learner."""
         assert self._backend is not None, "this rank was started without a backend"
-        rollouts = self._backend.generate(requests)
+        rollouts = self._backend.generate(SentRequests.chosen(objects, places).with_data(ray.get))
         return rollouts, len(rollouts)
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:

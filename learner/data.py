@@ -24,16 +24,20 @@ class LearnerData:
         """Reads the files of `data`. Raises ConfigError and RecordError for what is wrong with them."""
         assert config.data.train is not None, "checked with the configuration"
         self._config = config.data
-        self.train = load_samples(config, config.data.train)
         self.encoder = PromptEncoder.of(config, tokens.processor)
-        require_train_lengths(config, self.train, self.encoder, tokens.codec)
+        self.train, _ = require_train_lengths(config, load_samples(config, config.data.train), self.encoder, tokens.codec)
         self.held_out = None if config.data.val is None else HeldOut.of(config, load_samples(config, config.data.val), tokens)
         self._stream = SampleStream(len(self.train), seed=config.training.seed, shuffle=config.data.shuffle)
 
     def draw(self, num_samples: int, share: range) -> list[Sample]:
-        """Of the next `num_samples` those at the positions of a rank's share, with their images. RecordError when an image file is gone or changed."""
+        """Of the next `num_samples` those at the positions of a rank's share.
+
+        An image is read where it is sent and where it is encoded, and its digest compared. One without a digest (`data.check_images` is off) is read here, so
+        that both get the same bytes: RecordError when its file is gone.
+        """
         indexes = self._stream.take(num_samples)
-        return [self.train[indexes[position]].with_image_data() for position in share]
+        drawn = [self.train[indexes[position]] for position in share]
+        return [sample if all(image.sha256 for image in sample.images) else sample.with_image_data() for sample in drawn]
 
     def require_same(self, ranks: Ranks) -> None:
         """Each rank reads the data from its own node's disk: ConfigError where they do not have the same. A collective."""

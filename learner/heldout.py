@@ -19,7 +19,7 @@ from shared.dataset import Dataset
 from shared.evaluation import Scene
 from shared.grounding.objects import ParsedObject
 from shared.grounding.parsing import parse_rollout
-from shared.records import GeometryKind, Sample
+from shared.records import GeometryKind
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.tokens.vocabulary import TokenCodec
 
@@ -28,7 +28,7 @@ from shared.tokens.vocabulary import TokenCodec
 class HeldOut:
     """How the held-out samples are asked for, and their rollouts read."""
 
-    samples: Sequence[Sample]
+    samples: Dataset
     """In the order of the validation file; a request's position is its sample's place here."""
     encoder: PromptEncoder
     codec: TokenCodec
@@ -40,11 +40,18 @@ class HeldOut:
 
     @classmethod
     def of(cls, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> HeldOut:
-        """The first `data.max_val_samples` of `dataset`, as this configuration prompts and decodes. ConfigError for one that is too long."""
+        """The first `data.max_val_samples` of `dataset`, as this configuration prompts and decodes. Raises as `require_lengths` does."""
         encoder = PromptEncoder.of(config, tokens.processor)
-        samples = dataset.first(config.data.max_val_samples)
-        max_new_tokens = config.rollout_matching.max_new_tokens
-        require_lengths(samples, encoder, tokens.codec, max_new_tokens=max_new_tokens, global_max_length=config.global_max_length, taught=False)
+        samples, _ = require_lengths(
+            dataset,
+            encoder,
+            tokens.codec,
+            max_new_tokens=config.rollout_matching.max_new_tokens,
+            global_max_length=config.global_max_length,
+            on_bad_row=config.data.on_bad_row,
+            taught=False,
+            most=config.data.max_val_samples,
+        )
         decode = config.rollout_matching.decode_settings(stop_token_ids=(tokens.codec.eos_token_id,), banned_token_ids=tokens.banned_token_ids)
         score_by = config.evaluation.score
         return cls(
@@ -58,9 +65,9 @@ class HeldOut:
         )
 
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
-        """One per sample, in order: of all, or of those at `positions`. RecordError when an image file is gone or changed."""
+        """One per sample, in order: of all, or of those at `positions`. Reads no image."""
         return [
-            self.encoder.request(self.samples[position].with_image_data(), self.decode, step=step, position=position, run_seed=self.run_seed)
+            self.encoder.request(self.samples[position], self.decode, step=step, position=position, run_seed=self.run_seed)
             for position in (range(len(self.samples)) if positions is None else positions)
         ]
 

@@ -1,7 +1,6 @@
 """The image files that a data file names: each is read and decoded once, and what was found is kept for the next start.
 
 An image is known again by its path, size and times of change. Only sound images are kept: what is wrong with one is found, and told, by whoever loads its row.
-`python -m learner.image_files` is one process of the pool: it answers every line of its input with one of its output.
 """
 
 from __future__ import annotations
@@ -11,17 +10,10 @@ import io
 import json
 import logging
 import os
-import queue
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from itertools import islice
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import PIL
 from PIL import Image
@@ -31,12 +23,8 @@ from shared.records import ImageFacts, image_facts
 
 _LOGGER = logging.getLogger(__name__)
 
-ALONE_S = 1.0
-"""Decoding begins in this process, and what it finishes in this time is not kept: starting others, and a file, would cost as much."""
-TOGETHER = 16
-"""Images that a process is asked for at a time, so that it seldom waits to be asked."""
-STALL_S = 120.0
-"""Longest wait for the next images of the pool, whose rest is then left to this process."""
+QUICK_S = 1.0
+"""A check that takes less is not told of and not kept: a file would cost as much."""
 _FORMAT = ["2", PIL.__version__]
 """Version of the kept facts. Change it together with what `image_size` refuses, which Pillow has a part in."""
 
@@ -59,8 +47,7 @@ def image_size(data: bytes) -> tuple[int, int]:
 def known_images(data_file: Path, names: set[str], report: Report | None = None) -> dict[str, ImageFacts]:
     """Facts of the sound images among `names`, which are paths relative to `data_file` as its rows write them.
 
-    They are decoded by as many processes as this one has processors, unless all are done within `ALONE_S` or have not changed since they were last
-    decoded. `report` is called for every image after `ALONE_S`.
+    Decoded are those that are new or have changed since they were last decoded. `report` is called for every image after `QUICK_S`.
     """
     root, kept_in = data_file.parent, _kept_in(data_file)
     prints = {name: found for name in sorted(names) if (found := _fingerprint(root / name)) is not None}
@@ -68,18 +55,13 @@ def known_images(data_file: Path, names: set[str], report: Report | None = None)
     known = {name: kept[name][1] for name, found in prints.items() if name in kept and kept[name][0] == found}
     left = [name for name in prints if name not in known]
     started_s = time.monotonic()
-    while left and time.monotonic() - started_s < ALONE_S:
-        name = left.pop()
+    for done, name in enumerate(left, len(known) + 1):
         if (facts := image_facts(root / name, image_size)) is not None:
             known[name] = facts
-    if not left:
-        return known
-    for done, (name, facts) in enumerate(_in_processes(root, left), len(prints) - len(left) + 1):
-        if facts is not None:
-            known[name] = facts
-        if report is not None:
+        if report is not None and time.monotonic() - started_s >= QUICK_S:
             report(done, len(prints))
-    _write(kept_in, {name: (prints[name], facts) for name, facts in known.items()})
+    if left and time.monotonic() - started_s >= QUICK_S:
+        _write(kept_in, {name: (prints[name], facts) for name, facts in known.items()})
     return known
 
 
@@ -90,56 +72,6 @@ def _fingerprint(path: Path) -> Fingerprint | None:
     except (OSError, ValueError):  # ValueError: a path with a null character
         return None
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _in_processes(root: Path, names: list[str]) -> Iterator[tuple[str, ImageFacts | None]]:
-    """Yield each name whose image a process has decoded, as they are done: fewer than `names` where a process ends or hangs over one."""
-    waiting = iter(names)
-    lock = threading.Lock()
-    answers: queue.SimpleQueue[tuple[str, ImageFacts | None] | None] = queue.SimpleQueue()
-
-    def ask(process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with process.stdin as questions:
-                while True:
-                    with lock:
-                        asked = list(islice(waiting, TOGETHER))
-                    if not asked:
-                        break
-                    print(json.dumps([str(root / name) for name in asked]), file=questions, flush=True)
-                    for name, found in zip(asked, json.loads(process.stdout.readline()), strict=True):
-                        answers.put((name, None if found is None else ImageFacts(*found)))
-        except (OSError, ValueError):  # the process has ended; what it was asked is asked again by whoever loads the row
-            pass
-        finally:
-            answers.put(None)
-
-    # They find the project where this process does. They end when their input does, also where this process is killed.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with ExitStack() as ends:
-        num_asking, num_answered = min(len(os.sched_getaffinity(0)), len(names)), 0
-        for _ in range(num_asking):
-            command = [sys.executable, "-m", "learner.image_files"]
-            process = ends.enter_context(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
-            thread = threading.Thread(target=ask, args=(process,), name="decode-images", daemon=True)
-            ends.callback(thread.join)
-            ends.callback(process.kill)
-            thread.start()
-        while num_asking:
-            try:
-                answer = answers.get(timeout=STALL_S)
-            except queue.Empty:
-                break
-            if answer is None:
-                num_asking -= 1
-            else:
-                num_answered += 1
-                yield answer
-        if num_answered < len(names):
-            _LOGGER.warning("processes that decode images have ended or hung; %d images are decoded one by one", len(names) - num_answered)
 
 
 def _kept_in(data_file: Path) -> Path:
@@ -170,13 +102,3 @@ def _write(path: Path, images: Mapping[str, tuple[Fingerprint, ImageFacts]]) -> 
         Path(file.name).replace(path)
     except OSError as error:
         _LOGGER.warning("the next start decodes all images again: cannot write %s: %s", path, error.strerror)
-
-
-def _main() -> None:
-    for line in sys.stdin:
-        found = [image_facts(Path(path), image_size) for path in json.loads(line)]
-        print(json.dumps([facts and (facts.sha256, facts.width, facts.height) for facts in found]), flush=True)
-
-
-if __name__ == "__main__":
-    _main()

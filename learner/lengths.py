@@ -8,11 +8,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Literal, NamedTuple
 
 from learner.segments import PromptEncoder
 from shared.config import RunConfig
 from shared.config.derive import num_b_steps
-from shared.dataset import Dataset
+from shared.dataset import Dataset, note_skipped
 from shared.errors import BadRows, ConfigError, RecordError
 from shared.grounding.serialize import SerializedText, layout_append, serialize_objects
 from shared.records import Sample
@@ -45,63 +47,97 @@ class _Length:
         return f"prompt {self.prompt} + response {self.response} (rollout_matching.max_new_tokens){appended} = {self.total} tokens"
 
 
-def require_train_lengths(config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec) -> None:
+class Fitting(NamedTuple):
+    """The samples that a model can be shown."""
+
+    samples: Dataset
+    appends: list[int]
+    """Tokens of each one's objects behind the longest prefix; empty where they are not taught."""
+
+
+def require_train_lengths(config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec) -> Fitting:
     """`require_lengths` of the training samples of a run."""
     longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
-    require_lengths(dataset, encoder, codec, max_new_tokens=longest, global_max_length=config.global_max_length)
+    return require_lengths(dataset, encoder, codec, max_new_tokens=longest, global_max_length=config.global_max_length, on_bad_row=config.data.on_bad_row)
 
 
-def require_lengths(dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec, *, max_new_tokens: int, global_max_length: int, taught: bool = True) -> None:
-    """Every sample fits, whatever the model answers, and can be written.
+def require_lengths(
+    dataset: Dataset,
+    encoder: PromptEncoder,
+    codec: HFTokenCodec,
+    *,
+    max_new_tokens: int,
+    global_max_length: int,
+    on_bad_row: Literal["error", "skip"],
+    taught: bool = True,
+    most: int | None = None,
+) -> Fitting:
+    """Every sample fits, whatever the model answers, and can be written. Return those that are not skipped.
 
     Args:
         max_new_tokens: longest response; 0 where no step generates.
         taught: the objects become targets: they are appended to responses, as text that the tokenizer must keep. False for held-out
             samples, whose sequences end with the response.
+        most: the number of samples that are wanted, the first ones; None: all.
 
     Raises:
         ConfigError: prompt + response + append of a sample could exceed `global_max_length`; shows the longest.
         RecordError: of every sample whose objects the tokenizer changes, whose descriptions hold a control or coord token for it, or whose images the
-            processor does not take.
+            processor does not take. With `on_bad_row: skip` only where no other is left.
     """
-    bad = BadRows()
-    prompt_lengths: dict[tuple[int, int, int], int] = {}
+    bad, skipped = BadRows(), list(dataset.skipped)
+    fitting: list[Sample] = []
+    appends: list[int] = []
     longest: _Length | None = None
     for sample in dataset:
-        # A prompt's length depends on the number of images and their size alone.
-        shape = (len(sample.images), sample.width, sample.height)
+        if len(fitting) == most:
+            break
         try:
-            if shape not in prompt_lengths:
-                prompt_lengths[shape] = len(encoder.encode(sample).token_ids)
+            prompt = encoder.num_tokens(sample)
             append = _append_length(sample, codec) if taught else None
         except RecordError as error:
-            bad.add(RecordError(error.problem, field=error.field, remedy=error.remedy, file=str(dataset.path)))
+            located = RecordError(error.problem, field=error.field, remedy=error.remedy, file=str(dataset.path))
+            if on_bad_row == "error":
+                bad.add(located)
+            else:
+                skipped.append(note_skipped(located))
             continue
-        length = _Length(sample, prompt_lengths[shape], max_new_tokens, append)
+        fitting.append(sample)
+        if append is not None:
+            appends.append(append)
+        length = _Length(sample, prompt, max_new_tokens, append)
         if longest is None or length.total > longest.total:
             longest = length
     bad.raise_if_any()
+    samples = Dataset.of(dataset.path, fitting, skipped)
     assert longest is not None, "a dataset is never empty"
     if longest.total > global_max_length:
         raise ConfigError(
             f"global_max_length: {global_max_length} is too short for sample {longest.sample.sample_id} of {dataset.path}: {longest.describe()}; "
             f"raise global_max_length to {longest.total}, lower rollout_matching.max_new_tokens, or remove the sample"
         )
+    return Fitting(samples, appends)
 
 
-def describe_cut_answers(dataset: Dataset, codec: HFTokenCodec, *, max_new_tokens: int, field_order: str) -> str | None:
+def describe_cut_answers(fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, field_order: str) -> str | None:
     """Tell how many samples have a ground truth longer than an answer may be; None where all of them fit.
 
     A run may mean it so: what was complete before the cut counts. It is told, because the default of an experiment is that of its own data.
     """
-    # With the stop token, which an answer needs to end by itself.
-    lengths = [len(codec.encode(serialize_objects(sample.objects, field_order=field_order))) + 1 for sample in dataset]
-    num_cut = sum(length > max_new_tokens for length in lengths)
-    if not num_cut:
+    samples, cut = fitting.samples, []
+    for sample, append in zip(samples, fitting.appends or repeat(max_new_tokens, len(samples)), strict=True):
+        # The append has the same objects under longer keys: where it is short enough, so is the answer, and is not encoded too.
+        if append < max_new_tokens:
+            continue
+        # With the stop token, which an answer needs to end by itself.
+        length = len(codec.encode(serialize_objects(sample.objects, field_order=field_order))) + 1
+        if length > max_new_tokens:
+            cut.append(length)
+    if not cut:
         return None
     return (
-        f"rollout_matching.max_new_tokens: {max_new_tokens} is less than the ground truth of {num_cut} of the {len(lengths)} samples of {dataset.path}, "
-        f"which takes up to {max(lengths)} tokens; raise it to {max(lengths)}, or expect such answers to be cut"
+        f"rollout_matching.max_new_tokens: {max_new_tokens} is less than the ground truth of {len(cut)} of the {len(samples)} samples of {samples.path}, "
+        f"which takes up to {max(cut)} tokens; raise it to {max(cut)}, or expect such answers to be cut"
     )
 
 

@@ -67,7 +67,7 @@ class MatchingStep:
     """`learner.work.StepWork` of a step's samples."""
 
     def __init__(self, work: MatchingWork, plan: StepPlan, share: range, samples: list[Sample], tally: StepTally) -> None:
-        """`samples` are those at the positions of `share`. Their images have data: read once, sent to the engines, encoded here."""
+        """`samples` are those at the positions of `share`."""
         self._work, self._plan, self.share, self._tally = work, plan, share, tally
         self.samples = samples
         self._text_weights = text_weights(work.config.rollout_matching.pipeline, plan.channel)

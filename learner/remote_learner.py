@@ -24,6 +24,7 @@ from shared.protocols import CLOSED_S, ByRank, MakeBackend
 from shared.reports import RankReport, StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
+from shared.sent_requests import REQUESTS_TOGETHER, RequestRef, in_objects
 from shared.trajectory import ExampleCounts
 from shared.transports import Device
 from shared.weight_sync import SendReport, SyncPhase, all_phases_s, sender_s
@@ -36,9 +37,6 @@ GRACE_S = 3.0
 WATCHDOG_SHARE = 0.9
 """Of timeouts.learn_s: a rank that ends earlier than this in a phase was not ended by NCCL's
 watchdog."""
-
-REQUESTS_TOGETHER = 32
-"""Requests that a rank makes objects of in one call. The first engine waits for as many; a call for each would cost the driver as much as it costs the rank."""
 
 
 class RemoteLearner:
@@ -135,9 +133,7 @@ class RemoteLearner:
 
     def generate(self, round_: ByRank) -> Future[ByRank]:
         """Each rank generates what it is going to learn. The future holds, for each rank, references to its rollouts."""
-        sent = self._together(
-            lambda: {rank: self._actors[rank].generate.options(num_returns=2).remote(*requests) for rank, requests in enumerate(round_) if requests}
-        )
+        sent = self._together(lambda: {rank: self._send(rank, requests) for rank, requests in enumerate(round_) if requests})
 
         def collect() -> ByRank:
             self._wait("generate", self._timeouts.limit("generate_s"), [count for _, count in sent.values()])
@@ -168,11 +164,17 @@ class RemoteLearner:
                 for rank, count in enumerate(counts):
                     num = len(range(first, min(first + REQUESTS_TOGETHER, count)))
                     if num:
-                        made = self._actors[rank].requests.options(num_returns=num).remote(first, first + num)
-                        refs[rank] += made if num > 1 else [made]
+                        sent = self._actors[rank].requests.remote(first, first + num)
+                        refs[rank] += [RequestRef(sent, place) for place in range(num)]
             return refs
 
         return self._together(ask)
+
+    def _send(self, rank: int, requests: list[Any]) -> list[Any]:
+        """References to the rank's rollouts, and to their number."""
+        objects, places = in_objects(requests)
+        answers: list[Any] = self._actors[rank].generate.options(num_returns=2).remote(*objects, places=places)
+        return answers
 
     def _whose(self, refs: list[Any], ref: Any) -> str:
         return "its" if len(self._actors) == 1 else f"rank {refs.index(ref)}'s"

@@ -78,13 +78,16 @@ class PromptEncoder:
         self._processor = processor
         self._system_prompt = system_prompt
         self._user_prompt = user_prompt
+        self._texts: dict[int, str] = {}
+        self._ids: dict[int, tuple[int, ...]] = {}
+        """By the number of images, which alone makes prompts differ: a step's requests are not to wait for a template each."""
 
     @classmethod
     def of(cls, config: RunConfig, processor: Any) -> PromptEncoder:
         return cls(processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
 
     def request(self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int) -> RolloutRequest:
-        """What an engine is asked for a sample, which has the data of its images."""
+        """What an engine is asked for a sample. Reads no image."""
         return RolloutRequest(
             step=step,
             position=position,
@@ -97,7 +100,23 @@ class PromptEncoder:
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
         """The unexpanded prompt; reads no image."""
-        return tuple(self._processor.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"])
+        number = len(sample.images)
+        if number not in self._ids:
+            self._ids[number] = tuple(self._processor.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"])
+        return self._ids[number]
+
+    def num_tokens(self, sample: Sample) -> int:
+        """Length of the prompt with placeholders expanded, which follows from the size of the images: reads none.
+
+        RecordError for a size or shape that the checkpoint's processor does not take.
+        """
+        processor = self._processor.image_processor
+        try:
+            patches = processor.get_number_of_image_patches(sample.height, sample.width) if sample.images else 0
+        except ValueError as error:
+            raise _not_taken(sample, [(sample.width, sample.height)], error) from error
+        of_an_image = patches // processor.merge_size**2
+        return len(self.request_ids(sample)) + len(sample.images) * (of_an_image - 1)
 
     def encode(self, sample: Sample) -> EncodedPrompt:
         """Both forms of the prompt, and the image features' inputs. RecordError when an image file is gone or changed, or of a size or shape that the
@@ -106,9 +125,7 @@ class PromptEncoder:
         try:
             encoded = self._processor(text=[self.text(sample)], images=images, return_tensors="pt")
         except ValueError as error:
-            sizes = " and ".join(f"{image.width} x {image.height}" for image in images)
-            problem = f"sample {sample.sample_id} has a picture of {sizes} pixels, which the checkpoint's image processor does not take ({error})"
-            raise RecordError(problem, field="images", remedy="crop or pad the picture, or remove the row") from error
+            raise _not_taken(sample, [image.size for image in images], error) from error
         return EncodedPrompt(
             request_token_ids=self.request_ids(sample),
             token_ids=tuple(encoded["input_ids"][0].tolist()),
@@ -119,8 +136,17 @@ class PromptEncoder:
 
     def text(self, sample: Sample) -> str:
         """The prompt as the chat template writes it, one placeholder per image."""
-        messages = detection_messages(len(sample.images), system_prompt=self._system_prompt, user_prompt=self._user_prompt)
-        return str(self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        number = len(sample.images)
+        if number not in self._texts:
+            messages = detection_messages(number, system_prompt=self._system_prompt, user_prompt=self._user_prompt)
+            self._texts[number] = str(self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return self._texts[number]
+
+
+def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueError) -> RecordError:
+    pixels = " and ".join(f"{width} x {height}" for width, height in sizes)
+    problem = f"sample {sample.sample_id} has a picture of {pixels} pixels, which the checkpoint's image processor does not take ({error})"
+    return RecordError(problem, field="images", remedy="crop or pad the picture, or remove the row")
 
 
 def decode_image(image: ImageRef) -> Image.Image:

@@ -12,11 +12,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+import ray
+
 from rollout_actors.engine_settings import EngineSettings
 from rollout_actors.vllm_import import explained_import
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
-from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import Rollout, SyncReport, WeightOffer
+from shared.sent_requests import SentRequests
 from shared.weight_sync import SyncPhase
 
 T = TypeVar("T")
@@ -74,11 +77,15 @@ class EngineActor:
             raise self._failure
         return await self._or_exit(self._engine.start()), self._engine.process
 
-    async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Rollout], int]:
+    async def generate(self, *objects: SentRequests, places: range | None = None, attempt: int = 0) -> tuple[list[Rollout], int]:
         """Called with references, which Ray resolves here. The rollouts are one object, which the driver passes on unread, their number another.
 
-        `attempt` counts how often other engines have failed to answer these requests.
+        Args:
+            places: of the requests that are meant, among those of all objects; None: all.
+            attempt: how often other engines have failed to answer these requests.
         """
+        # In a thread: the pictures may have to come from another node.
+        requests = await asyncio.to_thread(SentRequests.chosen(objects, places).with_data, ray.get)
         rollouts = await self._or_exit(self._engine.generate(requests))
         return [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts] if attempt else rollouts, len(rollouts)
 

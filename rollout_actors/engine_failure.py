@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ FILE = "ROLLMATCH_ENGINE_FAILURE"
 """Environment variable of an engine's processes: the file in which they write their errors down. Nobody has made it before there is one."""
 MAX_BYTES = 1 << 20
 """Largest size of that file, which then begins anew: the errors that end a process are the last ones."""
+RECENT_S = 3600.0
+"""Age at which an error is no longer taken for what ended a process: the engine has survived it."""
 POINTS_ELSEWHERE = re.compile("root cause|stack trace", re.IGNORECASE)
 """Words in an error of vLLM's that only says that another process has failed."""
 PROCESS_ENDED = "Failed core proc(s)"
@@ -50,10 +53,12 @@ class Failure:
     error: str
     """Type and message."""
     traceback: str
+    logged_s: float
+    """Unix time."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        return cls(current_process().name, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+        return cls(current_process().name, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), time.time())
 
 
 class FailureLog(logging.Handler):
@@ -91,7 +96,7 @@ class EngineFailures:
         self.environment = {FILE: str(self._file)}
 
     def first_cause(self) -> Failure | None:
-        """Return the error that ended the engine; None where no process has written one down. The last one it is, unless that says to look at another."""
+        """Return the error that ended the engine: the last one, unless that says to look at another. None where no process has written one down of late."""
         try:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
@@ -100,6 +105,7 @@ class EngineFailures:
         for line in lines:
             with suppress(json.JSONDecodeError):  # a process that was killed while it wrote
                 failures.append(Failure(**json.loads(line)))
+        failures = [failure for failure in failures if time.time() - failure.logged_s < RECENT_S]
         return next((failure for failure in reversed(failures) if not POINTS_ELSEWHERE.search(failure.error)), failures[-1] if failures else None)
 
     def of_error(self, error: Exception) -> tuple[str, str]:

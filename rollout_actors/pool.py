@@ -17,6 +17,7 @@ from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, Limit, RolloutError, UnreachableError, WeightSyncError
 from shared.protocols import CLOSED_S, ByRank
 from shared.rollouts import TRIES, SyncReport, WeightOffer
+from shared.sent_requests import in_objects
 from shared.weight_sync import POOL_MARGIN_S, SyncPhase
 
 _LOGGER = logging.getLogger(__name__)
@@ -188,11 +189,11 @@ class ActorPool:
         return [[one.rollouts for one in done if one.part.rank == rank] for rank in range(len(round_))]
 
     def _send(self, part: RoundPart, round_: ByRank) -> _Sent:
-        requests = round_[part.rank][part.requests.start : part.requests.stop]
+        objects, places = in_objects(round_[part.rank][part.requests.start : part.requests.stop])
         # What Ray's dashboard calls it.
-        task = f"generate {len(requests)} for learner rank {part.rank}"
+        task = f"generate {len(places)} for learner rank {part.rank}"
         method = self._actors[part.engine].generate.options(num_returns=2, name=task)
-        return _Sent(part, *method.remote(*requests, attempt=TRIES * part.num_failed))
+        return _Sent(part, *method.remote(*objects, places=places, attempt=TRIES * part.num_failed))
 
     def _ask_next(self, queue: RoundQueue, part: RoundPart, error: UnreachableError) -> None:
         """Raises the error where no other engine may be asked, or all of them have failed."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rollout_actors.engine_failure import EngineEndedError
-from shared.errors import Limit, RolloutError, WeightSyncError, ended, late
+from shared.errors import Limit, RecordError, RolloutError, WeightSyncError, ended, late
 
 Error = RolloutError | WeightSyncError
 
@@ -93,17 +93,17 @@ def value_of(call: Call, name: str, answer: Any) -> Any:
         raise told(call, name, error) from error
 
 
-def told(call: Call, name: str, error: RayError) -> Error:
-    """What is raised where Ray says so of the engine of this name: its own error, or the call's."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError):
-        # Not the engine's end: an argument of the call was to come from the learner.
+def told(call: Call, name: str, error: RayError) -> Error | RecordError:
+    """What is raised where Ray says so of the engine of this name: its own error, that of a picture's file, or the call's."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError | ObjectLostError):
+        # Not the engine's end: an argument of the call, or a picture, was to come from the learner.
         problem = "what it was asked for is lost, for the learner's process has ended; check its log and the machine's memory"
         return call.error(f"{problem} ({error.cause})", actor=name, phase=call.phase)
     if isinstance(error, RayActorError):
         return call.error(ended("its", error), actor=name, phase=call.phase)
     # Ray hides the actor's own exception in one of its own kind.
     cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, Error):
+    if isinstance(cause, Error | RecordError):
         return cause
     if isinstance(cause, EngineEndedError):
         return call.error(ended("its", cause.args[0]), actor=name, phase=call.phase)

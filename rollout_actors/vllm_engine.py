@@ -50,6 +50,8 @@ class VllmEngine:
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
         self._failures = EngineFailures()
+        self._ended: tuple[str, str] | None = None
+        """What `_end` has found."""
         self.intake: WeightIntake | None = None
         """Since the start."""
         self._num_probes = 0
@@ -211,9 +213,13 @@ class VllmEngine:
             await asyncio.wait(tasks, timeout=WATCH_S)
 
     def _end(self) -> tuple[str, str]:
-        """Return why the engine's process is not there any more, which vLLM does not say, in short, and the whole story."""
-        manager = self.llm.engine_core.resources.engine_manager
-        return self._failures.of_end({} if manager is None else {process.name: process.exitcode for process in manager.processes})
+        """Return why the engine's process is not there any more, which vLLM does not say, in short, and the whole story. Removes the file that it is from:
+        whoever has an engine that is dead may end without closing it."""
+        if self._ended is None:
+            manager = self.llm.engine_core.resources.engine_manager
+            self._ended = self._failures.of_end({} if manager is None else {process.name: process.exitcode for process in manager.processes})
+            self._failures.remove()
+        return self._ended
 
     async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)

@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, overload
@@ -45,9 +45,19 @@ class Dataset(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | tuple[Sample, ...]:
         return self.samples[index]
 
-    def first(self, count: int | None) -> Dataset:
-        """The first `count` samples; all of them for None."""
-        return replace(self, samples=self.samples[:count])
+    @classmethod
+    def of(cls, path: Path, samples: Sequence[Sample], skipped: Sequence[str]) -> Dataset:
+        """Raises RecordError where no row is usable."""
+        if not samples:
+            problem = f"has no usable row: {len(skipped)} were bad, the first: {skipped[0]}" if skipped else "is empty"
+            raise RecordError(problem, field="file", remedy="write one JSON object per line", file=str(path))
+        return cls(path, tuple(samples), tuple(skipped))
+
+
+def note_skipped(error: RecordError) -> str:
+    """Log that a bad row is left out, and return why."""
+    _LOGGER.warning("bad row skipped: %s", error)
+    return str(error)
 
 
 def load_dataset(
@@ -93,16 +103,12 @@ def load_dataset(
             if on_bad_row == "error":
                 bad.add(located)
             else:
-                _LOGGER.warning("bad row skipped: %s", located)
-                skipped.append(str(located))
+                skipped.append(note_skipped(located))
             continue
         line_of[sample.sample_id] = number
         samples.append(sample)
     bad.raise_if_any()
-    if not samples:
-        problem = f"has no usable row: {len(skipped)} were bad, the first: {skipped[0]}" if skipped else "is empty"
-        raise RecordError(problem, field="file", remedy="write one JSON object per line", file=str(path))
-    return Dataset(path, tuple(samples), tuple(skipped))
+    return Dataset.of(path, samples, skipped)
 
 
 def image_names(path: Path) -> set[str]:

@@ -10,7 +10,7 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync import SyncPhase
 
 ByRank = list[list[Any]]
-"""References to requests, or to rollouts, of a step or of one of its rounds: those of each learner rank, in position order."""
+"""References to requests (`RequestRef`), or to rollouts, of a step or of one of its rounds: those of each learner rank, in position order."""
 
 CLOSE_S = 15.0
 """Given to engines to end in order, before their processes are killed: what has a name in the system, such as the memory that the processes of an engine

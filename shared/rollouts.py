@@ -11,6 +11,11 @@ from shared.canary_noise import Differences
 from shared.records import ImageRef
 from shared.transports import Transport
 
+MAX_TEMPERATURE = 2.0
+"""vLLM takes no higher one."""
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Beyond these a logit that is divided or multiplied by it may be no number any more, and nothing says so."""
+
 
 class DecodeMode(StrEnum):
     GREEDY = "greedy"
@@ -47,7 +52,7 @@ class RolloutRequest:
     prompt_token_ids: tuple[int, ...]
     """Unexpanded: one image placeholder per image; the engine expands it."""
     images: tuple[ImageRef, ...]
-    """Each with `data`: encoded file bytes travel between nodes, paths do not."""
+    """An engine gets each with `data`; on the way to it the bytes are objects of their own (`shared.sent_requests`)."""
     decode: DecodeSettings
     seed: int
     """`request_seed(run_seed, step, position)`; used by sampling, recorded always."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -135,3 +138,10 @@ def _column(states: Sequence[State], path: str) -> list[Any]:
     if missing and len(missing) == len(states):
         raise missing[0]
     return values
+
+
+def digest(given: Mapping[str, Any]) -> str:
+    """The same for the same row, in every process."""
+    text = json.dumps(plain(given), sort_keys=True)
+    # An object that has no form of its own in JSON is written with its address.
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]

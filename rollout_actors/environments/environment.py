@@ -258,7 +258,7 @@ class Environment(ABC):
             rollout_timeout_s: a rollout that is not done so many seconds after its begin, waits for the model counted and scoring not, is cancelled, cleans up,
                 and has failed; None: none is. Results depend on the machine's load then. Waits for a thread do not count: a tool that hangs costs its own
                 rollout alone.
-            scoring_timeout_s: the same of each call of a reward function, which has no figure then (`state["reward_errors"]`).
+            scoring_timeout_s: the same of each call of a reward function, which has no figure then (`state["reward_errors"]`); None: `rollout_timeout_s`.
         """
         require_asynchronous(client)
         if save_path is not None:

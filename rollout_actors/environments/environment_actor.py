@@ -16,7 +16,7 @@ from rollout_actors.environments.runner import Answer, EnvironmentRunner, Runner
 from rollout_actors.environments.turns import in_thread
 from shared.errors import Limit, RolloutError
 from shared.protocols import CLOSED_S
-from shared.trajectory import EnvironmentRequest
+from shared.sent_requests import SentRequests
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -43,14 +43,19 @@ class EnvironmentActor:
             raise RolloutError(str(error), actor=self._name, phase="start") from error
         return 1, ""
 
-    async def generate(self, *requests: EnvironmentRequest, attempt: int = 0) -> tuple[list[Answer], int]:  # noqa: ARG002 (nobody answers in place of another)
+    async def generate(
+        self,
+        *objects: SentRequests,
+        places: range | None = None,
+        attempt: int = 0,  # noqa: ARG002 (nobody answers in place of another)
+    ) -> tuple[list[Answer], int]:
         """Called with references, which Ray resolves here. The answers are one object, which the driver passes on unread, their number another.
 
         Raises RolloutError where it is closed meanwhile.
         """
         assert self._runner is not None, "start comes first"
         # In a task of its own, which `close` can cancel.
-        round_ = asyncio.ensure_future(self._runner.run(requests))
+        round_ = asyncio.ensure_future(self._runner.run(SentRequests.chosen(objects, places).requests))
         self._rounds.add(round_)
         try:
             answers = await round_

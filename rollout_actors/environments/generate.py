@@ -79,7 +79,9 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
     started, began_s = datetime.now().astimezone(), time.perf_counter()
     with tqdm(total=len(examples), disable=not call.shows_progress, unit="rollout") as bar:
         rollouts = _Rollouts(environment, examples, call, bar)
-        with limited(call.scoring_timeout_s):
+        # A plain reward function that hangs in a thread would else keep it, and tools that wait for one are in no limit.
+        key = "rollout_timeout_s" if call.scoring_timeout_s is None else "scoring_timeout_s"
+        with limited(getattr(call, key), key):
             await rollouts.run()
     states = rollouts.states
     # The reward 0 of a rollout that failed was never measured.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Protocol, overload
 
+from rollout_actors.environments.dataset_utils import digest
 from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, copied, deeply_copied, require_roles
-from rollout_actors.environments.results_file import digest
 from rollout_actors.environments.types import Messages, RolloutInput
 
 _NEVER_NAN = (int, str, type(None))

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from rollout_actors.ray_answers import Call, told
 from shared.errors import Limit, RolloutError, late
 from shared.rollouts import Rollout, RolloutRequest
+from shared.sent_requests import PictureShelf
 
 CHECK = "the engine's log, and whether max_new_tokens and what waits before it at the engine fit the time"
 
@@ -31,6 +32,7 @@ class RayEngines:
         self._engines = list(zip(names, actors, strict=True))
         self._limit = limit
         self._call = Call("generate", limit, CHECK, RolloutError)
+        self._shelf = PictureShelf(ray.put)
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -39,7 +41,8 @@ class RayEngines:
         """Raises RolloutError: the engine's own, or naming it where it has ended or does not answer in time. A request that nobody waits for any more, for
         that reason or because this call was cancelled, is aborted in the engine."""
         name, actor = self._engines[engine]
-        answer = actor.generate.remote(request)
+        # A rollout's calls show the same pictures, and so do the rollouts of an example.
+        answer = actor.generate.remote(self._shelf.send([request]))
         try:
             async with asyncio.timeout(None if self._limit is None else self._limit.seconds):
                 rollouts, _ = await answer

@@ -7,10 +7,7 @@ is opened the next time.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -137,13 +134,6 @@ def tokens_of(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
         else:
             return None, None
     return read, sampled
-
-
-def digest(given: Mapping[str, Any]) -> str:
-    """The same for the same row, in every process."""
-    text = json.dumps(plain(given), sort_keys=True)
-    # An object that has no form of its own in JSON is written with its address.
-    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
 
 class ResultsFile:

@@ -70,17 +70,17 @@ def lent(parser: Parser) -> Iterator[None]:
         _PARSER.reset(token)
 
 
-_LIMIT_S: ContextVar[float | None] = ContextVar("scoring_timeout_s", default=None)
+_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("limit", default=(None, ""))
 
 
 @contextmanager
-def limited(scoring_timeout_s: float | None) -> Iterator[None]:
-    """Bound each call of a reward function meanwhile, without its wait for a thread; None: no bound."""
-    token = _LIMIT_S.set(scoring_timeout_s)
+def limited(limit_s: float | None, key: str) -> Iterator[None]:
+    """Bound each call of a reward function meanwhile, without its wait for a thread; None: no bound. `key` is what the bound is called."""
+    token = _LIMIT.set((limit_s, key))
     try:
         yield
     finally:
-        _LIMIT_S.reset(token)
+        _LIMIT.reset(token)
 
 
 class Rubric:
@@ -590,16 +590,11 @@ class _Reward:
 
     async def _called(self, *there: Mapping[str, Any]) -> Any:
         arguments = self._arguments(*there)
-        work = self.function(**arguments) if self.is_asynchronous else self._in_thread(arguments)
-        limit_s = _LIMIT_S.get()
-        if limit_s is None:
-            return await work
-        remedy = "check what it waits for, or allow more"
-        async with within(limit_s, f"reward function {self.name} is not done after scoring_timeout_s", remedy):
-            return await work
-
-    async def _in_thread(self, arguments: dict[str, Any]) -> Any:
-        return await awaited(await in_thread(self.function, **arguments))
+        limit_s, key = _LIMIT.get()
+        async with within(limit_s, f"reward function {self.name} is not done after {key}", "check what it waits for, or allow more with scoring_timeout_s"):
+            if self.is_asynchronous:
+                return await self.function(**arguments)
+            return await awaited(await in_thread(self.function, **arguments))
 
 
 def _fields(state: State) -> dict[str, Any]:

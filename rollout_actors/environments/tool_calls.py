@@ -102,8 +102,12 @@ def num_tool_calls(state: Mapping[str, Any]) -> int | None:
     return sum(len(message.get("tool_calls") or ()) for message in messages)
 
 
+FIRST_ROLLOUTS = 8
+"""Fewer may have had no need of a tool."""
+
+
 class UncalledTools:
-    """Says that no rollout ever called a tool: when the first ones have not, and again whenever twice as many have not."""
+    """Says that no rollout ever called a tool: when the first `FIRST_ROLLOUTS` have not, and again whenever twice as many have not."""
 
     def __init__(self) -> None:
         self._num_rollouts = self._told_of = 0
@@ -113,7 +117,7 @@ class UncalledTools:
         """Note so many more rollouts that could call a tool, and their calls. What is to be said now."""
         self._has_called = self._has_called or num_calls > 0
         self._num_rollouts += num_rollouts
-        if self._has_called or not num_rollouts or self._num_rollouts < 2 * self._told_of:
+        if self._has_called or not num_rollouts or self._num_rollouts < max(FIRST_ROLLOUTS, 2 * self._told_of):
             return None
         self._told_of = self._num_rollouts
         return (

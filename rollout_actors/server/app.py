@@ -9,8 +9,8 @@
     /v1/...                               `openai_routes`
 
 Errors are `messages.ErrorAnswer`, and under /v1/ of OpenAI's form: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404,
-405, 409 not now, 413 too large, 415 not JSON, 422 what the engine answered contradicts the call, and would again, 499 the caller has gone (nobody reads it),
-500 the engine failed, 503 it is not there yet or no longer.
+405, 408 a body that stalls, 409 not now, 413 too large, 415 not JSON, 422 what the engine answered contradicts the call, and would again, 499 the caller has
+gone (nobody reads it), 500 the engine failed, 503 it is not there yet or no longer.
 """
 
 from __future__ import annotations
@@ -165,5 +165,10 @@ async def _broken(request: Request, error: Exception) -> Response:
 
 def _error(request: Request, status: int, kind: messages.ErrorKind, message: str) -> Response:
     if request.url.path.startswith(PREFIX):
-        return JSONResponse(error_content(status, message), status)
-    return _json(status, messages.ErrorAnswer(error=messages.ErrorDetail(kind=kind, message=message)))
+        answer: Response = JSONResponse(error_content(status, message), status)
+    else:
+        answer = _json(status, messages.ErrorAnswer(error=messages.ErrorDetail(kind=kind, message=message)))
+    if status == HTTPStatus.REQUEST_TIMEOUT:
+        # The rest of the body would be read as the next call.
+        answer.headers["Connection"] = "close"
+    return answer

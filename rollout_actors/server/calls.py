@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 
+STALL_S = 30.0
+"""Longest wait for more of a body."""
 GONE_S = 1.0
 """How often a working call looks whether its caller is still there."""
 
@@ -40,11 +42,16 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise too_large
     parts, size = [], 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise too_large
-            parts.append(part)
+        async with asyncio.timeout(STALL_S) as stall:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+                stall.reschedule(asyncio.get_running_loop().time() + STALL_S)
+    except TimeoutError:
+        _LOGGER.warning("a caller of %r has stalled for %g s after %d bytes of its body", request.url.path, STALL_S, size)
+        raise RefusalError(408, f"no more of the body has come for {STALL_S:g} s after {size} bytes; send it again, without a pause") from None
     except ClientDisconnect:
         # In a line: a traceback for each of thousands would keep the server from its other callers.
         _LOGGER.warning("a caller of %r has gone after %d bytes of its body", request.url.path, size)

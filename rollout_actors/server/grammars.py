@@ -85,7 +85,10 @@ class XgrammarSpec:
 
 
 class GrammarTrial:
-    """Compiles one grammar at a time in a process of its own, which starts with the first one and is ended where one takes too long."""
+    """Compiles one grammar at a time in a process of its own, which starts with the first one and is ended where one takes too long.
+
+    (That of a `ProcessPoolExecutor` would stay when the server is killed: it holds both ends of its pipe.)
+    """
 
     def __init__(self, make_compile: Callable[[], Compile], *, compile_s: float = COMPILE_S) -> None:
         """`make_compile` is called in the process, and travels there, so it is picklable."""

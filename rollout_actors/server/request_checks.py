@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rollout_actors.engine_settings import EngineSettings
-from shared.rollouts import DecodeMode, RolloutRequest
+from shared.rollouts import MAX_TEMPERATURE, REPETITION_PENALTIES, DecodeMode, RolloutRequest
 
-MAX_TEMPERATURE = 2.0
-"""vLLM takes no higher one."""
-REPETITION_PENALTIES = (0.01, 100.0)
-"""Beyond these a logit that is divided or multiplied by it may be no number any more, and nothing says so."""
 MAX_INT = 2**31 - 1
 """Of token ids and counts, as vLLM's processes have them."""
 MAX_SEED = 2**63 - 1

@@ -29,9 +29,9 @@ from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely
 from rollout_actors.server.door import RefusalError
 from rollout_actors.server.grammars import MAX_CHARS, Grammar, GrammarKind, GrammarTrial, XgrammarSpec
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
-from rollout_actors.server.request_checks import REPETITION_PENALTIES
 from rollout_actors.vllm_engine import VllmEngine
 from shared.errors import ConfigError
+from shared.rollouts import REPETITION_PENALTIES
 
 MAX_PROBLEMS = 10
 """Of one call, in its answer."""

@@ -18,7 +18,7 @@ class DataSection(Section):
     """JSONL file of held-out samples; null: no validation."""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """A bad row stops the start (`error`), or is counted and logged (`skip`)."""
+    """A bad row, also one that the tokenizer or the image processor refuses, stops the start (`error`), or is counted and logged (`skip`)."""
 
     sort_objects: bool = True
     """Put objects into reading order (min y, min x); false: a row out of order is a bad row."""

@@ -11,13 +11,11 @@ from shared.config.derive import EnginePlace, engine_devices, engines_in, is_sha
 from shared.config.pipeline import PolicyGradientEntry
 from shared.config.run import RunConfig
 from shared.lora import LORA_RANKS
-from shared.rollouts import DecodeMode
+from shared.rollouts import MAX_TEMPERATURE, DecodeMode
 
 _MODE = "rollout_matching.decode_mode"
 _VLLM = "rollout_matching.vllm"
 
-HIGHEST_VLLM_TEMPERATURE = 2.0
-"""vLLM refuses requests of higher ones."""
 MAX_VLLM_BEAMS = 10
 """vLLM's beam search asks for the log-probabilities of twice as many tokens, and an engine gives 20 (its default `max_logprobs`)."""
 
@@ -193,10 +191,10 @@ def _engine_adapters(run: RunConfig) -> Iterator[Problem]:
 
 def temperature_suits_vllm(run: RunConfig) -> Iterator[Problem]:
     temperature = run.rollout_matching.decoding.temperature
-    if run.rollout_matching.rollout_backend == "vllm" and temperature > HIGHEST_VLLM_TEMPERATURE:
+    if run.rollout_matching.rollout_backend == "vllm" and temperature > MAX_TEMPERATURE:
         yield Problem(
             "rollout_matching.decoding.temperature",
-            f"{temperature:g} is above {HIGHEST_VLLM_TEMPERATURE:g}, the highest at which vLLM samples",
+            f"{temperature:g} is above {MAX_TEMPERATURE:g}, the highest at which vLLM samples",
             "lower it, or set rollout_matching.rollout_backend: hf",
         )
 

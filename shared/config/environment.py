@@ -44,14 +44,14 @@ class EnvironmentSection(Section):
 
     rollout_timeout_s: PositiveFloat | None = None
     """A rollout that is not done after this has failed, as one whose tool raised: the others go on, and it is counted. Its waits for an engine count, scoring
-    does not. null: no rollout is cut off, and one that hangs ends the run after 2 x `timeouts.generate_s`.
+    has a limit of its own. null: no rollout is cut off, and one that hangs ends the run after 2 x `timeouts.generate_s`.
 
     A rollout that is cut off on a slow machine is not on a fast one: losses repeat to the bit where none is.
     """
 
     scoring_timeout_s: PositiveFloat | None = None
-    """A call of a reward function that is not done after this has failed (`rollout/num_reward_errors`), as one that raised. null: none is cut off, and one
-    that hangs ends the run after 2 x `timeouts.generate_s`. Waits for a thread are in neither limit."""
+    """A call of a reward function that is not done after this has failed (`rollout/num_reward_errors`), as one that raised. null: after
+    `rollout_timeout_s`; where that is null too, one that hangs ends the run after 2 x `timeouts.generate_s`. Waits for a thread are in neither limit."""
 
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """What the checkpoint's chat template asks for besides messages and tools: `{enable_thinking: false}` of a Qwen3."""

@@ -11,7 +11,7 @@ from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
 from shared.config.repeat_terminate import RepeatTerminateSection
 from shared.config.server import ServerSection
 from shared.records import GeometryKind
-from shared.rollouts import DecodeMode, DecodeSettings
+from shared.rollouts import REPETITION_PENALTIES, DecodeMode, DecodeSettings
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM samples lower positive temperatures at this one; so does every backend, and the learner
@@ -180,7 +180,7 @@ class RolloutMatchingSection(Section):
     max_new_tokens: PositiveInt = 1024
     """Longest response, in tokens; of environments, the longest answer to one call of the model."""
 
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] = 1.0
     """1: none."""
 
     decoding: DecodingSection = DecodingSection()

@@ -92,7 +92,7 @@ def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_the_ac
 
 
 @pytest.mark.engine
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_the_engine_modules_import_neither_learner_nor_launch_nor_ray_themselves():
     for name in sorted(ENGINE_MODULES):
         source = (ROOT / name.replace(".", "/")).with_suffix(".py").read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import PROBES
 
-pytestmark = [pytest.mark.slow, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.parametrize("probe", PROBES)

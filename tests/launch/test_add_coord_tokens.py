@@ -206,7 +206,7 @@ def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, ti
 
 
 @pytest.mark.engine
-@pytest.mark.engines_extra
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "tied"), [("qwen3_vl", True), ("qwen2_5_vl", False)])
 def test_an_engine_serves_what_was_made_and_takes_its_weights(ray_cluster, stock, tmp_path, family, tied):
     import ray

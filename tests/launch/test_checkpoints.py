@@ -230,8 +230,9 @@ def test_without_save_minutes_time_saves_nothing(world):
     assert world.writer.events == []
 
 
-def test_a_final_save_that_was_interrupted_and_became_complete_is_in_the_index_and_not_written_twice(world):
-    checkpoints = world()
+@pytest.mark.parametrize("save_on_interrupt", [True, False])
+def test_a_final_save_that_was_interrupted_and_became_complete_is_in_the_index_and_not_written_twice(world, save_on_interrupt):
+    checkpoints = world(save_on_interrupt=save_on_interrupt)
     world.writer.finished, world.writer.interrupted = 3, "writes"
     with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
         checkpoints.at_end(3)
@@ -246,6 +247,22 @@ def test_a_final_save_that_was_interrupted_and_came_to_nothing_is_made_up_for_an
     with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
         checkpoints.at_end(3)
     assert index(world.run_dir) == [{"folder": "checkpoint_interrupted_000003", "step": 3, "score": None, "reasons": ["interrupted"]}]
+
+
+def test_a_final_save_that_was_interrupted_and_came_to_nothing_is_not_made_up_for_where_that_is_not_wanted(world):
+    checkpoints = world(save_on_interrupt=False)
+    world.writer.finished, world.writer.interrupted = 3, "fails"
+    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
+        checkpoints.at_end(3)
+    assert index(world.run_dir) == []
+    assert there(world.run_dir) == []
+
+
+def test_an_interruption_behind_a_save_does_not_wait_for_the_learner_where_nothing_is_to_be_saved(world):
+    checkpoints = world(save_on_interrupt=False, save_steps=1)
+    checkpoints.after_step(1)
+    end(checkpoints, KeyboardInterrupt())
+    assert world.writer.stops == []
 
 
 @pytest.mark.parametrize(("became", "kept"), [("writes", [1, 2, 3]), ("fails", [1, 3])])

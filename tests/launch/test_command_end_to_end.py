@@ -23,7 +23,7 @@ def command(start_command, tmp_path, warm_checkpoint, demo_data):
     return partial(start_command, tmp_path, warm_checkpoint, demo_data, "rollout_matching.decode_batch_size=2")
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(command):
     run = command("training.max_steps=3", "stage2_ab.schedule.warmup_steps=1")
     assert run.process.wait(timeout=300) == 0, run.output
@@ -68,7 +68,7 @@ print("loaded elsewhere")
     assert "loaded elsewhere" in done.stdout, done.stderr[-3000:]
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_process(command):
     of_others = set(Path("/tmp").glob("rollmatch-warm-*"))
     one_actor = "rollout_matching.vllm.actors.num_actors=1"
@@ -90,7 +90,7 @@ def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_proces
     assert f"saved     {checkpoint}" in run.output
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_and_saves_its_weights(command, demo_checkpoint):
     """The weights would come behind the round, and `timeouts.interrupt_s` would be over."""
     # From random weights no rollout ends by itself: the round takes minutes.
@@ -105,7 +105,7 @@ def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_
     assert f"saved     {run.run_dir / 'checkpoint_interrupted_000001'}" in run.output, run.output
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_a_killed_actor_ends_the_run_with_its_name_and_leaves_no_process(command):
     run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
     run.wait_for("step    2/500")

@@ -54,17 +54,16 @@ def test_the_most_images_of_a_row_are_those_of_training_and_validation(run):
 
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(image_files, "ALONE_S", 0.0)
+    monkeypatch.setattr(image_files, "QUICK_S", 0.0)
     for name in ("train.jsonl", "val.jsonl"):
         (run[1] / name).write_text("".join((run[1] / name).read_text().splitlines(keepends=True)[:5]))
     decoded = []
 
-    def in_this_process(root, names):
-        for name in names:
-            decoded.append(name)
-            yield name, image_facts(root / name, image_files.image_size)
+    def facts_of(path, size):
+        decoded.append(path.name)
+        return image_facts(path, size)
 
-    monkeypatch.setattr(image_files, "_in_processes", in_this_process)
+    monkeypatch.setattr(image_files, "image_facts", facts_of)
     facts = check_data(run[0])
     assert len(decoded) == 10
     assert capsys.readouterr().out == "".join(f"data      5 of 5 images of {name}.jsonl are checked\n" for name in ("train", "val"))

@@ -31,7 +31,7 @@ def refusal(env_id: Path | str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "status"), [("train", 2), ("vf_eval", 2), ("preflight", 1)])
 def test_an_environment_that_calls_exit_is_told_with_its_place_and_the_command_fails(command: str, status: int, tmp_path: Path) -> None:
     """Preflight goes on to what else is wrong, and ends as with any problem."""

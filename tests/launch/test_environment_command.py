@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.make_demo_lm import make_demo_lm
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SMALL = ["training.max_steps=2", "training.eval_steps=1", "training.effective_batch_size=32", "environment.num_eval_examples=12"]
 

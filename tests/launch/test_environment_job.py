@@ -89,12 +89,12 @@ def test_1_and_3_engines_give_the_same_rollouts_and_losses_to_the_bit(job, three
     assert_same(job(1), three)
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_two_environment_actors_give_what_one_does(job, three):
     assert_same(job(3, num_environments=2), three)
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_rounds_of_any_size_and_no_queue_give_the_same_too(job, three):
     assert_same(job(3, queue=one_at_a_time, rollout_matching__decode_batch_size=8), three)
 
@@ -130,7 +130,7 @@ def test_held_out_examples_are_asked_greedily_once_each(three):
     assert (first.weight_version, last.weight_version) == (1, 3)
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_with_staleness_1_the_first_round_of_a_step_is_of_the_weights_before_and_two_runs_agree(job):
     changes = {"rollout_matching__max_staleness": 1, "training__max_steps": 3, "rollout_matching__decode_batch_size": 4}
     first, second = job(2, **changes), job(2, **changes)
@@ -140,7 +140,7 @@ def test_with_staleness_1_the_first_round_of_a_step_is_of_the_weights_before_and
     assert [report.metrics["rollout/staleness"] for report in first.reports.steps] == [0.0, 0.5, 0.5]
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_pictures_of_any_turn_are_learned_with_what_was_said_to_them(job):
     """The learner shows its own vision tower the same pictures: another one, or none, would be another probability for every token behind it."""
     environment = {"id": "tests/support/one_picture.py", "rollouts_per_example": 4, "num_eval_examples": 3, "max_images_per_prompt": 1}

@@ -56,7 +56,7 @@ ALIGNED = {
 }
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_the_aligned_variant_learns_polygons_and_carries_segments_alike_on_1_and_3_actors(engine_pool, warm_checkpoint, polygon_data, tmp_path_factory):
     jobs = []
     for num_actors in (1, 3):
@@ -93,7 +93,7 @@ def test_1_2_and_3_actors_give_the_same_rollouts_and_the_same_losses_to_the_bit(
     assert_same(list(greedy_jobs.values()))
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_1_and_3_actors_give_the_same_rollouts_at_temperature_1(job):
     jobs = [job(num_actors, rollout_matching__decoding={"temperature": 1.0}) for num_actors in (1, 3)]
     assert_same(jobs)
@@ -112,7 +112,7 @@ STALE = {
 }
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_with_staleness_1_two_runs_give_the_same_rollouts_and_the_same_losses_to_the_bit(job):
     first, second = job(3, **STALE), job(3, **STALE)
     assert what_was_said(first) == what_was_said(second)
@@ -138,7 +138,7 @@ def test_every_rollout_of_a_step_has_that_steps_weight_version(greedy_jobs):
     assert {(rollout.step, rollout.weight_version) for rollout in greedy_jobs[3].rollouts} == {(0, 1), (1, 2)}
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_rollout_and_learner_overlap_within_a_step(job):
     """Scenario: generation of round k + 1 intersects the learning of round k."""
     of_three_rounds = {"rollout_matching__decode_batch_size": 2, "stage2_ab__channel_b__rollouts_per_step": 18, "training__packing_window": 2}

@@ -320,6 +320,10 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, d
     )
     assert first == f"{file}: images: sample train:4 {refused}; crop or pad the picture, or remove the row"
     assert second.startswith(f"{file}: images: sample train:6 {refused}") and count == f"{file}: bad rows: these 2"
+    skipping = preflight(config(data__train=file, data__on_bad_row="skip"), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None)
+    assert not skipping.problems
+    assert skipping.facts.num_train_skipped == 2
+    assert skipping.facts.images.max_pixels == 96 * 96
 
 
 def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(config):
@@ -391,7 +395,7 @@ def test_the_data_are_read_once(config, monkeypatch):
     assert read == [run.data.train, run.data.val]
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(demo_checkpoint, demo_data, tmp_path):
     overrides = [f"model.path={demo_checkpoint}", f"data.train={demo_data}/train.jsonl", f"data.val={demo_data}/val.jsonl", f"telemetry.run_dir={tmp_path}/run"]
     command = [sys.executable, "-m", "launch.preflight", "+experiment=stage2_3v1", *overrides]

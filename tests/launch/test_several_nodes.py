@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 
 from rollout_actors import warm_python
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

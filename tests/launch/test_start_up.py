@@ -9,21 +9,24 @@ from rich.console import Console
 from launch.start_up import StartUp
 
 
-def test_every_stage_of_a_start_has_a_line_with_its_seconds():
+def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_is_done():
     output = io.StringIO()
     start_up = StartUp(Console(file=output, width=200))
     with start_up.stage("Ray"):
-        assert output.getvalue() == ""
-    with start_up.stage("learner-0, learner-1"):
+        assert output.getvalue() == "start     Ray ...\n"
+    with start_up.stage("[learner-0], learner-1"):
         pass
-    assert re.fullmatch(r"start     Ray: \d+\.\d s, \d+ s in all\nstart     learner-0, learner-1: \d+\.\d s, \d+ s in all\n", output.getvalue())
+    first, done, second, second_done = output.getvalue().splitlines()
+    assert (first, second) == ("start     Ray ...", "start     [learner-0], learner-1 ...")
+    assert re.fullmatch(r"start     Ray: \d+\.\d s, \d+ s in all", done)
+    assert re.fullmatch(r"start     \[learner-0\], learner-1: \d+\.\d s, \d+ s in all", second_done)
 
 
 def test_a_stage_that_fails_is_left_to_its_error():
     output = io.StringIO()
     with pytest.raises(RuntimeError, match="no such cluster"), StartUp(Console(file=output)).stage("Ray"):
         raise RuntimeError("no such cluster")
-    assert output.getvalue() == ""
+    assert output.getvalue() == "start     Ray ...\n"
 
 
 def test_a_terminal_shows_a_bar_while_a_stage_lasts():
@@ -33,4 +36,5 @@ def test_a_terminal_shows_a_bar_while_a_stage_lasts():
         shown = output.getvalue()
     assert "start     [learner]" in shown and "━" in shown and "0:00:00" in shown
     # Nothing of it stays but the line.
+    assert "start     [learner] ..." not in shown
     assert output.getvalue().rstrip().endswith("s in all")

@@ -13,43 +13,29 @@ from launch.sweep import MARGIN_S, TRIALS, end_s, print_summary
 
 
 @pytest.mark.engine
-@pytest.mark.engines_extra
-def test_a_sweep_goes_on_behind_a_failed_trial_and_leaves_no_process(start_command, warm_checkpoint, demo_data, tmp_path):
-    small = ["training.max_steps=1", "stage2_ab.schedule.warmup_steps=1", "data.max_val_samples=4", "training.seed=2"]
-    # The first trial's value is refused.
-    sweep = start_command(tmp_path, warm_checkpoint, demo_data, *small, "training.learning_rate=-1.0,1e-3", experiment="stage2_hf", options=["-m"])
-    assert sweep.process.wait(timeout=400) == 1, sweep.output
-    sweep.assert_nothing_left()
-    trials = sweep.lines("trials.jsonl")
-    assert [trial["exit_code"] for trial in trials] == [2, 0]
-    for number, trial in enumerate(trials):
-        assert trial["folder"] == str(sweep.run_dir / f"trial_{number}")
-        assert (sweep.run_dir / f"trial_{number}" / "metrics.jsonl").exists() == (trial["exit_code"] == 0)
-    second = json.loads((sweep.run_dir / "trial_1" / "config.json").read_text())
-    assert (second["training"]["seed"], second["training"]["learning_rate"]) == (2, 1e-3)
-    assert "training.learning_rate: must be greater than 0, got -1" in sweep.output
-    assert "trial     0: failed with exit status 2" in sweep.output
-    assert "sweep     1 of 2 trials finished" in sweep.output
-    assert re.search(r"trial     1: F1@0\.5 \d\.\d{3}, ", sweep.output)
-    assert re.search(r"^trial  training\.learning_rate  steps  F1@0\.5$", sweep.output, flags=re.MULTILINE)
-
-
-@pytest.mark.engine
-@pytest.mark.engines_extra
-def test_an_interrupted_sweep_lets_its_trial_save_its_weights_begins_no_other_and_leaves_no_process(start_command, warm_checkpoint, demo_data, tmp_path):
-    endless = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=500", "data.val=null"]
-    sweep = start_command(tmp_path, warm_checkpoint, demo_data, *endless, "training.seed=1,2", experiment="stage2_hf", options=["-m"], of_a_user=True)
+@pytest.mark.long
+def test_a_sweep_goes_on_behind_a_failed_trial_and_an_interruption_ends_it(start_command, warm_checkpoint, demo_data, tmp_path):
+    """Of four trials the first is refused, the second ends, the third is interrupted and saves its weights, and the fourth never begins."""
+    small = ["stage2_ab.schedule.warmup_steps=500", "data.max_val_samples=4", "training.seed=2"]
+    sweep = start_command(tmp_path, warm_checkpoint, demo_data, *small, "training.max_steps=-1,1,500,501", experiment="stage2_hf", options=["-m"])
     sweep.wait_for("step    1/500")
     os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
     assert sweep.process.wait(timeout=90) == 130, sweep.output
     sweep.assert_nothing_left()
+    trials = sweep.lines("trials.jsonl")
+    assert [(trial["exit_code"], trial["interrupted"]) for trial in trials] == [(2, False), (0, False), (130, True)]
+    assert [trial["folder"] for trial in trials] == [str(sweep.run_dir / f"trial_{number}") for number in range(3)]
+    assert sorted(path.name for path in sweep.run_dir.glob("trial_*/metrics.jsonl")) == ["metrics.jsonl"] * 2
+    second = json.loads((sweep.run_dir / "trial_1" / "config.json").read_text())
+    assert (second["training"]["seed"], second["training"]["max_steps"]) == (2, 1)
     (checkpoint,) = sweep.run_dir.glob("trial_*/checkpoint_interrupted_*")
     assert f"saved     {checkpoint}" in sweep.output
-    assert not (sweep.run_dir / "trial_1").exists()
-    (trial,) = sweep.lines("trials.jsonl")
-    assert (trial["exit_code"], trial["interrupted"]) == (130, True)
-    assert "trial     0: interrupted, " in sweep.output
-    assert "sweep     0 of 1 trials finished" in sweep.output
+    assert re.search(r"training\.max_steps: must be .*got -1", sweep.output)
+    assert "trial     0: failed with exit status 2" in sweep.output
+    assert re.search(r"trial     1: F1@0\.5 \d\.\d{3}, ", sweep.output)
+    assert "trial     2: interrupted, " in sweep.output
+    assert "sweep     1 of 3 trials finished" in sweep.output
+    assert re.search(r"^trial  training\.max_steps  steps  F1@0\.5$", sweep.output, flags=re.MULTILINE)
     assert "Traceback" not in sweep.output
 
 

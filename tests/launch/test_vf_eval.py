@@ -260,7 +260,7 @@ HANGING = """
 
     def load_environment():
         def slow(completion, answer):
-            Path("begun").touch()
+            Path(f"begun_{answer}").touch()
             time.sleep(600 if answer == "hang" else 0)
             return 1.0
 
@@ -283,7 +283,7 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
     (place.folder / "hanging.py").write_text(textwrap.dedent(HANGING))
     process = place.start("hanging.py", "-b", url, "-r", "1")
     deadline = time.monotonic() + 60
-    while not place.evaluations or len(place.lines) < 1 or not (place.folder / "begun").exists():
+    while not place.evaluations or len(place.lines) < 1 or not (place.folder / "begun_hang").exists():
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)

@@ -50,7 +50,7 @@ def test_every_sample_is_asked_for_greedily_however_training_decodes(held_out):
         (DecodeMode.GREEDY, 0.0, 1.0, -1, 1)
     }
     assert {r.decode.repetition_penalty for r in requests} == {1.1}
-    assert all(image.data for request in requests for image in request.images)
+    assert all(image.sha256 and image.data is None for request in requests for image in request.images), "they are read when they are sent"
     assert len({request.seed for request in requests}) == 16
     assert requests == held.requests(3)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rollout_actors.backends.hf import HFBackendSpec
 from shared.config import RunConfig
 from shared.errors import ConfigError, RolloutError
 from shared.protocols import BackendHost
-from shared.rollouts import DecodeMode, FinishReason
+from shared.rollouts import DecodeMode, FinishReason, RolloutRequest
 from shared.schedule import RunSchedule
 
 BESIDE = {"stage2_ab__channel_b__enable_pipeline": False, "rollout_matching__vllm": {"mode": "colocate"}}
@@ -94,13 +95,17 @@ def losses_of_two_steps(config: RunConfig, learner: Learner, while_an_engine_wor
     return losses
 
 
+def with_pictures(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+    return [replace(request, images=tuple(image.with_data() for image in request.images)) for request in requests]
+
+
 @pytest.mark.slow
 def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itself(run: tuple[RunConfig, Learner]) -> None:
     """Else the weights, which are saved by the same thread, would wait for the longest response."""
     config, learner = run
     backend = HFBackendSpec(3)(LearnerHost(config, learner))
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
-    requests = learner.next_requests(plan)
+    requests = with_pictures(learner.next_requests(plan))
     learner.stop()
     with pytest.raises(RolloutError, match="generate on learner: told to stop, because the run is being ended"):
         backend.generate(requests)
@@ -113,7 +118,7 @@ def test_a_learner_learns_from_its_own_rollouts(run: tuple[RunConfig, Learner]) 
     config, learner = run
     backend = HFBackendSpec(3)(LearnerHost(config, learner))
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
-    rollouts = backend.generate(learner.next_requests(plan))
+    rollouts = backend.generate(with_pictures(learner.next_requests(plan)))
     assert {rollout.actor for rollout in rollouts} == {"learner"}
     assert {rollout.finish_reason for rollout in rollouts} <= {FinishReason.STOP, FinishReason.LENGTH}
     assert learner.loaded.model.training

@@ -12,7 +12,7 @@ from learner import image_files
 from learner.image_files import image_size, known_images
 from shared.dataset import image_names, load_dataset
 from shared.errors import RecordError
-from shared.records import ImageFacts
+from shared.records import ImageFacts, image_facts
 
 FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"]
 
@@ -59,7 +59,7 @@ def test_what_is_no_image_is_refused_with_a_reason(data):
 def images(tmp_path, monkeypatch):
     """A data file beside images `0.png` to `7.png` of 8 x 8 pixels; everything about them is kept, however quickly it was found."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(image_files, "ALONE_S", 0.0)
+    monkeypatch.setattr(image_files, "QUICK_S", 0.0)
     for number in range(8):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
     row = '{"images": ["%d.png"], "width": 8, "height": 8, "objects": []}\n'
@@ -74,15 +74,14 @@ def load(folder, **options):
 
 
 def counted(monkeypatch):
-    """Paths of the images that are decoded from now on, one by one in this process."""
+    """Names of the images that are decoded from now on."""
     decoded = []
 
-    def in_this_process(root, names):
-        for name in names:
-            decoded.append(name)
-            yield name, image_files.image_facts(root / name, image_size)
+    def facts(path, size):
+        decoded.append(path.name)
+        return image_facts(path, size)
 
-    monkeypatch.setattr(image_files, "_in_processes", in_this_process)
+    monkeypatch.setattr(image_files, "image_facts", facts)
     return decoded
 
 
@@ -146,16 +145,15 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothi
     assert "the next start decodes all images again" in caplog.text
 
 
-def test_a_second_s_work_is_done_here_and_not_kept(images, monkeypatch):
-    monkeypatch.setattr(image_files, "ALONE_S", 60.0)
-    decoded = counted(monkeypatch)
-    assert len(known_images(images / "train.jsonl", {f"{number}.png" for number in range(8)})) == 8
-    assert not decoded
+def test_a_second_s_work_is_not_told_of_and_not_kept(images, monkeypatch):
+    monkeypatch.setattr(image_files, "QUICK_S", 60.0)
+    told = []
+    assert len(known_images(images / "train.jsonl", {f"{number}.png" for number in range(8)}, lambda *far: told.append(far))) == 8
+    assert not told
     assert not (images / "cache").exists()
 
 
-@pytest.mark.slow
-def test_several_processes_find_what_one_does_and_tell_how_far_they_are(images):
+def test_what_is_no_image_is_left_out_and_how_far_the_check_is_is_told(images):
     names = {f"{number}.png" for number in range(8)}
     (images / "6.png").write_bytes(b"no image")
     (images / "7.png").unlink()
@@ -164,11 +162,3 @@ def test_several_processes_find_what_one_does_and_tell_how_far_they_are(images):
     told = []
     assert known_images(images / "train.jsonl", names, lambda done, total: told.append((done, total))) == expected
     assert told == [(done, 8) for done in range(1, 9)]
-
-
-@pytest.mark.slow
-def test_processes_that_end_leave_their_images_to_whoever_loads_the_rows(images, monkeypatch, caplog):
-    monkeypatch.setattr(image_files.sys, "executable", "/bin/false")
-    assert known_images(images / "train.jsonl", {"0.png", "1.png"}) == {}
-    assert "2 images are decoded one by one" in caplog.text
-    assert len(load(images)) == 16

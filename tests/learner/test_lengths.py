@@ -1,20 +1,22 @@
 """Length and text of every sample are known to be sound before the start (DESIGN 5, decisions 24 and 26)."""
 
+import io
 import itertools
 import unicodedata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen2VLImageProcessor
 
 from learner.lengths import describe_cut_answers, require_lengths
+from learner.segments import PromptEncoder
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import layout_append, serialize_objects
-from shared.records import GeometryKind, GroundTruthObject, Sample
+from shared.records import GeometryKind, GroundTruthObject, ImageRef, Sample
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.vocabulary import COORD_TOKENS
 
@@ -39,14 +41,12 @@ def codec():
 
 
 class PromptOfLength:
-    """Encodes as many prompt tokens as the sample has columns, and remembers whose."""
+    """Has as many prompt tokens as the sample has columns, and refuses a sample of three."""
 
-    def __init__(self):
-        self.encoded = []
-
-    def encode(self, sample):
-        self.encoded.append(sample.sample_id)
-        return SimpleNamespace(token_ids=(0,) * sample.width)
+    def num_tokens(self, sample):
+        if sample.width == 3:
+            raise RecordError(f"sample {sample.sample_id} has a picture of 3 x 5", field="images", remedy="crop it")
+        return sample.width
 
 
 def sample(*descs, sample_id="scene", width=PROMPT):
@@ -54,9 +54,9 @@ def sample(*descs, sample_id="scene", width=PROMPT):
     return Sample(sample_id, (), width, 5, objects)
 
 
-def require(codec, *samples, encoder=None, **options):
-    options = {"max_new_tokens": 20, "global_max_length": 10_000, **options}
-    require_lengths(Dataset(Path("data/train.jsonl"), samples), encoder or PromptOfLength(), codec, **options)
+def require(codec, *samples, **options):
+    options = {"max_new_tokens": 20, "global_max_length": 10_000, "on_bad_row": "error", **options}
+    return require_lengths(Dataset(Path("data/train.jsonl"), samples, ("a row",)), PromptOfLength(), codec, **options)
 
 
 def longest_append(codec, of):
@@ -86,16 +86,58 @@ def test_the_longest_sequence_is_prompt_response_append_behind_the_longest_key_a
 def test_answers_shorter_than_their_ground_truth_are_told_before_the_run(codec):
     short, long = sample("cat"), sample("cat", "dog", "owl", sample_id="long")
     needed = len(codec.encode(serialize_objects(long.objects))) + 1
-    dataset = Dataset(Path("data/train.jsonl"), (long, short, short))
+    for taught in (True, False):
+        fitting = require(codec, long, short, short, sample(sample_id="of nothing"), taught=taught)
 
-    def told(max_new_tokens):
-        return describe_cut_answers(dataset, codec, max_new_tokens=max_new_tokens, field_order="desc_first")
+        def told(max_new_tokens, fitting=fitting):
+            return describe_cut_answers(fitting, codec, max_new_tokens=max_new_tokens, field_order="desc_first")
 
-    assert told(needed) is None
-    assert told(needed - 1) == (
-        f"rollout_matching.max_new_tokens: {needed - 1} is less than the ground truth of 1 of the 3 samples of data/train.jsonl, "
-        f"which takes up to {needed} tokens; raise it to {needed}, or expect such answers to be cut"
-    )
+        assert told(needed) is None
+        assert told(needed - 1) == (
+            f"rollout_matching.max_new_tokens: {needed - 1} is less than the ground truth of 1 of the 4 samples of data/train.jsonl, "
+            f"which takes up to {needed} tokens; raise it to {needed}, or expect such answers to be cut"
+        )
+        assert "of 4 of the 4 samples" in told(2)
+
+
+def test_a_ground_truth_is_encoded_once_where_what_is_appended_fits_an_answer(codec):
+    fitting = require(codec, sample("cat"), sample("dog"))
+
+    class Refusing:
+        def encode(self, text):
+            raise AssertionError(f"{text} is encoded again")
+
+    assert describe_cut_answers(fitting, Refusing(), max_new_tokens=max(fitting.appends) + 1, field_order="desc_first") is None
+
+
+def test_what_the_tokenizer_or_the_image_processor_refuses_is_skipped_counted_and_told_like_any_bad_row(codec, caplog):
+    samples = (sample("cat"), sample("cat", sample_id="thin", width=3), sample("<|coord_5|>", sample_id="token"), sample("dog", sample_id="last"))
+    fitting = require(codec, *samples, on_bad_row="skip")
+    assert [kept.sample_id for kept in fitting.samples] == ["scene", "last"]
+    assert len(fitting.appends) == 2
+    first, thin, token = fitting.samples.skipped
+    assert first == "a row"
+    assert thin == "data/train.jsonl: images: sample thin has a picture of 3 x 5; crop it"
+    assert "sample token" in token
+    assert caplog.text.count("bad row skipped: data/train.jsonl") == 2
+    assert [kept.sample_id for kept in require(codec, *samples, on_bad_row="skip", most=1).samples] == ["scene"]
+    with pytest.raises(RecordError, match="has no usable row: 2 were bad, the first: a row"):
+        require(codec, samples[1], on_bad_row="skip")
+
+
+@pytest.mark.parametrize("patch_size", [14, 16])
+def test_the_length_of_a_prompt_follows_from_the_size_of_its_pictures(demo_checkpoint, patch_size):
+    processor = AutoProcessor.from_pretrained(demo_checkpoint)
+    processor.image_processor = Qwen2VLImageProcessor(patch_size=patch_size, merge_size=2, min_pixels=4096, max_pixels=30_000)
+    encoder = PromptEncoder(processor, system_prompt="Look.", user_prompt="What is there?")
+    for width, height, number in ((96, 96, 1), (7, 9, 1), (513, 101, 1), (400, 300, 2), (3, 590, 3)):
+        file = io.BytesIO()
+        Image.new("RGB", (width, height)).save(file, format="PNG")
+        shown = Sample("s", (ImageRef(None, file.getvalue(), ""),) * number, width, height, ())
+        assert encoder.num_tokens(shown) == len(encoder.encode(shown).token_ids)
+    unread = Sample("thin", (ImageRef(Path("nowhere.png"), None, ""),), 300, 1, ())
+    with pytest.raises(RecordError, match="sample thin has a picture of 300 x 1 pixels, which the checkpoint's image processor does not take"):
+        encoder.num_tokens(unread)
 
 
 def test_a_held_out_sequence_ends_with_its_response(codec):
@@ -103,12 +145,6 @@ def test_a_held_out_sequence_ends_with_its_response(codec):
     require(codec, *samples, taught=False, global_max_length=50)
     with pytest.raises(ConfigError, match=r"too short for sample wide of .*: prompt 30 \+ response 20 \(rollout_matching\.max_new_tokens\) = 50 tokens; raise"):
         require(codec, *samples, taught=False, global_max_length=49)
-
-
-def test_a_prompt_is_encoded_once_for_each_shape(codec):
-    encoder = PromptOfLength()
-    require(codec, *(sample("cat", sample_id=f"{i}", width=width) for i, width in enumerate([7, 7, 8, 7, 8])), encoder=encoder)
-    assert encoder.encoded == ["0", "2"]
 
 
 def test_a_description_that_the_tokenizer_normalises_is_an_error_with_sample_and_field(codec):

@@ -24,7 +24,7 @@ from shared.lora import AdapterFiles
 from shared.weight_sync import sync_weights
 from shared.weight_terms import AdapterTerms
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra, pytest.mark.ray]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.ray]
 
 
 @pytest.fixture(scope="module")

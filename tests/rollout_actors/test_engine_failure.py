@@ -8,9 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fake_server import make_settings
 from ray.exceptions import RayTaskError
 
 from rollout_actors import engine_failure
@@ -113,6 +116,16 @@ def test_a_process_that_wrote_nothing_is_said_to_have_ended_with_its_status(fail
     assert failures.of_error(unknown)[0] == "EngineCore ended and wrote no error, as where it is killed; see what it printed"
 
 
+def test_an_error_of_hours_ago_is_not_told_as_the_end(failures, monkeypatch):
+    engine_failure.write_failures_down()
+    log(ValueError("of an earlier call, which the engine has survived"))
+    now_s = time.time()
+    monkeypatch.setattr(engine_failure.time, "time", lambda: now_s + 2 * 3600)
+    assert "wrote no error" in failures.of_end({"EngineCore": 1})[0]
+    log(OSError("no such weights"))
+    assert failures.of_end({"EngineCore": 1})[0].endswith(": OSError: no such weights")
+
+
 def test_what_is_written_down_is_bounded_and_the_last_errors_are_kept(failures, monkeypatch):
     monkeypatch.setattr(engine_failure, "MAX_BYTES", 10_000)
     engine_failure.write_failures_down()
@@ -131,6 +144,20 @@ def test_without_somebody_who_asks_nothing_is_written_down(failures, monkeypatch
     engine_failure.write_failures_down()
     log(ValueError("x"))
     assert failures.first_cause() is None
+
+
+@pytest.mark.engine
+def test_an_engine_that_has_ended_is_told_of_twice_and_leaves_no_file(failures, tmp_path):
+    """Whoever has it ends without closing it (`EngineActor._or_exit`). With the engine tests, because it imports vllm."""
+    from rollout_actors.vllm_engine import VllmEngine
+
+    engine = VllmEngine("rollout-actor-0", make_settings(tmp_path))
+    engine._failures = failures
+    engine._llm = SimpleNamespace(errored=True, engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=None)))
+    engine_failure.write_failures_down()
+    log(OSError("no such weights"))
+    assert [engine.why_dead.rpartition(": ")[2] for _ in range(2)] == ["no such weights"] * 2
+    assert not list(tmp_path.glob("rollmatch-engine-*"))
 
 
 class DeadEngine:

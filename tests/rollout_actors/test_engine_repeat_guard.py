@@ -16,9 +16,10 @@ from rollout_actors.repeat_rule import require_guard
 from shared.errors import RolloutError
 from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
+from shared.sent_requests import PictureShelf
 from shared.weight_sync import sync_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SETTINGS = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=6)
 NUM_REQUESTS = 8
@@ -45,7 +46,7 @@ def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLea
 
 
 def generate(actor: Any, requests: list[RolloutRequest]) -> list[Rollout]:
-    return ray.get(actor.generate.options(num_returns=2).remote(*requests)[0])
+    return ray.get(actor.generate.options(num_returns=2).remote(PictureShelf(ray.put).send(requests))[0])
 
 
 def said(rollout: Rollout) -> tuple[object, ...]:

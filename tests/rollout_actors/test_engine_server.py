@@ -25,7 +25,7 @@ from shared.errors import RolloutError, UnreachableError, WeightSyncError
 from shared.repeat_guard import RepeatGuardSettings
 from shared.weight_sync import sync_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

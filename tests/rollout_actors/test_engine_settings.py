@@ -19,8 +19,9 @@ from rollout_actors.engine_settings import (
     model_type,
     neighbour_runtime_env,
 )
-from shared.config.engine_checks import HIGHEST_VLLM_TEMPERATURE, MAX_VLLM_BEAMS
+from shared.config.engine_checks import MAX_VLLM_BEAMS
 from shared.lora import LORA_RANKS
+from shared.rollouts import MAX_TEMPERATURE
 from shared.transports import Device
 
 
@@ -102,9 +103,9 @@ def test_the_highest_temperature_is_vllms_own() -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    SamplingParams(temperature=HIGHEST_VLLM_TEMPERATURE)
+    SamplingParams(temperature=MAX_TEMPERATURE)
     with pytest.raises(VLLMValidationError, match="temperature must be in"):
-        SamplingParams(temperature=HIGHEST_VLLM_TEMPERATURE + 1e-6)
+        SamplingParams(temperature=MAX_TEMPERATURE + 1e-6)
 
 
 @pytest.mark.engine

@@ -29,7 +29,7 @@ from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason
 from shared.weight_sync import sync_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 GUARD = RepeatGuardSettings(min_new_tokens=40, max_consecutive_token_repeats=4, ngram_size=4, ngram_repeats=3, max_object_keys=None)
 """Says nothing about responses of 32 tokens."""

@@ -17,6 +17,7 @@ from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, sma
 from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import RolloutError, WeightSyncError
+from shared.sent_requests import PictureShelf
 from shared.weight_sync import sync_weights
 
 pytestmark = pytest.mark.engine
@@ -110,7 +111,7 @@ def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: Engi
         assert engine_pool.generate([request], "actor-0")[0].response_token_ids == learner.greedy(request)[0]
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_they_begin(engine_pool: EnginePool, demo_checkpoint: Path) -> None:
     """As under `max_staleness`: the next step's first round still runs when this step's weights are due."""
     limits = TimeoutsSection(sync_phase_s=4.0)
@@ -119,7 +120,7 @@ def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_t
     learner.version = served = engine_pool.pool.version
     requests = [learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(72)]
     endless = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
-    generating = pool.generate([[ray.put(request) for request in endless]])
+    generating = pool.generate([PictureShelf(ray.put).put_each(endless)])
     report = sync_weights(learner, pool)
     learner.close()
     assert (report.version, pool.version) == (served + 1, served + 1)
@@ -129,7 +130,7 @@ def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_t
     assert seconds > 1.5 * limits.sync_phase_s, "otherwise nothing was tested"
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner) -> None:
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
     pool = ActorPool([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
@@ -137,7 +138,7 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: Non
     shell, *children = ray.get(actor.process_ids.remote())
     psutil.Process(children[0]).kill()
     with pytest.raises(RolloutError, match=r"generate on doomed: its process has ended \(EngineCore was ended by SIGKILL"):
-        pool.generate([[ray.put(learner.request(0))]]).result()
+        pool.generate([PictureShelf(ray.put).put_each([learner.request(0)])]).result()
     deadline = time.monotonic() + 60
     while any(psutil.pid_exists(process) for process in (shell, *children)):
         assert time.monotonic() < deadline, "the actor goes on without its engine"
@@ -145,7 +146,7 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: Non
     pool.close()
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story(ray_cluster: None, demo_checkpoint: Path) -> None:
     actor = create_actor("small", small_settings(demo_checkpoint, kv_cache_memory_bytes=1 << 19), 0)
     pool = ActorPool([actor], ["small"], TIMEOUTS, decode_batch_size=8)
@@ -157,7 +158,7 @@ def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story
     assert "check_enough_kv_cache_memory" in "".join(traceback.format_exception(caught.value)), "what error.txt is written from"
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_not_at_the_phases_limit(ray_cluster: None, demo_checkpoint: Path) -> None:
     limits = TimeoutsSection(sync_phase_s=200.0)
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)

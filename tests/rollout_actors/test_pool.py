@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import ray
-from fake_actors import create_fake_actor
+from fake_actors import EchoEngine, Sender, create_fake_actor
+from fake_server import make_request
+from ray.exceptions import OwnerDiedError, RayTaskError
 
+from rollout_actors.engine_actor import EngineActor
 from rollout_actors.pool import ActorPool, PoolTimeouts
+from rollout_actors.ray_answers import Call, told
 from shared.config.timeouts import TimeoutsSection
-from shared.errors import ConfigError, RolloutError, WeightSyncError
-from shared.protocols import CLOSED_S
+from shared.errors import ConfigError, RecordError, RolloutError, WeightSyncError
+from shared.protocols import CLOSED_S, ByRank
+from shared.records import ImageRef
 from shared.rollouts import WeightOffer
+from shared.sent_requests import PictureShelf, RequestRef
 
 pytestmark = pytest.mark.ray
 
@@ -47,10 +54,11 @@ def own_pool(*troubles: tuple[str, str], limit_s: float = 30.0, closed_s: float 
     return pool
 
 
-def refs(*sizes: int) -> list[list[ray.ObjectRef]]:
+def refs(*sizes: int) -> ByRank:
     """Requests of each learner rank."""
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    return [[ray.put(f"request-{start + i}") for i in range(size)] for start, size in zip(starts, sizes, strict=True)]
+    shelf = PictureShelf(ray.put)
+    return [shelf.put_each([f"request-{start + i}" for i in range(size)]) for start, size in zip(starts, sizes, strict=True)]
 
 
 def offer(version: int) -> WeightOffer:
@@ -185,10 +193,55 @@ def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told
 def test_requests_that_are_lost_with_the_learner_are_not_laid_on_an_engine(make_pool: MakePool) -> None:
     learner = create_fake_actor("learner", "start", "sleep")
     ray.get(learner.__ray_ready__.remote())
-    generating = make_pool().generate([[learner.start.remote()]])
+    generating = make_pool().generate([[RequestRef(learner.start.remote(), 0)]])
     ray.kill(learner)
     with pytest.raises(RolloutError, match="generate on actor-0: what it was asked for is lost, for the learner's process has ended"):
         generating.result()
+
+
+@ray.remote(num_cpus=0)
+def unreadable() -> None:
+    raise RecordError("cannot read a.png: gone", field="images", remedy="restore the file")
+
+
+def test_a_picture_that_cannot_be_read_is_told_as_what_it_is(make_pool: MakePool) -> None:
+    with pytest.raises(RecordError, match=r"images: cannot read a\.png: gone; restore the file"):
+        make_pool().generate([[RequestRef(unreadable.remote(), 0)]]).result()
+
+
+@pytest.fixture
+def echo(ray_cluster: None) -> Iterator[ActorPool]:
+    """An engine's real shell, over what answers with what it is asked."""
+    actor = ray.remote(EngineActor).options(num_cpus=0).remote(EchoEngine)
+    yield ActorPool([actor], ["actor-0"], timeouts(), decode_batch_size=64, devices=(1,))
+    ray.kill(actor)
+
+
+@pytest.fixture
+def sender(ray_cluster: None) -> Iterator[Any]:
+    actor = ray.remote(Sender).options(num_cpus=0).remote()
+    yield actor
+    ray.kill(actor)
+
+
+def test_an_engine_gets_every_pictures_bytes_from_whoever_sends_them(echo: ActorPool, sender: Any) -> None:
+    requests = [make_request(place, images=(picture(place // 2), picture(7))) for place in range(5)]
+    for _ in range(2):
+        sent = sender.requests.remote(requests)
+        ((answer,),) = echo.generate([[RequestRef(sent, place) for place in range(1, 5)]]).result()
+        assert ray.get(answer) == requests[1:]
+
+
+def test_pictures_that_are_lost_with_the_learner_are_not_laid_on_an_engine() -> None:
+    """A node that has no copy of them hears this from Ray."""
+    lost = RayTaskError("EngineActor.generate", "", OwnerDiedError("ab", b"", ""))
+    call = Call("generate", None, "", RolloutError)
+    assert "generate on actor-0: what it was asked for is lost, for the learner's process has ended" in str(told(call, "actor-0", lost))
+
+
+def picture(number: int) -> ImageRef:
+    data = bytes([number]) * 200_000
+    return ImageRef(None, data, hashlib.sha256(data).hexdigest())
 
 
 @pytest.mark.parametrize("phase", ["start", "generate"])

@@ -17,6 +17,7 @@ from rollout_actors.pool import ActorPool, PoolTimeouts
 from shared.config.timeouts import TimeoutsSection
 from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import Rollout
+from shared.sent_requests import PictureShelf
 from shared.weight_sync import SyncPhase
 
 pytestmark = pytest.mark.ray
@@ -63,7 +64,7 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
 
 
 def generated(pool: ActorPool, num_requests: int) -> list[Rollout]:
-    (shares,) = pool.generate([[ray.put(make_request(position)) for position in range(num_requests)]]).result(timeout=60)
+    (shares,) = pool.generate([PictureShelf(ray.put).put_each([make_request(position) for position in range(num_requests)])]).result(timeout=60)
     return [rollout for share in ray.get(shares) for rollout in share]
 
 

@@ -15,7 +15,7 @@ from engine_support import TIMEOUTS, SmallLearner, create_actor, generated, smal
 from rollout_actors.pool import ActorPool
 from shared.weight_sync import sync_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def named_memory(process: psutil.Process) -> set[Path]:

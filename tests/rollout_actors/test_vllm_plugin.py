@@ -67,7 +67,7 @@ def test_the_environment_of_an_engine_asks_for_processes_that_are_started_anew_o
 
 
 @pytest.mark.engine
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_an_engines_process_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
     """As on a GPU: the server has loaded the plugins before vLLM starts the engine's process, which loads them too."""
     (tmp_path / "server.py").write_text(SERVER)

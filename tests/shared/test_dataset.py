@@ -140,12 +140,6 @@ def test_rows_with_bad_images_are_skipped_like_any_bad_row(write) -> None:
     assert [reason.removeprefix(f"{path}:").split(": ")[:2] for reason in dataset.skipped] == [["2", "images[0]"], ["3", "images[1]"]]
 
 
-def test_the_first_rows_are_a_dataset_of_the_same_file(write) -> None:
-    dataset = load(write(row(id="a"), row(id="b"), "bad", row(id="c")), on_bad_row="skip")
-    assert [[sample.sample_id for sample in dataset.first(count)] for count in (2, 9, None)] == [["a", "b"], ["a", "b", "c"], ["a", "b", "c"]]
-    assert dataset.first(2).path == dataset.path and dataset.first(2).num_skipped == 1
-
-
 def test_unsorted_objects_are_an_error_where_they_are_not_sorted(write) -> None:
     objects = [{"bbox_2d": [1, 20, 3, 40], "desc": "cat"}, {"bbox_2d": [1, 2, 3, 4], "desc": "dog"}]
     path = write(row(objects=objects))

@@ -36,6 +36,7 @@ from shared.config.timeouts import TimeoutsSection
 from shared.pictures import on_white
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
+from shared.sent_requests import PictureShelf
 from shared.transports import Device, Transport
 from shared.weight_sync import SendReport, sync_weights
 
@@ -121,7 +122,7 @@ class EnginePool:
 
 def generated(pool: ActorPool, requests: Sequence[RolloutRequest]) -> list[Rollout]:
     """A step of one learner rank, round by round."""
-    rounds = [pool.generate(round_).result() for round_ in pool.split([[ray.put(request) for request in requests]])]
+    rounds = [pool.generate(round_).result() for round_ in pool.split([PictureShelf(ray.put).put_each(requests)])]
     return [rollout for (shares,) in rounds for share in ray.get(shares) for rollout in share]
 
 

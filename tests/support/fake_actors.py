@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from shared.errors import RolloutError, UnreachableError, WeightSyncError
 from shared.rollouts import RolloutRequest, SyncReport, WeightOffer
+from shared.sent_requests import PictureShelf, SentRequests
 from shared.weight_sync import SyncPhase
 
 
@@ -33,8 +35,9 @@ class FakeActor:
         await self._reach("start")
         return 1, ""
 
-    async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Any], int]:
+    async def generate(self, *objects: SentRequests, places: range | None = None, attempt: int = 0) -> tuple[list[Any], int]:
         await self._reach("generate")
+        requests = SentRequests.chosen(objects, places).requests
         return [(self._name, request) for request in requests], len(requests)
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
@@ -68,6 +71,25 @@ class FakeActor:
                 raise RolloutError("told to fail", actor=self._name, phase=phase)
             case "fail":
                 raise WeightSyncError("told to fail", actor=self._name, phase=phase, quantity="nothing", size=2.5)
+
+
+class EchoEngine:
+    """Answers with what it is asked."""
+
+    process, is_dead = "", False
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        return list(requests)
+
+
+class Sender:
+    """Sends requests from a process of its own."""
+
+    def __init__(self) -> None:
+        self._shelf = PictureShelf(ray.put)
+
+    def requests(self, requests: Sequence[RolloutRequest]) -> SentRequests:
+        return self._shelf.send(requests)
 
 
 def create_fake_actor(name: str, phase: str = "", trouble: str = "") -> Any:

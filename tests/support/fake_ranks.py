@@ -12,6 +12,7 @@ import ray
 
 from shared.errors import CollectiveError, ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
+from shared.sent_requests import SentRequests
 
 STOPPING = "stopping"
 """As in `learner.actor`, which takes seconds to import."""
@@ -63,11 +64,11 @@ class FakeRank:
         self._let_go.wait(600)
         return 0
 
-    def requests(self, first: int, stop: int) -> Any:
+    def requests(self, first: int, stop: int) -> SentRequests:
         """Those from the second call on are not made until the rank is let go."""
         if first:
             self._let_go.wait(600)
-        return [f"{self._rank}/{place}" for place in range(first, stop)] if stop - first > 1 else f"{self._rank}/{first}"
+        return SentRequests(tuple(f"{self._rank}/{place}" for place in range(first, stop)), {})
 
     def finish_step(self) -> None:
         os._exit(1)

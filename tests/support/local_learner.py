@@ -25,6 +25,7 @@ from shared.protocols import ByRank
 from shared.reports import StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule, StepPlan
+from shared.sent_requests import PictureShelf
 from shared.timeline import Span
 from shared.trajectory import ExampleCounts
 from shared.transports import Transport
@@ -151,7 +152,7 @@ def run_job(config: RunConfig, pool: ActorPool | EnvironmentPool, num_actors: in
 
 
 def _put(requests: Sequence[Any]) -> ByRank:
-    return [[ray.put(request) for request in requests]]
+    return [PictureShelf(ray.put).put_each(requests)]
 
 
 def _get(done: ByRank) -> list[Any]:

@@ -10,6 +10,7 @@ import ray
 from scripted_engines import Says, rollout_of
 
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.sent_requests import SentRequests
 from shared.weight_sync import SyncPhase
 
 
@@ -24,7 +25,8 @@ class ScriptedEngineActor:
     async def start(self) -> tuple[int, str]:
         return 1, ""
 
-    async def generate(self, *requests: RolloutRequest, attempt: int = 0) -> tuple[list[Rollout], int]:
+    async def generate(self, *objects: SentRequests, places: range | None = None, attempt: int = 0) -> tuple[list[Rollout], int]:
+        requests = SentRequests.chosen(objects, places).requests
         if any(request.position == self._dies_at for request in requests):
             os._exit(1)
         return [rollout_of(request, self._says(request), self._number) for request in requests], len(requests)

@@ -139,7 +139,7 @@ BACKENDS: dict[str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[
     "colocate": (colocate, [pytest.mark.engine]),
     "actors": (actors, [pytest.mark.engine, pytest.mark.ray]),
     "server": (server, [pytest.mark.engine]),
-    "stock": (stock, [pytest.mark.engine, pytest.mark.engines_extra]),
+    "stock": (stock, [pytest.mark.engine, pytest.mark.long]),
 }
 
 

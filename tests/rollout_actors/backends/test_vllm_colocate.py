@@ -211,7 +211,7 @@ print("fine")
 
 
 @pytest.mark.engine
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them(demo_checkpoint: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}", "OMP_NUM_THREADS": "1"}
     command = [*warm_python.command(), "-c", RANK, str(demo_checkpoint), str(tmp_path / "store")]

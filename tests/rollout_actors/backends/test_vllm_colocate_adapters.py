@@ -20,7 +20,7 @@ from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_terms import AdapterTerms
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 class AdaptedHost(ModelHost):

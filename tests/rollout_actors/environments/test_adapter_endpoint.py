@@ -19,7 +19,7 @@ from shared.lora import AdapterFiles
 from shared.weight_sync import sync_weights
 from shared.weight_terms import AdapterTerms
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 NUM_TOKENS = GREEDY["max_tokens"]
 

@@ -40,7 +40,7 @@ from shared.errors import WeightSyncError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.weight_sync import sync_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines_extra]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 ROOT = Path(__file__).parents[3]
 TOOL: dict[str, Any] = {

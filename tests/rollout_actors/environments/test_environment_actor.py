@@ -25,6 +25,7 @@ from shared.config.timeouts import TimeoutsSection
 from shared.errors import RolloutError
 from shared.protocols import ByRank
 from shared.rollouts import WeightOffer
+from shared.sent_requests import PictureShelf
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleGroup
 
 pytestmark = pytest.mark.ray
@@ -81,7 +82,7 @@ def training(*examples: int) -> list[EnvironmentRequest]:
 
 def refs(*shares: Sequence[EnvironmentRequest]) -> ByRank:
     """Of each learner rank."""
-    return [[ray.put(request) for request in share] for share in shares]
+    return [PictureShelf(ray.put).put_each(share) for share in shares]
 
 
 def rollouts(done: ByRank) -> list[list[EnvironmentRollout]]:

@@ -15,6 +15,7 @@ from scripted_engines import decode_settings, demo_tokenizer
 from rollout_actors.environments.environment_actor import EnvironmentActor
 from rollout_actors.environments.runner import RunnerSettings
 from shared.errors import Limit, RolloutError
+from shared.sent_requests import SentRequests
 from shared.trajectory import EnvironmentRequest, ExampleGroup
 
 pytestmark = pytest.mark.slow
@@ -83,12 +84,13 @@ def test_an_engine_that_dies_ends_the_round_with_the_engines_name(ray_cluster: N
     settings = RunnerSettings("runner_environment", str(tokenizer_folder), 512, 8)
     actor = EnvironmentActor("environment-0", settings, engines, ["rollout-actor-0", "rollout-actor-1"], Limit(60.0, "timeouts.generate_s"))
     decode = decode_settings(demo_tokenizer(), max_new_tokens=16)
-    requests = [EnvironmentRequest(3, (ExampleGroup(example, range(2 * example, 2 * example + 2)),), decode, 7) for example in range(2)]
+    groups = [ExampleGroup(example, range(2 * example, 2 * example + 2)) for example in range(2)]
+    requests = SentRequests(tuple(EnvironmentRequest(3, (group,), decode, 7) for group in groups), {})
 
     async def round_() -> None:
         await actor.start()
         try:
-            await actor.generate(*requests)
+            await actor.generate(requests)
         finally:
             await actor.close()
 

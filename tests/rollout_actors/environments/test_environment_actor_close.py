@@ -18,6 +18,7 @@ from rollout_actors.environments.environment_actor import EnvironmentActor
 from rollout_actors.environments.runner import RunnerSettings
 from shared.errors import RolloutError
 from shared.protocols import CLOSED_S
+from shared.sent_requests import SentRequests
 from shared.trajectory import EnvironmentRequest, ExampleGroup
 
 pytestmark = pytest.mark.slow
@@ -42,14 +43,15 @@ def actor(tokenizer_folder: Path, log: Path, collector: None) -> Callable[..., E
     return make
 
 
-def requests() -> list[EnvironmentRequest]:
+def requests() -> SentRequests:
     decode = decode_settings(demo_tokenizer())
-    return [EnvironmentRequest(3, (ExampleGroup(example, range(2 * example, 2 * example + 2)),), decode, 7) for example in range(2)]
+    groups = [ExampleGroup(example, range(2 * example, 2 * example + 2)) for example in range(2)]
+    return SentRequests(tuple(EnvironmentRequest(3, (group,), decode, 7) for group in groups), {})
 
 
 async def with_rollouts_under_way(actor: EnvironmentActor, log: Path) -> asyncio.Task[Any]:
     await actor.start()
-    round_ = asyncio.create_task(actor.generate(*requests()))
+    round_ = asyncio.create_task(actor.generate(requests()))
     async with asyncio.timeout(30):
         while len(noted(log)) < len(OPENED):
             await asyncio.sleep(0.01)

@@ -190,6 +190,38 @@ def test_tools_that_hang_cost_their_own_rollouts_alone_though_they_have_every_th
     assert results.state[0]["given_up"] == ["look_up"]
 
 
+@pytest.mark.slow
+def test_rewards_that_hang_in_every_thread_are_bounded_by_the_rollouts_limit_so_that_tools_get_one(monkeypatch):
+    monkeypatch.setattr(turns, "THREADS", Threads(2))
+    release, hung = threading.Event(), []
+
+    def look_up(number: int) -> str:
+        """Look up a number."""
+        return str(number)
+
+    def judged(answer):
+        if int(answer) < 2:
+            hung.append(answer)
+            release.wait(60)
+        return 1.0
+
+    async def script(call):
+        number = int(call.prompt[0]["content"])
+        if number >= 2 and not call.turn:
+            while len(hung) < 2:  # until both threads are taken
+                await asyncio.sleep(0.01)
+        return "done" if call.turn or number < 2 else Answer(None, tool_calls=[("look_up", {"number": number})])
+
+    examples = [{"question": str(number), "answer": str(number)} for number in range(4)]
+    try:
+        results = generated(ToolEnv([look_up], rubric=Rubric([judged])), examples, ScriptedClient(script), rollout_timeout_s=2.0)
+    finally:
+        release.set()
+    assert [state["error"] for state in results.state[2:]] == [None] * 2
+    error = "TimeoutError: reward function judged is not done after rollout_timeout_s = 2 s; check what it waits for, or allow more with scoring_timeout_s"
+    assert [state["reward_errors"] for state in results.state[:2]] == [{"judged": error}] * 2
+
+
 def test_an_asynchronous_reward_function_that_hangs_has_no_figure_at_its_limit():
     async def judged(completion, answer):
         if answer == "q1":
@@ -203,11 +235,12 @@ def test_an_asynchronous_reward_function_that_hangs_has_no_figure_at_its_limit()
     results, seconds = counted(env.generate(rows(3), ScriptedClient(echo), "model", use_tqdm=False, scoring_timeout_s=2.0))
     assert seconds == pytest.approx(2.0)
     assert results.reward == [1.0, 1.0, 1.0]
-    error = "TimeoutError: reward function judged is not done after scoring_timeout_s = 2 s; check what it waits for, or allow more"
+    error = "TimeoutError: reward function judged is not done after scoring_timeout_s = 2 s; check what it waits for, or allow more with scoring_timeout_s"
     assert results.state[1]["reward_errors"] == {"judged": error}
     assert results.metadata.num_reward_errors == {"judged": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_thread_is_given_up(interleave_scoring):
     release = threading.Event()
@@ -218,10 +251,10 @@ def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_t
 
     env = SingleTurnEnv(rubric=Rubric([hangs], [0.0]))
     try:
-        results = generated(env, rows(1), ScriptedClient(echo), scoring_timeout_s=0.05, interleave_scoring=interleave_scoring)
+        results = generated(env, rows(1), ScriptedClient(echo), scoring_timeout_s=1.0, interleave_scoring=interleave_scoring)
     finally:
         release.set()
-    assert results.state[0]["reward_errors"]["hangs"].startswith("TimeoutError: reward function hangs is not done after scoring_timeout_s = 0.05 s")
+    assert results.state[0]["reward_errors"]["hangs"].startswith("TimeoutError: reward function hangs is not done after scoring_timeout_s = 1 s")
     assert results.state[0]["timing"]["scoring_ms"] >= 50
     assert results.state[0]["error"] is None
     assert results.metadata.num_given_up == {"hangs": 1}

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from scripted_client import Answer, ScriptedClient
 
-from rollout_actors.environments.results_file import NAME, FinishedRollout, ResultsFile, digest, read_rollouts, tokens_of
+from rollout_actors.environments.dataset_utils import digest
+from rollout_actors.environments.results_file import NAME, FinishedRollout, ResultsFile, read_rollouts, tokens_of
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.single_turn import SingleTurnEnv
 from shared.errors import RecordError, StorageError

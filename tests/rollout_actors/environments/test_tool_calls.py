@@ -85,12 +85,17 @@ def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_on
 def test_a_batch_without_a_tool_call_is_warned_of_and_one_without_tools_is_not(caplog: pytest.LogCaptureFixture) -> None:
     def log_of(environment: ToolEnv, script: Any) -> str:
         caplog.clear()
-        generated(environment, [{"question": "2 + 3?"}], ScriptedClient(script))
+        generated(environment, [{"question": "2 + 3?"}] * 4, ScriptedClient(script))
         return caplog.text
 
-    assert "none of 1 rollouts called a tool" in log_of(ToolEnv([add]), ["5"])
-    assert "called a tool" not in log_of(ToolEnv([add]), [Answer(None, tool_calls=[("add", {"a": 2, "b": 3})]), "5"])
-    assert "called a tool" not in log_of(ToolEnv([]), ["5"])
+    def calls_once(call: Any) -> Any:
+        return "5" if call.turn else Answer(None, tool_calls=[("add", {"a": 2, "b": 3})])
+
+    uncalled = ToolEnv([add])
+    assert "called a tool" not in log_of(uncalled, lambda call: "5"), "four may have had no need of it"
+    assert "none of 8 rollouts called a tool" in log_of(uncalled, lambda call: "5")
+    for environment, script in ((ToolEnv([add]), calls_once), (ToolEnv([]), lambda call: "5")):
+        assert "called a tool" not in "".join(log_of(environment, script) for _ in range(2))
 
 
 # What imports vllm, which takes ten seconds: with the engine tests, which import it anyway.

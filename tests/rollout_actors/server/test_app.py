@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import pytest
 from fake_server import HERE, ObedientEngine, asked_and_gone, eventually, image_bomb, make_offer, make_png, make_request, make_service, make_settings, serving
 
 from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.server import messages
+from rollout_actors.server import calls, messages
 from rollout_actors.server.app import make_app
 from rollout_actors.server.request_checks import request_problems
 from shared.errors import RolloutError, WeightSyncError
@@ -422,6 +423,19 @@ def test_what_contradicts_the_call_is_a_422_and_a_failing_engine_a_500_each_with
     answer = caller.infer(make_request(0))
     assert (answer.status_code, said(answer)) == (500, "ZeroDivisionError: by zero")
     assert caller.infer(make_request(0)).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_body_that_stalls_is_answered_with_408_and_its_connection_ended(caller: Caller, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(calls, "STALL_S", 0.2)
+    host, _, port = caller.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        head = f"POST /infer/ HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+        connection.sendall(head.encode() + b"half")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))  # to the end, which the server makes
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"no more of the body has come for 0.2 s after 4 bytes; send it again" in answer
+    assert [record.getMessage() for record in caplog.records] == ["a caller of '/infer/' has stalled for 0.2 s after 4 bytes of its body"]
 
 
 @pytest.mark.slow

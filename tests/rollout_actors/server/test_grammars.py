@@ -60,7 +60,7 @@ def test_whoever_brings_none_does_not_wait_and_whoever_waits_too_long_is_told(tm
     assert asyncio.run(calls()) == [503, 503]
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_of_the_engines_own_kinds_one_that_compiles_too_long_is_refused_and_usual_ones_are_not(demo_checkpoint: Path) -> None:
     vocab_size = json.loads((demo_checkpoint / "config.json").read_text())["text_config"]["vocab_size"]
     # A fifth of the usual limit: how long the hostile one takes depends on the machine.

@@ -75,6 +75,8 @@ WRONG = [
     ("rollout_matching.maskiou_resolution", 1, "must be at least 2, got 1; change it (Side of the canvas of the mask IoU, in pixels"),
     ("rollout_matching.maskiou_resolution", 4097, "must be at most 4096, got 4097; "),
     ("rollout_matching.maskiou_gate", 1.1, "must be at most 1, got 1.1; "),
+    ("rollout_matching.repetition_penalty", 1e-320, "must be at least 0.01, got 1e-320; "),
+    ("rollout_matching.repetition_penalty", 101.0, "must be at most 100, got 101.0; "),
     ("rollout_matching.decoding.top_p", 1.5, "must be at most 1, got 1.5; "),
     ("rollout_matching.decoding.top_p", 0.0, "must be greater than 0, got 0.0; "),
     ("rollout_matching.decoding.top_k", -2, "must be at least -1, got -2; "),

@@ -86,7 +86,7 @@ def test_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCo
     assert all(seen[name, "fused"] for name in codecs if name != "bytes")
 
 
-@pytest.mark.engines_extra
+@pytest.mark.long
 def test_50_000_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCodec]) -> None:
     seen = sweep(codecs, 50_000, seed=21)
     assert all(seen[reason] > 20 for reason in DropReason), seen

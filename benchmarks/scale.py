@@ -1,0 +1,165 @@
+"""How long engines wait for the requests of a step: pictures in every request, and each picture sent once.
+
+`python -m benchmarks.scale [--actors 3 16 64] [--rollouts 512 4096] [--processes 12]`. A learner rank's shell, the driver's end of it, the pool and the
+engines' shells as a run has them, without a model: engines answer at once with what they got, a checksum for each picture. More actors than processes
+share those. Each rollout shows a picture of 150 kB from disk; with `--per-picture 8` so many show the same one. Both ways take two steps over the same
+pictures, in turn; the answers must be the same.
+
+- each in its request: as it was. The rank reads all pictures and puts every request by itself before the driver hears of any.
+- once: `shared.sent_requests`. The first step finds no picture sent, the second all that the shelf holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+
+from learner.actor import STOPPING, LearnerActor
+from learner.remote_learner import RemoteLearner
+from rollout_actors.engine_actor import EngineActor
+from rollout_actors.pool import ActorPool, PoolTimeouts
+from shared.config.timeouts import TimeoutsSection
+from shared.records import ImageRef
+from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest
+from shared.sent_requests import PictureShelf, RequestRef, SentRequests
+
+GREEDY = DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 8, 1, (), (), return_logprobs=True)
+PICTURE_BYTES, PROMPT_TOKENS = 150_000, 300
+EACH, ONCE = "each in its request", "once"
+
+
+def write_pictures(folder: Path, number: int) -> list[ImageRef]:
+    images = []
+    for index in range(number):
+        data = np.random.default_rng(index).bytes(PICTURE_BYTES)
+        path = folder / f"{index}.png"
+        path.write_bytes(data)
+        images.append(ImageRef(path, None, hashlib.sha256(data).hexdigest()))
+    return images
+
+
+class Rank(LearnerActor):
+    """A rank over a learner that makes the requests of a step, each with the picture of its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._learner: Any = SimpleNamespace(next_requests=self._made)
+
+    def _made(self, images: Sequence[ImageRef]) -> list[RolloutRequest]:
+        ids = tuple(range(PROMPT_TOKENS))
+        return [RolloutRequest(0, place, str(place), ids, (image,), GREEDY, place) for place, image in enumerate(images)]
+
+    def clock(self) -> float:
+        return time.time()
+
+    def forget_pictures(self) -> None:
+        self._shelf = PictureShelf(ray.put)
+
+    def put_each(self, images: Sequence[ImageRef]) -> list[RequestRef]:
+        requests = self._made([image.with_data() for image in images])
+        return [RequestRef(ray.put(SentRequests((request,), {})), 0) for request in requests]
+
+
+class Echo:
+    """An engine that answers with what it was asked."""
+
+    process = ""
+    is_dead = False
+
+    async def start(self) -> int:
+        return 1
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Any]:
+        return [(replace(request, images=()), *(zlib.crc32(image.data or b"") for image in request.images)) for request in requests]
+
+
+class Engine(EngineActor):
+    def __init__(self) -> None:
+        super().__init__(Echo)  # type: ignore[arg-type]
+
+    async def generate_each(self, *objects: SentRequests, places: range, attempt: int) -> tuple[list[Any], int]:
+        """As it was: the requests bring their pictures."""
+        answers = await Echo().generate([request for one in objects for request in one.requests])
+        return answers, len(answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actors", type=int, nargs="+", default=[3, 16, 64])
+    parser.add_argument("--rollouts", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--processes", type=int, default=12, help="engine processes at most")
+    parser.add_argument("--decode-batch-size", type=int, default=4)
+    parser.add_argument("--per-picture", type=int, default=1, help="rollouts in a row that show the same picture")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=3_000_000_000)
+    rank = ray.remote(num_cpus=0, concurrency_groups={STOPPING: 1})(Rank).remote()
+    processes = [ray.remote(num_cpus=0)(Engine).remote() for _ in range(min(arguments.processes, max(arguments.actors)))]
+    ray.get([rank.__ray_ready__.remote(), *(process.__ray_ready__.remote() for process in processes)])
+    with tempfile.TemporaryDirectory() as folder:
+        images = write_pictures(Path(folder), -(-max(arguments.rollouts) // arguments.per_picture))
+        print("actors rollouts rounds  way                 step   first round answered s all made all rounds")
+        for num_actors, num_rollouts in itertools.product(arguments.actors, arguments.rollouts):
+            actors = [processes[index % len(processes)] for index in range(num_actors)]
+            shown = [images[place // arguments.per_picture] for place in range(num_rollouts)]
+            compare(rank, actors, shown, arguments.decode_batch_size, arguments.repeats)
+    ray.shutdown()
+
+
+def compare(rank: Any, actors: list[Any], shown: list[ImageRef], decode_batch_size: int, repeats: int) -> None:
+    timeouts = TimeoutsSection()
+    learner = RemoteLearner([rank], timeouts)
+    names = [f"actor-{index}" for index in range(len(actors))]
+
+    def pool_of(engines: list[Any]) -> ActorPool:
+        return ActorPool(engines, names, PoolTimeouts.of_actors(timeouts), decode_batch_size=decode_batch_size, devices=(1,) * len(engines))
+
+    once = pool_of(actors)
+    each = pool_of([SimpleNamespace(generate=actor.generate_each) for actor in actors])
+    seconds: dict[tuple[str, int], list[tuple[float, float, float]]] = {(way, step): [] for way in (EACH, ONCE) for step in (1, 2)}
+    answers: list[list[Any]] = []
+    num_rounds = 0
+    # The first repeat warms processes and files.
+    for repeat in range(repeats + 1):
+        ray.get(rank.forget_pictures.remote())
+        for way, step in seconds:
+            started_s = time.time()
+            if way == EACH:
+                pool, refs = each, [ray.get(rank.put_each.remote(shown))]
+            else:
+                pool, refs = once, learner.next_requests(shown)  # type: ignore[arg-type]
+            made, first_s, done = rank.clock.remote(), 0.0, []
+            rounds = pool.split(refs)
+            for round_ in rounds:
+                done += pool.generate(round_).result()[0]
+                first_s = first_s or time.time() - started_s
+            all_s = time.time() - started_s
+            made_s = ray.get(made) - started_s
+            answers.append(list(itertools.chain(*ray.get(done))))
+            num_rounds = len(rounds)
+            if repeat:
+                seconds[way, step].append((first_s, made_s, all_s))
+            del refs, rounds, done
+    assert all(answer == answers[0] for answer in answers), "the engines got other requests"
+    for (way, step), of_way in seconds.items():
+        first, made, whole = zip(*of_way, strict=True)
+        spread = f"{statistics.median(first):.3f} ({min(first):.3f}, {max(first):.3f})"
+        rest = f"{statistics.median(made):8.2f} {statistics.median(whole):10.2f}"
+        print(f"{len(actors):6} {len(shown):8} {num_rounds:6}  {way:19} {step:4}  {spread:>24} {rest}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
