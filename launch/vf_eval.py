@@ -25,7 +25,6 @@ from launch.eval_arguments import read_options
 from launch.eval_record import Evaluation, read_evaluation
 from launch.eval_run import EvalRun
 from rollout_actors.environments import client
-from rollout_actors.environments.collector import collecting_rarely
 from rollout_actors.environments.threads import THREADS
 from shared.errors import ConfigError, RecordError
 
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _log(options.verbose)
         evaluation = Evaluation.of(options) if options.resume is None else read_evaluation(options.resume).resumed(options, options.resume)
         run = EvalRun(options, evaluation, loaded_environment(evaluation.environment, evaluation.env_args, KEYS))
-        with _kept(run), logging_redirect_tqdm(), _retries_said(options.verbose), collecting_rarely():
+        with _kept(run), logging_redirect_tqdm(), _retries_said(options.verbose):
             _Interruptible(run).evaluate()
         if status := run.report():
             sys.exit(status)

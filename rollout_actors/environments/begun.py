@@ -14,8 +14,6 @@ from rollout_actors.environments.types import State
 class _Noted:
     """A state of a rollout that is being made, as whatever object the environment has it now, and what its calls go to."""
 
-    __slots__ = ("clients", "is_cleaned", "path", "state")
-
     def __init__(self, path: str) -> None:
         self.path = path
         """In the outermost rollout: no two of its states sample with the same seeds."""
@@ -28,8 +26,6 @@ class _Noted:
 
 class Begun:
     """What is known of a rollout while an environment makes it."""
-
-    __slots__ = ("_around", "_num_children", "_path", "_row", "_states", "environment")
 
     def __init__(self, environment: object, row: Mapping[str, Any], within: Inside | None = None, *, mark: str = "") -> None:
         """
@@ -133,8 +129,6 @@ class Inside(NamedTuple):
 
 class _Called(Begun):
     """A rollout that somebody calls himself: outside `generate`, or inside another rollout."""
-
-    __slots__ = ("_before", "is_taken")
 
     def __init__(self, environment: object, before: tuple[_Place, ...]) -> None:
         parent = _parent(before)
@@ -248,8 +242,6 @@ class InsideARollout:
     """The part of a rollout in which the environment and the model speak. Rollouts that begin inside it (of another environment, or of this one, that are
     asked for some) are none of its states."""
 
-    __slots__ = ("_before", "_begun", "_one", "_outer")
-
     def __init__(self, environment: object, state: State) -> None:
         self._before, self._outer = _UNDER_WAY.get(), _BEGUN.get()
         begun = self._outer
@@ -269,9 +261,8 @@ class InsideARollout:
 
     def note_successor(self, state: State) -> None:
         """What the environment has made of the state."""
-        if self._one.state is not state:
-            self._one = self._begun.note_successor(state, self._one)
-            _UNDER_WAY.set(_with(self._begun, self._one))
+        self._one = self._begun.note_successor(state, self._one)
+        _UNDER_WAY.set(_with(self._begun, self._one))
 
     def client(self, given: Any) -> Any:
         return self._begun.client(given, self._one)

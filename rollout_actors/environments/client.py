@@ -7,7 +7,6 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping
-from types import CoroutineType
 from typing import Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -95,7 +94,7 @@ async def ask(client: Any, model: str, prompt: Messages, *, message_type: str, t
             else:
                 with_tools = {"tools": tools} if tools else {}
                 answer = client.chat.completions.create(model=model, messages=prompt, **with_tools, **arguments)
-            if not isinstance(answer, CoroutineType) and not inspect.isawaitable(answer):
+            if not inspect.isawaitable(answer):
                 raise TypeError(f"client: calls of {type(client).__name__} are not asynchronous; give an openai.AsyncOpenAI, or one like it")
             return await answer
         except openai.BadRequestError as error:

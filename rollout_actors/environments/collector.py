@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 THRESHOLDS = (50_000, 20, 100)
 
@@ -15,15 +13,3 @@ def collect_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
-
-
-@contextmanager
-def collecting_rarely() -> Iterator[None]:
-    """The same for a command, which may have been called by somebody who goes on."""
-    before = gc.get_threshold()
-    collect_rarely()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from random import Random
-from types import CoroutineType
 from typing import Any
 
 from rollout_actors.environments.begun import client_under_way, new_state, note_begun, note_cleaned
@@ -168,8 +167,7 @@ class Environment(ABC):
     async def is_completed(self, state: State, **kwargs: Any) -> bool:  # noqa: ARG002
         """Whether a stop condition holds; the first one that does is noted. An override asks this one too."""
         for condition in self._stop_conditions:
-            holds = condition(state)
-            if await holds if type(holds) is CoroutineType else await awaited(holds):
+            if await awaited(condition(state)):
                 state["is_completed"], state["stop_condition"] = True, condition.__name__
                 await self._render_timing(state)
                 await self._render_completion(state)

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -132,7 +132,8 @@ class _Rollouts:
         self._inside = call_begins()
         caller = asyncio.current_task()
         assert caller is not None, "a coroutine is run by one"
-        self._caller, self._num_cancellations, self._context = caller, caller.cancelling(), copy_context()
+        self._caller = caller
+        self._num_cancellations = caller.cancelling()
         self._inputs = placed(examples)
         require_one_row_per_id(examples, self._inputs)
         if knows_rollouts(call.client):
@@ -156,7 +157,7 @@ class _Rollouts:
             await self._generate_all([[place] for place in places], lambda unit, _: self._tell(unit[0]))
             return
         if self._call.interleaves:
-            await self._generate_all(self._units(groups), self._begin_scoring)
+            await self._generate_all(self._units(groups), partial(self._begin_scoring, context=copy_context()))
         else:
             await self._generate_all([[place] for place in places], lambda *_: None)
             for together in groups_of(id(self._rubric([place])) for place in places):
@@ -192,14 +193,16 @@ class _Rollouts:
                 for place in unit:
                     tasks.create_task(generate_one(number, place))
 
-    def _begin_scoring(self, unit: Sequence[int], tasks: asyncio.TaskGroup) -> None:
-        """Score a rollout, or those of an example, in a task of its own: one that a rollout has left behind a timer to cancel is not that of its scoring."""
+    def _begin_scoring(self, unit: Sequence[int], tasks: asyncio.TaskGroup, *, context: Context) -> None:
+        """Score a rollout, or those of an example, in a task and a context of its own: what a rollout has left in its own, such as a timer that cancels the
+        task, is not there."""
         if sound := self._set_failed_apart(unit):
-            tasks.create_task(self._score_and_finish(unit, sound), context=self._context.copy())
+            tasks.create_task(self._score_and_finish(unit, sound), context=context.copy())
         else:
             self._finish(unit)
 
     async def _score_and_finish(self, unit: Sequence[int], sound: Sequence[int]) -> None:
+        WAITED.set(None)
         await self._score_unit(self._rubric(unit), sound, self._scoring)
         self._finish(unit)
 
@@ -232,6 +235,7 @@ class _Rollouts:
                     state = await self._cleaned_up(one, begun)
         except FAILURES as error:  # of one rollout: it is data, and the others go on
             self._raise_if_for_all(error)
+            await self._meet_cancellation()
             _LOGGER.debug("rollout %d failed", place, exc_info=error)
             noted = None if begun is None else begun.first
             state = environment._new_state(dict(one)) if noted is None else _filled(noted, one)
@@ -339,9 +343,7 @@ class _Rollouts:
     async def _scored(self, rubric: Rubric, states: Sequence[State], place: int) -> None:
         """In this task, whose context says what is scored. `place` is the first one's."""
         one = self._inputs[place]
-        if GIVEN_UP.get() is not self._given_up[place]:
-            # Those of a group's function are noted once, with its first rollout.
-            GIVEN_UP.set(self._given_up[place])
+        GIVEN_UP.set(self._given_up[place])  # those of a group's function are noted once, with its first rollout
         score_by(None, self._environment.member(one["task"]).parser)
         scoring_begins(one, self._inside_at(place))
         await awaited(rubric.score_group(states) if rubric.compares_rollouts else rubric.score_rollout(states[0]))

@@ -11,9 +11,6 @@ from rollout_actors.environments.dataset_utils import digest
 from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, copied, deeply_copied, require_roles
 from rollout_actors.environments.types import Messages, RolloutInput
 
-_NEVER_NAN = (int, str, type(None))
-"""Types of most ids."""
-
 
 class Rows(Protocol):
     """A Hugging Face `Dataset`, or any sequence of mappings."""
@@ -53,9 +50,8 @@ class PromptFormat:
         if self.message_type == "chat" and row.get("prompt") is not None and not isinstance(row["prompt"], str):
             require_roles(row["prompt"], f"row {index}: prompt")
         for column in ("example_id", "id"):
-            value = row.get(column)
             # As tables fill a gap. It is not even equal to itself.
-            if type(value) not in _NEVER_NAN and isinstance(value, Real) and value != value:
+            if isinstance(row.get(column), Real) and row[column] != row[column]:
                 raise ValueError(f"{column}: of row {index} is NaN; give every row one, or leave the column out")
         example_id = next((row[key] for key in ("example_id", "id") if row.get(key) is not None), index)
         made: RolloutInput = {"prompt": copied(self.prompt(row)), "example_id": example_id, "task": row.get("task") or self.task}

@@ -35,11 +35,8 @@ def said(given: Any, method: str, environment: Any) -> Messages:
     """What an environment's method returned, with the OpenAI library's messages as mappings. TypeError where it is no conversation and no text."""
     if isinstance(given, str):
         return given
-    for one in given if type(given) is list else (None,):
-        if type(one) is not dict or one.get("role") is None:
-            break
-    else:
-        return list(given)
+    if type(given) is list and all(type(one) is dict and one.get("role") is not None for one in given):
+        return list(given)  # as nearly always
     by = f"{method} of {environment.name}"
     if not isinstance(given, list) and (isinstance(given, Mapping) or not isinstance(given, Sequence)):
         what = "nothing" if given is None else type(given).__name__

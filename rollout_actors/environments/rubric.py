@@ -574,9 +574,9 @@ class _Reward:
         return list(values)
 
     def _arguments(self, *there: Mapping[str, Any]) -> dict[str, Any]:
-        """Look each name up that the function asks for: the first that has it counts."""
+        """Look up each name that the function asks for: the first mapping that has it counts."""
         arguments = {}
-        for name in dict.fromkeys(chain(*there)) if self.takes_all else self.arguments:
+        for name in dict.fromkeys(chain(*reversed(there))) if self.takes_all else self.arguments:
             for one in there:
                 if name in one:
                     arguments[name] = one[name]

@@ -58,8 +58,6 @@ class _Answers:
 class _Call:
     """A function on its way through a thread."""
 
-    __slots__ = ("answer", "answers", "context", "function", "has_begun", "is_left", "is_queued", "limits", "name")
-
     def __init__(self, function: Callable[[], Any], name: str, answers: _Answers) -> None:
         self.function, self.name, self.answers = function, name, answers
         self.context = contextvars.copy_context()

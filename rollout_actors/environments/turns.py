@@ -27,8 +27,6 @@ class Turn(Stopwatch):
     one is given back meanwhile, so that never more rollouts are scored at a time than there are places.
     """
 
-    __slots__ = ("_before", "_places")
-
     def __init__(self, places: asyncio.Semaphore | None) -> None:
         """`places`: None: any number."""
         super().__init__()

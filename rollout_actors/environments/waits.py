@@ -16,8 +16,6 @@ class Stopwatch:
     _lock = threading.Lock()
     """One lock for all stopwatches: there are thousands at a time, and each holds it for a microsecond."""
 
-    __slots__ = ("_running", "_since_s", "total_s")
-
     def __init__(self) -> None:
         self._running = 0
         self._since_s = 0.0

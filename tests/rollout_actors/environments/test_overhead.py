@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from rollout_actors.environments.collector import THRESHOLDS, collecting_rarely
-
 pytestmark = pytest.mark.slow
 
 MOST_MS = 0.15
@@ -40,14 +38,6 @@ def test_an_environment_actors_collector_is_set_as_it_is_measured() -> None:
     code = "import gc; from rollout_actors.environments.collector import collect_rarely; collect_rarely(); print(gc.get_threshold(), gc.get_freeze_count() > 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "(50000, 20, 100) True"
-
-
-def test_a_commands_collector_is_set_the_same_way_and_set_back() -> None:
-    before = gc.get_threshold()
-    with collecting_rarely():
-        assert gc.get_threshold() == THRESHOLDS
-        assert gc.get_freeze_count() > 0
-    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
 
 
 def test_settings_of_the_collector_change_no_result_and_are_taken_back(benchmark: Any) -> None:
