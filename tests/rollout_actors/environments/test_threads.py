@@ -228,10 +228,9 @@ def test_a_forked_process_has_threads_of_its_own():
                 return await asyncio.wait_for(THREADS.call(lambda: "there", "call"), 60)
 
             print(asyncio.run(call()), flush=True)
-            child = os.fork()
-            print(asyncio.run(call()), flush=True)
-            if child:
+            if child := os.fork():
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            print(asyncio.run(call()), flush=True)
         """)
     )
     assert (lines, status) == (["there"] * 3, 0), complaints
