@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -73,9 +72,9 @@ class Begun:
 
     def note_successor(self, state: State, former: _Noted | None = None) -> _Noted:
         """What the environment has made of a former one, or of the last; nothing new, where it is an object that was noted."""
-        known = next((one for one in self._states if one.state is state), None)
-        if known is not None:
-            return known
+        for one in self._states:
+            if one.state is state:
+                return one
         open_ = self._open()
         if former not in open_:
             former = open_[-1] if open_ else None
@@ -177,11 +176,18 @@ _FIELDS = frozenset(_fields())
 _NEVER_NONE = ("trajectory", "timing")
 
 
+def new_state(given: dict[str, Any]) -> State:
+    """With every field of a rollout, as it begins. `given` becomes its input."""
+    state = State()
+    dict.update(state, {"input": given, "id": given.get("id", given["example_id"]), **_fields()})
+    return state
+
+
 def whole(state: State) -> State:
     """With every field of a rollout, as it begins, that it does not have: an environment's own `init_state` may leave out some."""
     # None of them is the input's, so the state's own table tells.
     own = dict.keys(state)
-    if not own >= _FIELDS or any(dict.__getitem__(state, name) is None for name in _NEVER_NONE):
+    if not own >= _FIELDS or state["trajectory"] is None or state["timing"] is None:
         new = _fields()
         for name in own & _FIELDS:
             if name not in _NEVER_NONE or dict.__getitem__(state, name) is not None:
@@ -190,10 +196,10 @@ def whole(state: State) -> State:
     return state
 
 
-def require_state(made: Any, by: str) -> State:
+def require_state(made: Any, method: str, environment: Any) -> State:
     """TypeError where an environment's method returned anything else, which is what one without a `return` does."""
     if not isinstance(made, State):
-        raise TypeError(f"{by} returned {'nothing' if made is None else type(made).__name__}; return the state")
+        raise TypeError(f"{method} of {environment.name} returned {'nothing' if made is None else type(made).__name__}; return the state")
     return made
 
 
@@ -233,10 +239,25 @@ def scoring_begins(row: Mapping[str, Any], within: Inside | None) -> None:
 
 
 class InsideARollout:
-    """The part of a rollout in which the environment and the model speak."""
+    """The part of a rollout in which the environment and the model speak. Rollouts that begin inside it (of another environment, or of this one, that are
+    asked for some) are none of its states."""
 
-    def __init__(self, begun: Begun, one: _Noted) -> None:
-        self._begun, self._one = begun, one
+    def __init__(self, environment: object, state: State) -> None:
+        self._before, self._outer = _UNDER_WAY.get(), _BEGUN.get()
+        begun = self._outer
+        if begun is None or begun.environment is not environment:
+            begun, self._before = _taken(environment, self._before)
+        self._begun = begun
+        self._one = begun.note_successor(state, _here(begun))
+
+    def __enter__(self) -> InsideARollout:
+        _BEGUN.set(None)
+        _UNDER_WAY.set(_with(self._begun, self._one))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _UNDER_WAY.set(self._before)
+        _BEGUN.set(self._outer)
 
     def note_successor(self, state: State) -> None:
         """What the environment has made of the state."""
@@ -245,22 +266,6 @@ class InsideARollout:
 
     def client(self, given: Any) -> Any:
         return self._begun.client(given, self._one)
-
-
-@contextmanager
-def inside_a_rollout(environment: object, state: State) -> Iterator[InsideARollout]:
-    """Rollouts that begin inside (of another environment, or of this one, that are asked for some) are none of its states."""
-    before, begun = _UNDER_WAY.get(), _BEGUN.get()
-    if begun is None or begun.environment is not environment:
-        begun, before = _taken(environment, before)
-    one = begun.note_successor(state, _here(begun))
-    begun_token = _BEGUN.set(None)
-    _UNDER_WAY.set(_with(begun, one))
-    try:
-        yield InsideARollout(begun, one)
-    finally:
-        _UNDER_WAY.set(before)
-        _BEGUN.reset(begun_token)
 
 
 def client_under_way(environment: object, client: Any) -> Any:
@@ -274,12 +279,15 @@ def client_under_way(environment: object, client: Any) -> Any:
 
 
 def _with(begun: Begun, one: _Noted) -> tuple[_Place, ...]:
-    return ((begun, one), *(place for place in _UNDER_WAY.get() if place[0].environment is not begun.environment))
+    return ((begun, one), *[place for place in _UNDER_WAY.get() if place[0].environment is not begun.environment])
 
 
 def _here(begun: Begun) -> _Noted | None:
     """Its state in this context."""
-    return next((one for other, one in _UNDER_WAY.get() if other is begun), None)
+    for other, one in _UNDER_WAY.get():
+        if other is begun:
+            return one
+    return None
 
 
 def _taken(environment: object, under_way: tuple[_Place, ...]) -> tuple[Begun, tuple[_Place, ...]]:

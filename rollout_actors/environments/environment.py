@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollout_actors.environments.begun import client_under_way, note_begun, note_cleaned, whole
+from rollout_actors.environments.begun import client_under_way, new_state, note_begun, note_cleaned
 from rollout_actors.environments.client import ask, knows_rollouts, merged, require_asynchronous
 from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, column_names, present, push_dataset
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
@@ -139,7 +139,7 @@ class Environment(ABC):
     def _new_state(self, own: dict[str, Any]) -> State:
         if own.get("example_id") is None:
             own["example_id"] = own.get("id", 0)
-        return whole(State(input=own, id=own.get("id", own["example_id"])))
+        return new_state(own)
 
     async def setup_state(self, state: State) -> State:
         """What this environment adds, before the first call of the model."""

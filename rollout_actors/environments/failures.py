@@ -47,7 +47,7 @@ def _told(error: BaseException) -> str:
 
 def called_exit(error: SystemExit) -> RuntimeError:
     """In its place: out of a task of its own it would end the event loop, and with it every rollout. Raises a signal's, which shall."""
-    if _is_of_signal(error):
+    if is_of_signal(error):
         raise error
     last = last_of_users(error)
     who, told_with = "an environment" if last is None else last[0].f_code.co_name, "" if error.code is None else repr(error.code)
@@ -62,7 +62,7 @@ def is_cancelled() -> bool:
 
 def raise_if_for_all(error: BaseException) -> None:
     """A cancellation of this task, whatever became of it on its way, and the end of the process, which a signal's handler calls wherever it is just then."""
-    if isinstance(error, SystemExit) and _is_of_signal(error):
+    if isinstance(error, SystemExit) and is_of_signal(error):
         raise error
     if is_cancelled():
         raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
@@ -88,7 +88,7 @@ async def staying(work: Coroutine[Any, Any, T]) -> T:
         raise called_exit(error) from error
 
 
-def _is_of_signal(error: SystemExit) -> bool:
+def is_of_signal(error: SystemExit) -> bool:
     """Whether a handler raised it: what a signal's number and the interrupted frame were given to."""
     return any(any(isinstance(value, FrameType) for value in _arguments(frame)) for frame, _ in traceback.walk_tb(error.__traceback__))
 

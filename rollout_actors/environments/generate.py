@@ -7,7 +7,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from rollout_actors.environments.begun import Begun, Inside, call_begins, require_state, rollout_begins, scoring_begins, whole
 from rollout_actors.environments.client import knows_rollouts
-from rollout_actors.environments.failures import FAILURES, in_own_task, raise_if_for_all, told
+from rollout_actors.environments.failures import FAILURES, in_own_task, is_cancelled, is_of_signal, told
 from rollout_actors.environments.inputs import Examples, placed, require_one_row_per_id, require_own_positions
 from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
 from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
@@ -129,12 +130,17 @@ class _Rollouts:
     def __init__(self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any) -> None:
         self._environment, self._call, self._bar = environment, call, bar
         self._inside = call_begins()
+        caller = asyncio.current_task()
+        assert caller is not None, "a coroutine is run by one"
+        self._caller = caller
+        self._num_cancellations = caller.cancelling()
         self._inputs = placed(examples)
         require_one_row_per_id(examples, self._inputs)
         if knows_rollouts(call.client):
             require_own_positions(self._inputs)
-        self._generation = _bounded(call.concurrency.generation)
-        self._scoring = None if call.concurrency.scoring is None else asyncio.Semaphore(call.concurrency.scoring)
+        generation, scoring = call.concurrency.generation, call.concurrency.scoring
+        self._generation = None if generation is None else asyncio.Semaphore(generation)
+        self._scoring = None if scoring is None else asyncio.Semaphore(scoring)
         self._done: list[State | None] = [None] * len(self._inputs)
         self._given_up: list[list[str]] = [[] for _ in self._inputs]
         """The plain functions of each rollout that were given up."""
@@ -148,12 +154,12 @@ class _Rollouts:
         places = range(len(self._inputs))
         groups = groups_of((one["task"], one["example_id"]) for one in self._inputs)
         if not self._call.scores:
-            await _all(self._generate(place, is_last=True) for place in places)
+            await self._generate_all([[place] for place in places], lambda unit, _: self._tell(unit[0]))
             return
         if self._call.interleaves:
-            await _all(self._generate_and_score(unit) for unit in self._units(groups))
+            await self._generate_all(self._units(groups), partial(self._begin_scoring, context=copy_context()))
         else:
-            await _all(self._generate(place) for place in places)
+            await self._generate_all([[place] for place in places], lambda *_: None)
             for together in groups_of(id(self._rubric([place])) for place in places):
                 await self._score_all(together)
         for group in groups:
@@ -169,61 +175,114 @@ class _Rollouts:
         """Of rollouts of one example."""
         return self._environment.rubric.for_task(self._inputs[unit[0]]["task"])
 
-    async def _generate_and_score(self, unit: Sequence[int]) -> None:
-        """Score a rollout, or those of an example, as soon as they are generated."""
-        if len(unit) == 1:
-            await self._generate(unit[0])
-        else:
-            await _all(map(self._generate, unit))
+    async def _generate_all(self, units: Sequence[Sequence[int]], then: Callable[[Sequence[int], asyncio.TaskGroup], None]) -> None:
+        """Generate each rollout in a task of its own, and call `then` with each unit whose rollouts are all there.
+
+        An error that no rollout can be blamed for, or a cancellation, ends all tasks.
+        """
+        num_left = [len(unit) for unit in units]
+
+        async def generate_one(number: int, place: int) -> None:
+            await self._generate(place)
+            num_left[number] -= 1
+            if not num_left[number]:
+                then(units[number], tasks)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number, unit in enumerate(units):
+                for place in unit:
+                    tasks.create_task(generate_one(number, place))
+
+    def _begin_scoring(self, unit: Sequence[int], tasks: asyncio.TaskGroup, *, context: Context) -> None:
+        """Score a rollout, or those of an example, in a task and a context of its own: what a rollout has left in its own, such as a timer that cancels the
+        task, is not there."""
         if sound := self._set_failed_apart(unit):
-            await self._score_unit(self._rubric(unit), sound, self._scoring)
+            tasks.create_task(self._score_and_finish(unit, sound), context=context.copy())
+        else:
+            self._finish(unit)
+
+    async def _score_and_finish(self, unit: Sequence[int], sound: Sequence[int]) -> None:
+        WAITED.set(None)
+        await self._score_unit(self._rubric(unit), sound, self._scoring)
         self._finish(unit)
 
-    async def _generate(self, place: int, *, is_last: bool = False) -> None:
-        async with self._generation():
+    async def _generate(self, place: int) -> None:
+        if self._generation is not None:
+            await self._generation.acquire()
+        try:
             began_s, waited = time.perf_counter(), Stopwatch()
             WAITED.set(waited)
             GIVEN_UP.set(self._given_up[place])
             state = await self._rolled_out(place)
             timing = state["timing"]
             timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s - waited.total_s)
-        WAITED.set(None)
+        finally:
+            if self._generation is not None:
+                self._generation.release()
         self._done[place] = state
-        if is_last:
-            self._tell(place)
 
     async def _rolled_out(self, place: int) -> State:
         one, environment = self._inputs[place], self._environment
         begun: Begun | None = None
         try:
             begun = Begun(environment.member(one["task"]), one, self._inside_at(place))
-            remedy = "check what its turns, tools and cleanups wait for, or allow more"
-            async with within(self._call.rollout_timeout_s, "not done after rollout_timeout_s", remedy):
-                return await in_own_task(self._cleaned_up(one, begun))
+            rollout_begins(begun)
+            if self._call.rollout_timeout_s is None:
+                state = await self._cleaned_up(one, begun)
+            else:
+                remedy = "check what its turns, tools and cleanups wait for, or allow more"
+                async with within(self._call.rollout_timeout_s, "not done after rollout_timeout_s", remedy):
+                    state = await self._cleaned_up(one, begun)
         except FAILURES as error:  # of one rollout: it is data, and the others go on
-            raise_if_for_all(error)
+            self._raise_if_for_all(error)
+            await self._meet_cancellation()
             _LOGGER.debug("rollout %d failed", place, exc_info=error)
             noted = None if begun is None else begun.first
             state = environment._new_state(dict(one)) if noted is None else _filled(noted, one)
-            await _note_failure(environment, state, error)
-            return state
+            await self._note_failure(state, error)
+        await self._meet_cancellation()
+        return state
+
+    async def _note_failure(self, state: State, error: BaseException) -> None:
+        state["error"] = told(error)
+        state["is_completed"], state["stop_condition"] = True, "error"
+        if state["completion"] is None:
+            environment = self._environment
+            try:
+                async with asyncio.timeout(environment.cleanup_timeout_s):
+                    await environment._render_completion(state)
+            except FAILURES as again:  # perhaps the failure itself: the steps are kept, in their own words
+                self._raise_if_for_all(again)
+                state["completion"] = "" if environment.message_type == "completion" else []
 
     async def _cleaned_up(self, one: RolloutInput, begun: Begun) -> State:
         """A rollout, and however it ended, after it every `@cleanup`, if the environment's own `rollout` has not called them."""
         call, environment = self._call, self._environment
-        rollout_begins(begun)
         state: State | None = None
         try:
             made = await awaited(environment.rollout(one, call.client, call.model, call.sampling_args))
-            state = _filled(require_state(made, f"rollout of {environment.name}"), one)
-            if begun.num_splits is not None:
-                state["num_splits"] = begun.num_splits  # it may be another state than the client knows
+            state = _filled(require_state(made, "rollout", environment), one)
+            if (num_splits := begun.num_splits) is not None:
+                state["num_splits"] = num_splits  # it may be another state than the client knows
         finally:
             member = environment.member(one["task"])
-            left = begun.left(state)
-            if member._cleanups and left:
+            if member._cleanups and (left := begun.left(state)):
                 await to_the_end(all_of(map(partial, repeat(member._cleanup), left)), member.cleanup_timeout_s)
         return state
+
+    async def _meet_cancellation(self) -> None:
+        """Let a cancellation of this task come before it goes on, where its rollout or its rubric has asked for one."""
+        if is_cancelled():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+            self._raise_if_for_all(None)
+
+    def _raise_if_for_all(self, error: BaseException | None) -> None:
+        """Raise the end of the process, and a cancellation of `generate`: that of one task alone is the failure of its rollout, or of its rubric."""
+        if isinstance(error, SystemExit) and is_of_signal(error):
+            raise error
+        if self._caller.cancelling() > self._num_cancellations:
+            raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
 
     async def _score_all(self, places: Sequence[int]) -> None:
         """Score the rollouts of one rubric by its `score_rollouts`, when all are generated."""
@@ -249,7 +308,7 @@ class _Rollouts:
         try:
             await in_own_task(score())
         except FAILURES as error:  # of the rubric's own, as in a unit
-            raise_if_for_all(error)
+            self._raise_if_for_all(error)
             _LOGGER.debug("score_rollouts failed", exc_info=error)
             self._note_unscored(sound, error)
         took_ms = 1000 * (time.perf_counter() - began_s)
@@ -270,22 +329,21 @@ class _Rollouts:
         states, turn = list(map(self._state, unit)), Turn(turns)
         async with turn:
             try:
-                await in_own_task(self._scored(rubric, states, unit[0]))
+                await self._scored(rubric, states, unit[0])
             except FAILURES as error:  # of one unit, as above
-                raise_if_for_all(error)
+                self._raise_if_for_all(error)
                 _LOGGER.debug("scoring of %s failed", unit, exc_info=error)
                 self._note_unscored(unit, error)
+        await self._meet_cancellation()
         self._settle(rubric, unit)
         for state in states:
             # Each rubric of a group may have had its turn.
             state["timing"]["scoring_ms"] += 1000 * turn.so_far_s()
 
     async def _scored(self, rubric: Rubric, states: Sequence[State], place: int) -> None:
-        """In a task of its own, whose context says what is scored. `place` is the first one's."""
+        """In this task, whose context says what is scored. `place` is the first one's."""
         one = self._inputs[place]
-        if GIVEN_UP.get() is not self._given_up[place]:
-            # Those of a group's function are noted once, with its first rollout.
-            GIVEN_UP.set(self._given_up[place])
+        GIVEN_UP.set(self._given_up[place])  # those of a group's function are noted once, with its first rollout
         score_by(None, self._environment.member(one["task"]).parser)
         scoring_begins(one, self._inside_at(place))
         await awaited(rubric.score_group(states) if rubric.compares_rollouts else rubric.score_rollout(states[0]))
@@ -295,7 +353,7 @@ class _Rollouts:
         try:
             settle([state for state in states if state["error"] is None], rubric)
         except FAILURES as error:  # of what a rubric of the user's has left
-            raise_if_for_all(error)
+            self._raise_if_for_all(error)
             self._note_unscored(unit, error)
 
     def _note_unscored(self, places: Iterable[int], error: BaseException) -> None:
@@ -347,30 +405,3 @@ def _filled(state: State, one: RolloutInput) -> State:
     if not dict.__contains__(state, "input"):
         state["input"] = {key: value for key, value in one.items() if key not in state}
     return whole(state)
-
-
-async def _note_failure(environment: Environment, state: State, error: BaseException) -> None:
-    state["error"] = told(error)
-    state["is_completed"], state["stop_condition"] = True, "error"
-    if state["completion"] is None:
-        try:
-            async with asyncio.timeout(environment.cleanup_timeout_s):
-                await environment._render_completion(state)
-        except FAILURES as again:  # perhaps the failure itself: the steps are kept, in their own words
-            raise_if_for_all(again)
-            state["completion"] = "" if environment.message_type == "completion" else []
-
-
-def _bounded(number: int | None) -> Callable[[], AbstractAsyncContextManager[Any]]:
-    if number is None:
-        unbounded = nullcontext()
-        return lambda: unbounded
-    semaphore = asyncio.Semaphore(number)
-    return lambda: semaphore
-
-
-async def _all(works: Iterable[Any]) -> None:
-    """Each in a task of its own; an error that no rollout can be blamed for, or a cancellation, ends all of them."""
-    async with asyncio.TaskGroup() as tasks:
-        for work in works:
-            tasks.create_task(work)

@@ -20,6 +20,9 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
     """One conversation, or one text, of several in a row. Nothing is copied but the outermost list."""
     joined: list[Message] = []
     for part in parts:
+        if type(part) is list:
+            joined += part
+            continue
         if isinstance(part, str):
             if all(isinstance(one, str) for one in parts):
                 return "".join(map(str, parts))
@@ -28,10 +31,13 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
     return joined if parts else ""
 
 
-def said(given: Any, by: str) -> Messages:
+def said(given: Any, method: str, environment: Any) -> Messages:
     """What an environment's method returned, with the OpenAI library's messages as mappings. TypeError where it is no conversation and no text."""
     if isinstance(given, str):
         return given
+    if type(given) is list and all(type(one) is dict and one.get("role") is not None for one in given):
+        return list(given)  # as nearly always
+    by = f"{method} of {environment.name}"
     if not isinstance(given, list) and (isinstance(given, Mapping) or not isinstance(given, Sequence)):
         what = "nothing" if given is None else type(given).__name__
         raise TypeError(f"{by} returned {what}; return a list of messages, and [] where there is nothing to say")
@@ -48,10 +54,10 @@ def require_roles(messages: Any, where: str) -> None:
         ValueError: it begins with `where`.
     """
     form = 'write it like {"role": "user", "content": "..."}'
-    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
+    if type(messages) is not list and (isinstance(messages, Mapping) or not isinstance(messages, Iterable)):
         raise ValueError(f"{where} is {type(messages).__name__}, not a list of messages; {form}, in a list")
     for number, message in enumerate(messages):
-        if isinstance(message, dict | Mapping):
+        if type(message) is dict or isinstance(message, Mapping):
             one = message
         elif hasattr(message, "model_dump"):
             one = as_mapping(message)
@@ -65,11 +71,17 @@ def copied(messages: Messages) -> Messages:
     """The same conversation in lists and mappings of its own."""
     if isinstance(messages, str):
         return messages
-    # Nearly all there is in a message is text.
-    return [
-        {key: item if type(item) is str else _copied(item) for key, item in message.items()} if type(message) is dict else _copied(message)
-        for message in messages
-    ]
+    made = []
+    for message in messages:
+        if type(message) is not dict:
+            made.append(_copied(message))
+            continue
+        one = message.copy()
+        for key, item in one.items():
+            if type(item) is not str:  # nearly all there is in a message is text
+                one[key] = _copied(item)
+        made.append(one)
+    return made
 
 
 def _copied(value: Any) -> Any:
@@ -194,7 +206,7 @@ def _with_calls_as_text(message: Mapping[str, Any]) -> Message:
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
     """A message or a tool call of the OpenAI library as a mapping, and so what there is of it inside one that is a mapping already."""
-    if isinstance(value, dict | Mapping):  # the first is found at once
+    if type(value) is dict or isinstance(value, Mapping):  # the first is found at once
         return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
     dumped: Mapping[str, Any] = value.model_dump(exclude_none=True)
     return dumped

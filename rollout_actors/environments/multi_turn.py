@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from rollout_actors.environments.begun import inside_a_rollout, note_cleaned, require_state
+from rollout_actors.environments.begun import InsideARollout, note_cleaned, require_state
 from rollout_actors.environments.client import OVERLONG
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import awaited, stop, to_the_end
@@ -33,16 +33,16 @@ class MultiTurnEnv(Environment):
 
     @stop
     async def prompt_too_long(self, state: State) -> bool:
-        return bool(state.get("prompt_too_long", False))
+        return bool(dict.get(state, "prompt_too_long"))
 
     @stop
     async def max_seq_len_reached(self, state: State) -> bool:
-        return bool(state.get("max_seq_len_reached", False))
+        return bool(dict.get(state, "max_seq_len_reached"))
 
     @stop
     async def environment_has_ended_it(self, state: State) -> bool:
         """`env_response` has noted its last word, which nobody answers, in `state["final_env_response"]`."""
-        return state.get("final_env_response") is not None
+        return dict.get(state, "final_env_response") is not None
 
     async def get_prompt_messages(self, state: State) -> Messages:
         """Of the next call: the rollout's prompt, and then the conversation so far with what the environment says to it."""
@@ -52,9 +52,9 @@ class MultiTurnEnv(Environment):
         last = trajectory[-1]
         # A copy: what the environment does to it is said in the next call, and was not said in the last one.
         messages = copied(concat_messages([last["prompt"], last["completion"]]))
-        answer = said(await awaited(self.env_response(messages, state)), f"env_response of {self.name}")
-        if state.get("final_env_response") is not None:
-            state["final_env_response"] = said(state["final_env_response"], f"final_env_response of {self.name}")
+        answer = said(await awaited(self.env_response(messages, state)), "env_response", self)
+        if dict.get(state, "final_env_response") is not None:
+            state["final_env_response"] = said(state["final_env_response"], "final_env_response", self)
         return concat_messages([messages, answer])
 
     async def add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
@@ -79,10 +79,10 @@ class MultiTurnEnv(Environment):
 
     async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
         """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however that ends."""
-        state = require_state(await awaited(self.init_state(input)), f"init_state of {self.name}")
+        state = require_state(await awaited(self.init_state(input)), "init_state", self)
         try:
-            with inside_a_rollout(self, state) as inside:
-                state = require_state(await awaited(self.setup_state(state)), f"setup_state of {self.name}")
+            with InsideARollout(self, state) as inside:
+                state = require_state(await awaited(self.setup_state(state)), "setup_state", self)
                 inside.note_successor(state)
                 await self._take_turns(state, inside.client(client), model, sampling_args)
         finally:
@@ -94,7 +94,7 @@ class MultiTurnEnv(Environment):
     async def _take_turns(self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None) -> None:
         while not await awaited(self.is_completed(state)):
             prompt = await awaited(self.get_prompt_messages(state))
-            if state.get("final_env_response") is not None:
+            if dict.get(state, "final_env_response") is not None:
                 await awaited(self.is_completed(state))
                 break
             response = await self.get_model_response(

@@ -7,7 +7,6 @@ from typing import Any
 
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from pydantic import BaseModel
 
 from rollout_actors.environments.types import Messages, TrajectoryStepTokens
 
@@ -78,11 +77,9 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
 
 def _extra(model: Any, name: str) -> Any:
     """A field that vLLM, or another endpoint, adds to OpenAI's; None: this one does not."""
-    if isinstance(model, BaseModel):
-        # As its `__getattr__` finds it, which takes long to say that there is none.
-        fields = vars(model)
-        return fields[name] if name in fields else (model.model_extra or {}).get(name)
-    return getattr(model, name, None)
+    extra = getattr(model, "__pydantic_extra__", None)
+    # As pydantic's `__getattr__` finds it, which takes long to say that there is none.
+    return getattr(model, name, None) if extra is None else vars(model).get(name, extra.get(name))
 
 
 def _named_ids(named: Sequence[str]) -> list[int] | None:

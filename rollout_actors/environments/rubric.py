@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from rollout_actors.environments.failures import FAILURES, raise_if_for_all, told
@@ -97,6 +96,7 @@ class Rubric:
         """Further arguments, by name."""
         self._lent: dict[str, Any] = {}
         self._rewards: list[_Reward] = []
+        self._has_group_function = False
         for function, weight in zip(functions, given, strict=True):
             self.add_reward_func(function, weight)
 
@@ -109,6 +109,7 @@ class Rubric:
         if reward.name in self.reward_names:
             raise ValueError(f"reward function {reward.name} is there already; metrics go by the functions' names")
         self._rewards.append(reward)
+        self._has_group_function = self._has_group_function or reward.is_of_group
 
     def lend_parser(self, parser: Parser) -> None:
         """The first environment's, for functions that ask for one where the rubric has none. While an environment scores its rollouts, it is that one's own."""
@@ -130,7 +131,7 @@ class Rubric:
 
     @property
     def _needs_group(self) -> bool:
-        return any(reward.is_of_group for reward in self._rewards)
+        return self._has_group_function
 
     @property
     def scores_all_at_once(self) -> bool:
@@ -397,8 +398,8 @@ def compare_rollouts(states: Sequence[State]) -> None:
 
 def _note_reward_errors(state: State, failed: Mapping[str, str], error: str | None) -> None:
     """Write which functions failed, by name, and where one with a weight did, the rollout's error."""
-    former = state.pop("reward_errors", {})
-    if state.get("error") in former.values():
+    former = state.pop("reward_errors", None)
+    if former and state.get("error") in former.values():
         state["error"] = None  # it was of an earlier scoring
     if failed:
         state["reward_errors"] = dict(failed)
@@ -418,7 +419,7 @@ def relative_steps(state: State) -> list[int] | None:
 
 
 def _compare_again(states: Sequence[State]) -> None:
-    if not any(_given(state, "advantage").compared for state in states):
+    if all("advantage" not in state.get("_inherited", ()) for state in states):
         return
     for places in groups_of(id(_given(state, "advantage").compared) for state in states):
         group = [states[place] for place in places]
@@ -461,15 +462,17 @@ def _inheriting(state: State, field: str) -> list[int]:
 def _give(state: State, field: str, value: float | None, compared: Sequence[float] = ()) -> None:
     """To a rollout, and to those of its steps that have nothing, or what they were given before. States and steps may be of users, who leave out what is not
     known yet."""
-    former, now, steps = _inheriting(state, field), [], state.get("trajectory") or ()
+    inherited = state.get("_inherited")
+    if inherited is None:
+        inherited = state["_inherited"] = {}
+    former = _inheriting(state, field) if field in inherited else ()
+    steps = state.get("trajectory") or ()
+    now = []
     state[field] = value
     for number, step in enumerate(steps):
         if step.get(field) is None or number in former:
             step[field] = value
             now.append(number)
-    inherited = state.get("_inherited")
-    if inherited is None:
-        inherited = state["_inherited"] = {}
     # Mostly it is all of them, and a range is nothing for Python's collector to look at.
     inherited[field] = _Given(value, range(len(now)) if len(now) == len(steps) else now, compared)
 
@@ -517,6 +520,7 @@ class _Reward:
     bound: frozenset[str]
     """The names that a partial has given a value: with `**kwargs` too they keep it."""
     is_of_group: bool
+    is_asynchronous: bool
     is_nameless: bool
     """`name` is that of its kind."""
 
@@ -534,15 +538,14 @@ class _Reward:
             raise ValueError(f"reward function {name}: {', '.join(unnamed)} can only be given by position; arguments are given by name, so leave out the slash")
         is_nameless = name == "<lambda>" or not hasattr(function, "__name__")
         is_of_group = any(argument in PLURALS for argument in named)
-        return cls(function, name, float(weight), named, required, takes_all, frozenset(bound), is_of_group, is_nameless)
+        is_asynchronous = inspect.iscoroutinefunction(function)
+        return cls(function, name, float(weight), named, required, takes_all, frozenset(bound), is_of_group, is_asynchronous, is_nameless)
 
     async def of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
         try:
-            # Looked up in by name: most functions ask for two or three of the state's twenty fields.
-            value = await self._called(ChainMap(objects, {"state": state}, state, {"answer": "", "info": {}}))
+            return _number(await self._called(objects, {"state": state}, state, {"answer": "", "info": {}}), self.name)
         except FAILURES as error:
             return Failed.of(error)
-        return self._figure(value)
 
     async def of_group(self, states: Sequence[State], objects: dict[str, Any]) -> list[Figure]:
         if not self.is_of_group:
@@ -570,17 +573,26 @@ class _Reward:
             raise ValueError(f"reward function {self.name} returned {len(values)} rewards for a group of {len(states)} rollouts; return one for each")
         return list(values)
 
-    def _arguments(self, there: Mapping[str, Any]) -> dict[str, Any]:
-        if missing := [name for name in self.required if name not in there]:
-            known = ", ".join(sorted(there))
+    def _arguments(self, *there: Mapping[str, Any]) -> dict[str, Any]:
+        """Look up each name that the function asks for: the first mapping that has it counts."""
+        arguments = {}
+        for name in dict.fromkeys(chain(*reversed(there))) if self.takes_all else self.arguments:
+            for one in there:
+                if name in one:
+                    arguments[name] = one[name]
+                    break
+        if missing := [name for name in self.required if name not in arguments]:
+            known = ", ".join(sorted(set().union(*there)))
             raise TypeError(f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add others to the rubric's class_objects")
-        return {name: there[name] for name in (there if self.takes_all else self.arguments) if name in there and name not in self.bound}
+        for name in self.bound:
+            arguments.pop(name, None)
+        return arguments
 
-    async def _called(self, there: Mapping[str, Any]) -> Any:
-        arguments = self._arguments(there)
+    async def _called(self, *there: Mapping[str, Any]) -> Any:
+        arguments = self._arguments(*there)
         limit_s, key = _LIMIT.get()
         async with within(limit_s, f"reward function {self.name} is not done after {key}", "check what it waits for, or allow more with scoring_timeout_s"):
-            if inspect.iscoroutinefunction(self.function):
+            if self.is_asynchronous:
                 return await self.function(**arguments)
             return await awaited(await in_thread(self.function, **arguments))
 

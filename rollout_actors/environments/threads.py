@@ -12,9 +12,11 @@ import contextvars
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 from rollout_actors.environments.waits import LIMITS
@@ -29,17 +31,41 @@ GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
 """A rollout's list of the names of its functions that were given up; None where nobody asks."""
 
 
+class _Answers:
+    """On their way to an event loop, which is woken once for all that there are by then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._is_woken = False
+
+    def send(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Have the loop call this, after those that were sent before. From any thread."""
+        self._waiting.append((callback, arguments))
+        if not self._is_woken:
+            self._is_woken = True
+            # A loop that was closed has nobody who waits.
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._take_in)
+
+    def _take_in(self) -> None:
+        self._is_woken = False  # first: what is sent from now on may come too late for this time
+        while self._waiting:
+            callback, arguments = self._waiting.popleft()
+            callback(*arguments)
+
+
 class _Call:
     """A function on its way through a thread."""
 
-    def __init__(self, function: Callable[[], Any], name: str) -> None:
-        self.function, self.name = function, name
+    def __init__(self, function: Callable[[], Any], name: str, answers: _Answers) -> None:
+        self.function, self.name, self.answers = function, name, answers
         self.context = contextvars.copy_context()
-        self.loop = asyncio.get_running_loop()
-        self.answer: asyncio.Future[Any] = self.loop.create_future()
+        self.answer: asyncio.Future[Any] = answers.loop.create_future()
         self.limits = LIMITS.get()
         self.is_queued = False
         """True while it waits for a thread, as the event loop knows it."""
+        self.has_begun = self.is_left = False
 
     def starts(self) -> None:
         """Let the clocks of its limits go on: it has a thread now."""
@@ -77,9 +103,10 @@ class Threads:
     def reset(self) -> None:
         """Begin without a thread, as a forked process does."""
         # Of a kind that a signal's handler may take again in the middle of `call`: it asks what runs.
-        lock = threading.RLock()
-        self._work_is_there, self._one_has_ended = threading.Condition(lock), threading.Condition(lock)
-        self._queue: deque[_Call] = deque()
+        self._lock = threading.RLock()
+        self._queue: SimpleQueue[_Call] = SimpleQueue()
+        self._num_queued = 0
+        """Calls that no thread has taken. (A thread takes a call out of the queue before it says so.)"""
         self._running: set[_Call] = set()
         self._given_up: set[_Call] = set()
         self._num_threads = 0
@@ -87,6 +114,7 @@ class Threads:
         self._num_idle = 0
         self.num_given_up = 0
         """All that ever were."""
+        self._answers: _Answers | None = None
 
     async def call(self, function: Callable[[], T], name: str) -> T:
         """Return the function's value, once a thread has run it in the caller's context.
@@ -94,13 +122,17 @@ class Threads:
         A caller that is cancelled meanwhile gives the thread up. RuntimeError where so many were
         given up that none is left.
         """
-        call = _Call(function, name)
-        with self._work_is_there:
-            self._queue.append(call)
-            self._add_threads()
-            self._refuse_if_none_is_left()
-            call.is_queued = len(self._queue) > self._num_idle
-            self._work_is_there.notify()
+        loop, answers = asyncio.get_running_loop(), self._answers
+        if answers is None or answers.loop is not loop:
+            answers = self._answers = _Answers(loop)
+        call = _Call(function, name, answers)
+        with self._lock:
+            self._queue.put(call)
+            self._num_queued += 1
+            if self._num_queued > self._num_idle:
+                self._add_threads()
+                self._refuse_if_none_is_left()
+                call.is_queued = self._num_queued > self._num_idle
         for limit in call.limits:
             limit.count(waiting=int(call.is_queued), running=int(not call.is_queued))
         try:
@@ -113,18 +145,19 @@ class Threads:
 
     def running(self) -> list[str]:
         """Return the names of the functions that run now, given up or not."""
-        with self._work_is_there:
+        with self._lock:
             return sorted(call.name for call in self._running)
 
     def wait(self, limit_s: float) -> list[str]:
         """Wait until no function runs, and return the names of those that still do at the limit."""
-        with self._one_has_ended:
-            self._one_has_ended.wait_for(lambda: not self._running, limit_s)
-        return self.running()
+        end_s = time.monotonic() + limit_s
+        while (running := self.running()) and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(0.01, left_s))
+        return running
 
     def _add_threads(self) -> None:
         """Start the threads that the queue needs and the bounds allow. The lock is held."""
-        while len(self._queue) > self._num_idle:
+        while self._num_queued > self._num_idle:
             if self._num_threads >= self.most or self._num_threads + len(self._given_up) >= self.most + self.most_given_up:
                 return
             try:
@@ -148,16 +181,17 @@ class Threads:
             )
         else:
             reason = "the system starts no more threads; raise its limit of processes (`ulimit -u`, pids), or write plain functions as `async def`"
-        while self._queue:
-            call = self._queue.popleft()
-            error = RuntimeError(f"no thread is left for {call.name}: {reason}")
-            call.loop.call_soon_threadsafe(call.settle, None, error)
+        with contextlib.suppress(Empty):
+            while True:
+                call = self._queue.get_nowait()
+                self._num_queued -= 1
+                call.answers.send(call.settle, None, RuntimeError(f"no thread is left for {call.name}: {reason}"))
 
     def _leave(self, call: _Call) -> None:
         """Nobody waits for this one any more."""
-        with self._work_is_there:
-            if call in self._queue:
-                self._queue.remove(call)
+        with self._lock:
+            if not call.has_begun:
+                call.is_left = True  # whoever takes it from the queue drops it
                 return
             if call not in self._running:
                 return  # its value came at the same moment
@@ -184,13 +218,14 @@ class Threads:
 
     def _work(self) -> None:
         while True:
-            with self._work_is_there:
-                while not self._queue:
-                    self._work_is_there.wait()
-                call = self._queue.popleft()
-                self._num_idle -= 1
-                self._running.add(call)
-            if not self._run(call):
+            call = self._queue.get()
+            with self._lock:
+                self._num_queued -= 1
+                call.has_begun = not call.is_left
+                if call.has_begun:
+                    self._num_idle -= 1
+                    self._running.add(call)
+            if call.has_begun and not self._run(call):
                 return
             # What it was called with is not kept until the next one comes.
             del call
@@ -198,13 +233,13 @@ class Threads:
     def _run(self, call: _Call) -> bool:
         """Return whether this thread goes on: it was not given up."""
         if call.is_queued and call.limits:
-            self._tell(call, call.starts)
+            call.answers.send(call.starts)
         value, error = None, None
         try:
             value = call.context.run(call.function)
         except BaseException as raised:  # of whatever kind, it is the caller's
             error = raised
-        with self._work_is_there:
+        with self._lock:
             self._running.discard(call)
             goes_on = call not in self._given_up
             if goes_on:
@@ -212,16 +247,10 @@ class Threads:
             else:
                 self._given_up.discard(call)
                 self._add_threads()
-            self._one_has_ended.notify_all()
         if goes_on:
-            self._tell(call, call.settle, value, error)
+            call.answers.send(call.settle, value, error)
         del error  # whose traceback has this frame
         return goes_on
-
-    def _tell(self, call: _Call, callback: Callable[..., None], *arguments: Any) -> None:
-        # A loop that was closed has nobody who waits.
-        with contextlib.suppress(RuntimeError):
-            call.loop.call_soon_threadsafe(callback, *arguments)
 
 
 THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))

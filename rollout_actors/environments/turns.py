@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -47,48 +46,31 @@ class Turn(Stopwatch):
             self._places.release()
         _TURN.set(self._before)
 
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        if self._places is not None:
-            await self._places.acquire()
-        try:
-            with self.running():
-                yield
-        finally:
-            if self._places is not None:
-                self._places.release()
-
     async def each(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """As `each`."""
 
         async def placed(work: Coroutine[Any, Any, T]) -> T:
             try:
-                async with self._place():
-                    return await work
+                if self._places is not None:
+                    await self._places.acquire()
+                try:
+                    with self.running():
+                        return await work
+                finally:
+                    if self._places is not None:
+                        self._places.release()
             finally:
                 work.close()  # it may not have begun when this was cancelled
 
         if self._places is not None:
             self._places.release()
-        try:
-            with self.waits():
-                return await _gathered([placed(work) for work in works])
-        finally:
-            if self._places is not None:
-                await self._places.acquire()
-
-    @contextmanager
-    def waits(self) -> Iterator[None]:
-        """What runs meanwhile says so itself."""
         self.end()
         try:
-            yield
+            return await _gathered([placed(work) for work in works])
         finally:
             self.begin()
-
-    def in_its_thread(self, function: Callable[..., T], arguments: dict[str, Any]) -> T:
-        with self.running():
-            return function(**arguments)
+            if self._places is not None:
+                await self._places.acquire()
 
 
 async def each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -101,19 +83,28 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
     """A plain function's value, without holding up the event loop. A StopIteration comes as RuntimeError, as out of a coroutine: no future can hold one, and
     who waits for it would do so for ever. So does `exit()`. Where the caller is cancelled, the thread is given up (`Threads.call`)."""
     turn, name = _TURN.get(), name_of(function)
+    call = partial(_called, turn, function, arguments)
     if turn is None:
-        return await THREADS.call(partial(_called, function, arguments), name)
-    with turn.waits():
-        return await THREADS.call(partial(_called, turn.in_its_thread, {"function": function, "arguments": arguments}), name)
+        return await THREADS.call(call, name)
+    turn.end()  # it runs while the function does, and waits for a thread until then
+    try:
+        return await THREADS.call(call, name)
+    finally:
+        turn.begin()
 
 
-def _called(function: Callable[..., T], arguments: dict[str, Any]) -> T:
+def _called(turn: Turn | None, function: Callable[..., T], arguments: dict[str, Any]) -> T:
+    if turn is not None:
+        turn.begin()
     try:
         return function(**arguments)
     except StopIteration as error:
         raise RuntimeError("a plain function raised StopIteration; give next() a default").with_traceback(error.__traceback__) from error
     except SystemExit as error:
         raise called_exit(error) from error
+    finally:
+        if turn is not None:
+            turn.end()
 
 
 async def _gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

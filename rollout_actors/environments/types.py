@@ -90,16 +90,20 @@ class State(dict[str, Any]):
         super().__init__()
         self.update(*args, **kwargs)
 
-    def __getitem__(self, key: str) -> Any:
-        if key in self._OF_INPUT and (held := self._held(key)) is not None:
-            return held[key]
-        return dict.__getitem__(self, key)
+    def __missing__(self, key: str) -> Any:
+        # Reading is the dictionary's own, which is quick, and comes here for what its table does not have.
+        if (held := self._held(key)) is None:
+            raise KeyError(key)
+        return held[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._OF_INPUT and dict.__contains__(self, "input"):
             dict.__getitem__(self, "input")[key] = value
-        else:
-            dict.__setitem__(self, key, value)
+            return
+        dict.__setitem__(self, key, value)
+        if key == "input" and isinstance(value, dict):
+            for name in self._OF_INPUT & value.keys():
+                dict.pop(self, name, None)  # the input's counts
 
     def get(self, key: str, default: Any = None) -> Any:
         if key in self._OF_INPUT and (held := self._held(key)) is not None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import sysconfig
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -680,6 +681,69 @@ class LimitsItself(Talk):
 def test_a_rollout_that_cancels_its_own_task_is_one_rollouts_failure(score_rollouts):
     results = generated(LimitsItself(max_turns=2), rows(3), ScriptedClient(lambda call: "a"), score_rollouts=score_rollouts)
     assert [without_place(state) for state in results.state] == [None, "RuntimeError: sandbox too slow", None]
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_a_timer_that_a_rollout_has_left_behind_cancels_nothing_of_its_scoring(interleave_scoring):
+    class LeavesATimer(SingleTurnEnv):
+        async def setup_state(self, state):
+            cancels_its_own_task()
+            return state
+
+    async def slow():
+        await asyncio.sleep(0.05)
+        return 1.0
+
+    results = generated(LeavesATimer(rubric=rubric_of(slow)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    assert (results.reward, results.metadata.num_errors) == ([1.0] * 3, 0)
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_a_cancellation_that_a_rollout_asks_for_at_its_very_end_reaches_nothing_else(interleave_scoring):
+    class Late(SingleTurnEnv):
+        async def rollout(self, input, client, model, sampling_args=None):
+            state = await super().rollout(input, client, model, sampling_args)
+            asyncio.current_task().cancel()
+            return state
+
+    async def awaits():
+        await asyncio.sleep(0)
+        return 1.0
+
+    results = generated(Late(rubric=rubric_of(awaits)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    assert (results.reward, results.metadata.num_errors) == ([1.0] * 3, 0)
+
+
+def test_what_a_rollout_that_cancels_itself_and_then_fails_has_said_is_kept():
+    class Fails(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            asyncio.current_task().cancel()
+            raise ValueError("broken")
+
+        async def _render_completion(self, state):
+            await asyncio.sleep(0)
+            await super()._render_completion(state)
+
+    (state,) = generated(Fails(max_turns=2), rows(1), ScriptedClient(echo)).state
+    assert (without_place(state), state["completion"]) == ("ValueError: broken", [assistant("q0")])
+
+
+@pytest.mark.parametrize("interleave_scoring", [True, False])
+def test_scoring_knows_nothing_of_what_its_rollout_has_left_in_its_context(interleave_scoring):
+    colour = ContextVar("colour", default="the caller's")
+
+    class Leaves(SingleTurnEnv):
+        async def setup_state(self, state):
+            colour.set("the rollout's")
+            return state
+
+    async def seen():
+        found.append(colour.get())
+        return 1.0
+
+    found = []
+    generated(Leaves(rubric=rubric_of(seen)), rows(2), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    assert found == ["the caller's"] * 2
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])

@@ -93,6 +93,8 @@ def test_a_key_that_a_state_has_of_its_own_and_in_its_input_is_there_once():
     one["input"] = {"prompt": "the input's", "example_id": 0, "task": "t"}
     assert list(one).count("prompt") == 1 and len(one) == len(set(one))
     assert one["prompt"] == "the input's"
+    one["prompt"] = "written"
+    assert one["prompt"] == one.get("prompt") == one["input"]["prompt"] == "written"
 
 
 @pytest.mark.parametrize("copied", [State.copy, copy.copy], ids=["copy()", "copy.copy"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import pytest
+from forked_programs import ran as program
 
 from rollout_actors.environments.threads import GIVEN_UP, Threads
 from rollout_actors.environments.waits import within
@@ -170,6 +172,68 @@ def test_waiting_for_what_runs_ends_at_its_limit_with_the_names(hangs):
         assert threads.wait(60) == []
 
     ran(work)
+
+
+def test_the_loop_is_woken_once_for_all_the_answers_that_are_there_by_then():
+    class CountsWakeUps(asyncio.SelectorEventLoop):
+        num_wake_ups = 0
+
+        def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> asyncio.Handle:
+            self.num_wake_ups += 1
+            return super().call_soon_threadsafe(*arguments, **options)
+
+    async def work() -> None:
+        threads, has_run = Threads(2), threading.Semaphore(0)
+        calls = [asyncio.create_task(threads.call(has_run.release, "quick")) for _ in range(100)]
+        await asyncio.sleep(0)  # all of them ask for a thread
+        for _ in calls:
+            assert has_run.acquire(timeout=60)  # the loop is held up here, and takes no answer in
+        assert loop.num_wake_ups == 1
+        await asyncio.gather(*calls)
+        # Each thread may have sent its last answer after those before it were taken in.
+        assert loop.num_wake_ups <= 3
+
+    loop = CountsWakeUps()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_thread_whose_callers_loop_was_closed_serves_the_next_one(hangs):
+    threads, loop = Threads(1), asyncio.new_event_loop()
+    nobodys = loop.run_until_complete(begun(threads, hangs, "hangs"))
+    loop.close()
+    hangs.release.set()
+    assert ran(lambda: threads.call(lambda: "there", "next")) == "there"
+    assert (threads.num_given_up, nobodys.done()) == (0, False)
+
+
+def test_a_signals_handler_may_ask_what_runs_in_the_middle_of_a_call(monkeypatch):
+    threads, start, found = Threads(1), threading.Thread.start, list[list[str]]()
+
+    def asked_meanwhile(thread: threading.Thread) -> None:
+        found.append(threads.running())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", asked_meanwhile)
+    assert ran(lambda: threads.call(lambda: "there", "call")) == "there"
+    assert found == [[]]
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    lines, status, complaints = program(
+        textwrap.dedent("""
+            from rollout_actors.environments.threads import THREADS
+
+            async def call():
+                return await asyncio.wait_for(THREADS.call(lambda: "there", "call"), 60)
+
+            print(asyncio.run(call()), flush=True)
+            if child := os.fork():
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            print(asyncio.run(call()), flush=True)
+        """)
+    )
+    assert (lines, status) == (["there"] * 3, 0), complaints
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from rollout_actors.environments.begun import Begun
 from rollout_actors.environments.messages import deeply_copied
 
 NUM_ROLLOUTS, NUM_TURNS = 20, 3
-MOST_CALLS = 290
+MOST_CALLS = 190
 """Of Python functions in a turn, the rollout's own part included."""
 ROWS = [{"question": f"2 + {i}", "answer": "4", "info": {"i": i}} for i in range(NUM_ROLLOUTS)]
 
