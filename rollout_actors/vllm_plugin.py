@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from functools import cache
@@ -39,12 +40,23 @@ def register() -> None:
         Thread(target=_end_with, args=(parent,), name="ends-with-its-parent", daemon=True).start()
         if current_process().name.startswith(ENGINE_CORE):
             Finalize(None, _end_at_once, exitpriority=LAST)
+            gc.unfreeze = _unfreeze
 
 
 def _end_with(parent: BaseProcess) -> None:
     """A server that was killed tells its engine nothing, which would hold the device for minutes, until vLLM notices."""
     parent.join()
     os._exit(1)
+
+
+_python_unfreeze = gc.unfreeze
+
+
+def _unfreeze() -> None:
+    """What vLLM calls when an engine has ended, before it has the collector look at every object of the process once more, for programs that go on. This one
+    ends; and in a fork of the warm server each of its million objects would be copied for being looked at."""
+    if SEVERAL_DEVICES in sys.modules:
+        _python_unfreeze()
 
 
 def _end_at_once() -> None:

@@ -29,6 +29,8 @@ os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ[warm_python.FOLDER] = f"/tmp/rmwarm-{os.getpid()}"
 # The session's mark in the environment of all that it starts, with that of its workers.
 os.environ.setdefault(SESSION, str(os.getpid()))
+# Ray's own processes look at the machine every few seconds, which nobody asks for here: a tenth of a core for each cluster.
+os.environ |= {"REPORTER_UPDATE_INTERVAL_MS": "600000", "SCAN_EVENT_DIR_INTERVAL_SECONDS": "600", "AUTOSCALER_UPDATE_INTERVAL_S": "600"}
 # The pool reports every failed call itself.
 os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
 # A worker beside others has one core.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rollout_actors.engine_settings import EngineSettings, engine_environment
@@ -19,25 +16,6 @@ from rollout_actors.vllm_plugin import register
 from shared.transports import Device, Transport
 
 SETTINGS = EngineSettings("model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport=Transport.GLOO, device=Device.CPU, gpu_memory_utilization=0.5)
-SERVER = """
-import os, signal, time
-from pathlib import Path
-from vllm.plugins import load_general_plugins
-from vllm.utils.system_utils import get_mp_context
-
-def engine():
-    load_general_plugins()
-    Path("writing").write_text(str(os.getpid()))
-    os.rename("writing", "engine")
-    time.sleep(60)
-
-if __name__ == "__main__":
-    load_general_plugins()
-    get_mp_context().Process(target=engine).start()
-    while not Path("engine").exists():
-        time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def test_the_plugin_is_installed_as_an_entry_point() -> None:
@@ -64,32 +42,6 @@ def test_a_cpu_engine_runs_on_one_thread_and_loads_no_foreign_plugin() -> None:
 @pytest.mark.parametrize("device", Device)
 def test_the_environment_of_an_engine_asks_for_processes_that_are_started_anew_on_every_device(device: Device) -> None:
     assert engine_environment(replace(SETTINGS, device=device))["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-
-
-@pytest.mark.engine
-@pytest.mark.long
-def test_an_engines_process_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
-    """As on a GPU: the server has loaded the plugins before vLLM starts the engine's process, which loads them too."""
-    (tmp_path / "server.py").write_text(SERVER)
-    environment = os.environ | engine_environment(replace(SETTINGS, device=Device.CUDA))
-    server = subprocess.run([sys.executable, "server.py"], cwd=tmp_path, env=environment, timeout=120, check=False)
-    assert server.returncode == -signal.SIGKILL
-    engine = int((tmp_path / "engine").read_text())
-    try:
-        until_s = time.monotonic() + 10
-        while is_running(engine) and time.monotonic() < until_s:
-            time.sleep(0.1)
-        assert not is_running(engine)
-    finally:
-        if is_running(engine):
-            os.kill(engine, signal.SIGKILL)
-
-
-def is_running(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.slow
