@@ -13,7 +13,7 @@ LINT := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --
 UNIT := $(PYTHON) -m pytest -q -n $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder --durations=15 -m
 # Two files at a time, each with a Ray cluster and engines of its own. These stages get the files that have any of their tests: collecting all takes long.
 WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
-    $$(grep -rlE "mark.(engine|ray|processes)" tests --include="test_*.py" | sort) -m
+    $$(grep -rlE "mark.(engine|ray|processes|long)" tests --include="test_*.py" | sort) -m
 
 # Nothing here needs a hub.
 export HF_HUB_OFFLINE := 1

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 import torch.nn.functional as F
 
@@ -126,13 +125,16 @@ class Case:
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """By how much the resident set at its largest exceeds the one before. On Linux only."""
-    process = Path("/proc/self")
-    (process / "clear_refs").write_text("5")  # forgets what was largest so far, as in imports
-    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # forgets what was largest so far, as in imports
+    before = _status_bytes("VmRSS")
     work()
-    peak = re.search(r"VmHWM:\s+(\d+) kB", (process / "status").read_text())
-    assert peak is not None, "every process of Linux has one"
-    return int(peak[1]) * 1024 - before
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, "every process of Linux has one"
+    return int(found[1]) * 1024
 
 
 def measure(num_positions: int, vocabulary: int, hidden: int, chunk: int | None) -> tuple[int, float]:

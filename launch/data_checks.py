@@ -19,7 +19,7 @@ from shared.config import RunConfig
 from shared.config.derive import has_held_out
 from shared.config.environment import EnvironmentSection
 from shared.dataset import Dataset
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RecordError
 from shared.trajectory import ExampleCounts
 
 _KEYS = EnvironmentKeys("environment.id", "environment.args")
@@ -122,13 +122,26 @@ def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
-        RecordError: a bad row or image, with file and line (`data.on_bad_row: error`).
+        RecordError: bad rows or images of either file, with file and line (`data.on_bad_row: error`).
     """
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
     assert config.data.train is not None, "checked with the configuration"
-    train = load_checked(config, "data.train", config.data.train)
-    val = None if config.data.val is None else load_checked(config, "data.val", config.data.val)
+    train = val = None
+    errors: list[RecordError] = []
+    try:
+        train = load_checked(config, "data.train", config.data.train)
+    except RecordError as error:
+        errors.append(error)
+    if config.data.val is not None:
+        try:
+            val = load_checked(config, "data.val", config.data.val)
+        except RecordError as error:
+            errors.append(error)
+    if train is None or errors:
+        first, *others = errors
+        more = [*first.more, *(str(other) for other in others)]
+        raise RecordError(first.problem, field=first.field, remedy=first.remedy, file=first.file, line=first.line, more=more) from first
     return train, val
 
 

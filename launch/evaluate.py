@@ -125,8 +125,9 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     from learner.heldout import HeldOut
     from learner.loading import load_tokens
 
-    cluster_nodes(config)  # a cluster that does not answer is told in time, which `ray.init` would not do
-    held_out = HeldOut.of(config, dataset, load_tokens(config))
+    with start_up.stage("checks"):
+        cluster_nodes(config)  # a cluster that does not answer is told in time, which `ray.init` would not do
+        held_out = HeldOut.of(config, dataset, load_tokens(config))
     if held_out.samples.num_skipped:
         console.print(f"data      skipped {held_out.samples.num_skipped} bad rows (data.on_bad_row: skip)", highlight=False)
     with Cluster(config, ImageNeeds.of(held_out.samples), start_up) as cluster:

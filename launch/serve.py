@@ -45,19 +45,10 @@ END_S = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    try:
-        with explained(Console(stderr=True, soft_wrap=True)):
-            options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
-            require_installed("a rollout server")
-            serve(options, settings_of(options))
-    except SystemExit as end:
-        # `EngineThread`'s, in the midst of importing vLLM, hears of nothing for half a minute: Python's own end would wait for the threads that it has
-        # started, or crash in it. What it starts until then ends with this process (`rollout_actors.vllm_plugin`).
-        if any(thread.name == "engine" for thread in threading.enumerate()):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(end.code if isinstance(end.code, int) else 1)
-        raise
+    with explained(Console(stderr=True, soft_wrap=True)):
+        options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
+        require_installed("a rollout server")
+        serve(options, settings_of(options))
 
 
 def serve(options: ServeOptions, settings: EngineSettings) -> None:
@@ -193,4 +184,13 @@ def _ends_by_itself(process: psutil.Process) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        # `EngineThread`'s, in the midst of importing vLLM, hears of nothing for half a minute: Python's own end would wait for the threads that it has
+        # started, or crash in it. What it starts until then ends with this process (`rollout_actors.vllm_plugin`).
+        if any(thread.name == "engine" for thread in threading.enumerate()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise

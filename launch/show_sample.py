@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from rich.console import Console
 
 from launch.arguments import read_arguments
@@ -45,7 +45,7 @@ class ShowOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo"])]
     """Folder of the run."""
 
-    step: Annotated[NonNegativeInt, Field(examples=[7])]
+    step: Annotated[PositiveInt, Field(examples=[7])]
     """Step, from 1, as the console and the name of its file in `rollouts` have it."""
 
     position: Annotated[NonNegativeInt, Field(examples=[3])]

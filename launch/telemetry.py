@@ -87,9 +87,10 @@ class Telemetry:
                     (folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
         self._metrics, self._plans, self._evaluations = (RunFile(folder / f"{name}.jsonl") for name in ("metrics", "plan", "evaluations"))
         self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
+        # Last: a folder with this file holds a run, and the next start is refused it.
+        write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
         self._engines: tuple[str, ...] = ()
         self._has_begun = False
         """Whether there is anything of this run that another one must not overwrite."""

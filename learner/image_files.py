@@ -98,7 +98,12 @@ def _write(path: Path, images: Mapping[str, tuple[Fingerprint, ImageFacts]]) -> 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            json.dump({"format": _FORMAT, "images": rows}, file)
-        Path(file.name).replace(path)
+            try:
+                json.dump({"format": _FORMAT, "images": rows}, file)
+                file.close()
+                Path(file.name).replace(path)
+            except OSError:
+                Path(file.name).unlink(missing_ok=True)
+                raise
     except OSError as error:
         _LOGGER.warning("the next start decodes all images again: cannot write %s: %s", path, error.strerror)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
 
 from learner.targets import Target
 from shared.config import RunConfig
@@ -21,6 +20,9 @@ from shared.prompts import detection_messages
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, RolloutRequest
 from shared.seeds import request_seed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +151,20 @@ def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueErr
     return RecordError(problem, field="images", remedy="crop or pad the picture, or remove the row")
 
 
-def decode_image(image: ImageRef) -> Image.Image:
+def decode_image(image: ImageRef) -> Image:
     """RGB pixels, on white where they are transparent: those that engines get. RecordError when the file is gone, changed, or no image (which is only found
     here where `data.check_images` is off)."""
+    import PIL.Image  # runs of text models need no Pillow
+
     data = image.with_data().data
     assert data is not None
     try:
-        return on_white(Image.open(io.BytesIO(data)))
+        return on_white(PIL.Image.open(io.BytesIO(data)))
     except MemoryError:
         raise
     except Exception as error:
         # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into. Of an unknown format its words are of an object in memory.
-        reason = "of no format that is known" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
+        reason = "of no format that is known" if isinstance(error, PIL.UnidentifiedImageError) else str(error) or type(error).__name__
         if image.path is None:  # it came in an environment's message
             raise RecordError(f"one of a message is no readable image ({reason})", field="images", remedy="send whole files") from error
         raise RecordError(f"{image.path} is no readable image ({reason})", field="images", remedy="replace the file, or set data.check_images: true") from error

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from shared.errors import ConfigError, RolloutError
 
-REMEDY = "run `make setup`, or train with backend=hf (rollout_matching.rollout_backend: hf), which needs no vLLM"
+REMEDY = "run `make setup`, or train on samples with backend=hf (rollout_matching.rollout_backend: hf), which needs no vLLM"
 
 
 def require_installed(user: str) -> None:

@@ -97,24 +97,28 @@ class GrammarTrial:
         self._line = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._known: dict[bytes, None] = {}
-        """Grammars that have passed, the newest last."""
+        self._known: dict[bytes, RefusalError | None] = {}
+        """What became of grammars, the newest last; None: it has passed."""
 
     async def require(self, grammars: Iterable[Grammar]) -> None:
         """Raises RefusalError for a grammar that takes too long. What is no grammar at all passes: vLLM says what is wrong with it."""
         for grammar in grammars:
-            if grammar.key in self._known:
-                continue
-            try:
-                async with asyncio.timeout(TURN_S):
-                    await asyncio.get_running_loop().run_in_executor(self._line, self._try, grammar)
-            except TimeoutError as error:
-                raise RefusalError(503, f"the grammars of other calls are being compiled for {TURN_S:g} s; ask again") from error
-            self._known[grammar.key] = None
-            while len(self._known) > NUM_KNOWN:
-                del self._known[next(iter(self._known))]
+            if grammar.key not in self._known:
+                try:
+                    async with asyncio.timeout(TURN_S):
+                        refusal = await asyncio.get_running_loop().run_in_executor(self._line, self._try, grammar)
+                except TimeoutError as error:
+                    raise RefusalError(503, f"the grammars of other calls are being compiled for {TURN_S:g} s; ask again") from error
+                self._known[grammar.key] = refusal
+                while len(self._known) > NUM_KNOWN:
+                    del self._known[next(iter(self._known))]
+            else:
+                refusal = self._known[grammar.key]
+            if refusal is not None:
+                raise RefusalError(refusal.status, str(refusal))
 
-    def _try(self, grammar: Grammar) -> None:
+    def _try(self, grammar: Grammar) -> RefusalError | None:
+        """Return why the grammar is refused; None: it passes. Raises RefusalError where that cannot be told now."""
         pipe = self._connected()
         try:
             pipe.send(grammar)
@@ -123,7 +127,8 @@ class GrammarTrial:
             has_ended = False
         if not has_ended:
             self._end()
-            raise RefusalError(400, f"the {grammar.kind} of this call takes more than {self._compile_s:g} s or too much memory to compile; send a simpler one")
+            return RefusalError(400, f"the {grammar.kind} of this call takes more than {self._compile_s:g} s or too much memory to compile; send a simpler one")
+        return None
 
     def _connected(self) -> Connection:
         if self._pipe is not None and self._process is not None and self._process.is_alive():

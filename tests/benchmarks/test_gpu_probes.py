@@ -32,7 +32,7 @@ def test_a_probe_that_fails_is_told_and_does_not_end_the_others(tmp_path):
 def test_the_probes_need_nothing_that_a_bare_card_lacks():
     """What docs/gpu_plan.md lists, and neither peft nor what starts engines and actors."""
     probes = "; ".join(f"import benchmarks.gpu.{probe}" for probe in PROBES)
-    absent = "import sys; sys.modules |= dict.fromkeys(['peft', 'vllm', 'ray', 'hydra', 'omegaconf'])"
+    absent = "import sys; sys.modules |= dict.fromkeys(['peft', 'vllm', 'ray', 'hydra', 'omegaconf', 'psutil', 'PIL'])"
     subprocess.run([sys.executable, "-c", f"{absent}; {probes}"], check=True)
 
 

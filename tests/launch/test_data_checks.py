@@ -134,6 +134,14 @@ def test_a_ground_truth_polygon_is_an_error_with_file_line_and_field(run):
         check_data(config)
 
 
+def test_bad_rows_of_one_file_do_not_hide_those_of_the_other(run):
+    config, data = run
+    (data / "train" / "00003.png").write_text("not a picture")
+    (data / "val" / "00000.png").unlink()
+    with pytest.raises(RecordError, match=r"(?s)train\.jsonl:4: images\[0\]: .*\n.*val\.jsonl:1: images\[0\]: "):
+        check_data(config)
+
+
 def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(run):
     config, data = run
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_bad_row": "skip"})})

@@ -63,7 +63,7 @@ class Run:
             self._write(log, rollout, target, Channel.B, position)
         log.close()
 
-    def write_channel_a(self, step=0):
+    def write_channel_a(self, step=1):
         log = RolloutLog(self.folder / "rollouts", self.codec)
         log.begin(step, Channel.A)
         self._write(log, None, ground_truth_target(self.scene, self.codec, self.rules), Channel.A, 0)
@@ -203,7 +203,7 @@ def test_a_perfect_rollout_has_nothing_appended(run):
 
 
 def test_a_step_of_channel_a_is_shown_without_a_rollout(run):
-    _, html = run.page(step=0)
+    _, html = run.page(step=1)
     page = Page(html)
     assert page.tags.count("figure") == 1
     assert "taught as object_4" in html
@@ -238,7 +238,7 @@ def test_a_page_may_be_written_elsewhere(run, tmp_path):
 @pytest.mark.parametrize(
     ("step", "position", "message"),
     [
-        (8, 0, r"step: .* has no step 8; it has 0, 7"),
+        (8, 0, r"step: .* has no step 8; it has 1, 7"),
         (STEP, 3, r"position: step 7 of .* has no position 3; it has 0-2"),
     ],
 )
@@ -249,13 +249,13 @@ def test_no_such_step_or_position_says_which_there_are(run, step, position, mess
 
 def test_no_such_run_is_said_with_a_remedy(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main([f"run={tmp_path}", "step=0", "position=0"])
+        main([f"run={tmp_path}", "step=1", "position=0"])
     assert "holds no run (no config.json); give the folder" in capsys.readouterr().err
 
 
 def test_a_misspelt_argument_gets_the_right_name(capsys):
     with pytest.raises(SystemExit):
-        main(["run=x", "step=0", "postion=0"])
+        main(["run=x", "step=1", "postion=0"])
     assert "did you mean 'position'?" in capsys.readouterr().err
 
 

@@ -24,7 +24,7 @@ def test_one_that_takes_too_long_or_kills_its_process_is_refused_and_the_next_is
     trial = GrammarTrial(HostileSpec(tmp_path / "compiled"), compile_s=0.5)
 
     async def calls() -> None:
-        for text in ("endless", "deadly"):
+        for text in ("endless", "deadly", "endless"):  # of the third the answer is known
             with pytest.raises(
                 RefusalError, match=r"the regular expression of this call takes more than 0.5 s or too much memory to compile; send a simpler"
             ) as caught:
