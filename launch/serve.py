@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -187,10 +186,8 @@ if __name__ == "__main__":
     try:
         main()
     except SystemExit as end:
-        # `EngineThread`'s, in the midst of importing vLLM, hears of nothing for half a minute: Python's own end would wait for the threads that it has
-        # started, or crash in it. What it starts until then ends with this process (`rollout_actors.vllm_plugin`).
-        if any(thread.name == "engine" for thread in threading.enumerate()):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(end.code if isinstance(end.code, int) else 1)
-        raise
+        # Python's own end would wait for threads that vLLM has started, some of which hear of nothing for half a minute (while they import, or warm up what
+        # reads images), or crash in them. What an engine's thread starts until then ends with this process (`rollout_actors.vllm_plugin`).
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)
