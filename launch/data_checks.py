@@ -127,22 +127,19 @@ def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
     assert config.data.train is not None, "checked with the configuration"
-    train = val = None
+    datasets: dict[str, Dataset] = {}
     errors: list[RecordError] = []
-    try:
-        train = load_checked(config, "data.train", config.data.train)
-    except RecordError as error:
-        errors.append(error)
-    if config.data.val is not None:
-        try:
-            val = load_checked(config, "data.val", config.data.val)
-        except RecordError as error:
-            errors.append(error)
-    if train is None or errors:
+    for key, path in (("data.train", config.data.train), ("data.val", config.data.val)):
+        if path is not None:
+            try:
+                datasets[key] = load_checked(config, key, path)
+            except RecordError as error:
+                errors.append(error)
+    if errors:
         first, *others = errors
-        more = [*first.more, *(str(other) for other in others)]
-        raise RecordError(first.problem, field=first.field, remedy=first.remedy, file=first.file, line=first.line, more=more) from first
-    return train, val
+        more = [*first.more, *map(str, others)]
+        raise RecordError(first.problem, field=first.field, remedy=first.remedy, file=first.file, line=first.line, more=more)
+    return datasets["data.train"], datasets.get("data.val")
 
 
 def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:

@@ -53,8 +53,10 @@ _python_unfreeze = gc.unfreeze
 
 
 def _unfreeze() -> None:
-    """What vLLM calls when an engine has ended, before it has the collector look at every object of the process once more, for programs that go on. This one
-    ends; and in a fork of the warm server each of its million objects would be copied for being looked at."""
+    """Take the place of `gc.unfreeze` in an engine's process, where vLLM calls it before a last full collection, for programs that go on.
+
+    This process ends then. In a fork of the warm server a collection would copy every page with an object on it.
+    """
     if SEVERAL_DEVICES in sys.modules:
         _python_unfreeze()
 

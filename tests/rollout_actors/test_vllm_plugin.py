@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_actors import vllm_plugin
 from rollout_actors.engine_settings import EngineSettings, engine_environment
 from rollout_actors.vllm_plugin import register
 from shared.transports import Device, Transport
@@ -94,3 +96,17 @@ def test_an_engines_process_that_ends_at_once_keeps_its_exit_code_and_says_why(t
     assert (done.returncode, done.stdout) == (status, "tidied up\n")
     assert said in done.stderr
     assert bool(done.stderr) == bool(said)
+
+
+def test_an_engines_process_keeps_its_objects_frozen_at_its_end_unless_its_devices_have_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices give back named memory while their modules are taken apart, for which their objects have to be seen."""
+    monkeypatch.delitem(sys.modules, vllm_plugin.SEVERAL_DEVICES, raising=False)
+    gc.freeze()
+    try:
+        vllm_plugin._unfreeze()
+        assert gc.get_freeze_count() > 0
+        monkeypatch.setitem(sys.modules, vllm_plugin.SEVERAL_DEVICES, vllm_plugin)
+        vllm_plugin._unfreeze()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.unfreeze()
