@@ -21,7 +21,7 @@ from transformers import AttentionInterface, Qwen3Config
 from transformers.masking_utils import create_causal_mask
 
 from benchmarks.logit_memory import peak_bytes
-from learner.attention import SEGMENT_ATTENTION, register_segment_attention
+from learner.model.attention import SEGMENT_ATTENTION, register_segment_attention
 
 MASKED = "sdpa"
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64

@@ -23,12 +23,11 @@ from typing import Any
 
 from openai.types.chat import ChatCompletion
 
-from rollout_actors.environments.collector import THRESHOLDS
-from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.outputs import GenerateOutputs
-from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.chat.responses import RETURNS_TOKENS
+from rollout_actors.environments.datasets import GenerateOutputs
+from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.training.actor import THRESHOLDS
 from rollout_actors.environments.types import Messages, State
 
 PROMPT_IDS = list(range(64))

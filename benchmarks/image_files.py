@@ -22,9 +22,9 @@ import numpy as np
 from PIL import Image
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
-from launch.make_demo_model import make_demo_model
+from launch.demo.model import make_demo_model
+from learner.held_out import require_lengths
 from learner.image_files import image_size, known_images
-from learner.lengths import require_lengths
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset, image_names, load_dataset
 from shared.prompts import DEFAULT_USER_PROMPT

@@ -18,14 +18,14 @@ import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import FIRST_COORD, PIPELINE, loss_of, plain_values
-from learner.attention import attend_by_segments
 from learner.collate import PackedRow, collate
+from learner.model.attention import attend_by_segments
+from learner.model.loading import project_patches_as_matrix
+from learner.model.optimizer import Updater
+from learner.model.ranks import OneRank
+from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
-from learner.objectives.interface import ChannelObjectives
 from learner.objectives.registry import build_objectives
-from learner.optimizer import Updater
-from learner.patch_embedding import project_patches_as_matrix
-from learner.ranks import OneRank
 from learner.segments import EncodedPrompt, Segment
 from learner.step import backward_row
 from learner.targets import Target, TextWeights, TokenRole

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.make_demo_model import make_demo_model
-from rollout_actors.engine_settings import EngineSettings, engine_arguments, engine_environment
+from launch.demo.model import make_demo_model
+from rollout_actors.engine.settings import EngineSettings, engine_arguments, engine_environment
 from shared.prompts import DEFAULT_USER_PROMPT
-from shared.transports import Device, Transport
-from shared.weight_terms import TensorSpec, buckets
+from shared.weight_sync.offer import TensorSpec, buckets
+from shared.weight_sync.transports import Device, Transport
 
 TEXT_LAYERS, VISION_LAYERS, DEEPSTACK = 36, 24, [5, 11, 17]
 """Qwen3-VL-4B's."""

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from learner.collate import ModelInputs, PackedRow, SampledTokens
-from learner.logits import LOGIT_CHUNK, LogitsPass
+from learner.objectives.base import BoxSupervision, ChannelObjectives, CoordSupervision, RowValues, Supervision, TextSupervision
 from learner.objectives.coord_math import Normalizer, coord_mass, gate_of_leak
-from learner.objectives.interface import BoxSupervision, ChannelObjectives, CoordSupervision, RowValues, Supervision, TextSupervision
 from learner.objectives.registry import build_objectives
+from learner.step import LOGIT_CHUNK, LogitsPass
 from shared.config.pipeline import Channel, PipelineSection
 from shared.tokens.vocabulary import NUM_BINS
 

@@ -19,8 +19,7 @@ from itertools import combinations, pairwise
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from shared.grounding.areas import Point
-from shared.grounding.geometry import Shape, aabb, vertices
+from shared.grounding.geometry import Point, Shape, aabb, vertices
 from shared.grounding.matching import MatchResult, match_objects
 from shared.grounding.objects import ParsedObject
 from shared.records import GeometryKind, GroundTruthObject

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import binpacking
 import numpy as np
 
-from learner.packing import CarryBuffer
-from learner.rows import ToCompletion
+from learner.packing import CarryBuffer, ToCompletion
 
 CAPACITY, SIGMA, WINDOW = 12_000, 0.6, 8
 MEANS, COUNTS = (800, 2_000), (32, 64, 128)

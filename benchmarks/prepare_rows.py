@@ -24,14 +24,13 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 from transformers import Qwen2VLImageProcessor
 
-from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.make_demo_model import make_demo_model
+from launch.cli import CONF, as_mapping, as_schema_overrides
+from launch.demo.model import make_demo_model
 from learner.ahead import Ahead
-from learner.loading import load_tokens
-from learner.matching_work import MatchingStep
-from learner.rules import target_rules
+from learner.algorithms.rollout_matching import MatchingStep
+from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder, Segment
-from learner.targets import ground_truth_target
+from learner.targets import ground_truth_target, target_rules
 from shared.config import load_config
 from shared.config.pipeline import Channel
 from shared.prompts import DEFAULT_USER_PROMPT

@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.make_demo_model import make_demo_model
-from rollout_actors.engine_settings import EngineSettings, engine_arguments, engine_environment
-from rollout_actors.repeat_rule import guard_call
+from launch.demo.model import make_demo_model
+from rollout_actors.engine.settings import EngineSettings, engine_arguments, engine_environment
+from rollout_actors.repeat_guard.rule import guard_call
 from shared.prompts import DEFAULT_USER_PROMPT
-from shared.repeat_guard import RepeatGuardSettings, RepeatRule
-from shared.transports import Device, Transport
+from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.weight_sync.transports import Device, Transport
 
 OUT_OF_REACH = 10**9
 
@@ -35,7 +35,7 @@ def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tu
     import torch
     from vllm import LLM
 
-    from rollout_actors.repeat_guard_vllm import GuardV1
+    from rollout_actors.repeat_guard.vllm import GuardV1
 
     torch.set_num_threads(1)
 

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import ray
 
+from launch.runtime.learner_client import RemoteLearner
+from launch.runtime.rollout_client import ActorPool, PoolTimeouts
 from learner.actor import STOPPING, LearnerActor
-from learner.remote_learner import RemoteLearner
-from rollout_actors.engine_actor import EngineActor
-from rollout_actors.pool import ActorPool, PoolTimeouts
-from shared.config.timeouts import TimeoutsSection
+from rollout_actors.engine.actor import EngineActor
+from shared.config.job import TimeoutsSection
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest
 from shared.sent_requests import PictureShelf, RequestRef, SentRequests

@@ -13,19 +13,19 @@ import ray
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from launch.make_demo_model import make_config, make_processor, make_tokenizer
-from learner.place import ReceiverGroup
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
-from rollout_actors.engine_actor import EngineActor, PooledEngine, VllmEngineSpec
-from shared.canary import CanaryProbe
-from shared.canary_noise import Differences
-from shared.checksummed_weights import ChecksummedWeights
+from launch.demo.model import make_config, make_processor, make_tokenizer
+from learner.model.checkpoint import CheckpointWeights
+from learner.model.ranks import ReceiverGroup
+from learner.weight_sync.sender import WeightSender
+from rollout_actors.engine.actor import EngineActor, PooledEngine, VllmEngineSpec
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.rollouts import WeightOffer
-from shared.transports import Transport
-from shared.weight_sync import SendReport
-from shared.weight_terms import FullTerms
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.checksum import ChecksummedWeights
+from shared.weight_sync.differences import Differences
+from shared.weight_sync.offer import FullTerms
+from shared.weight_sync.phases import SendReport
+from shared.weight_sync.transports import Transport
 
 NUM_CANARY_TOKENS = 12
 NUM_GREEDY_TOKENS = 12

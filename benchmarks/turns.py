@@ -28,7 +28,7 @@ IDS = list(range(100, 116))
 SAID = "the answer is 4"
 WARM_UP = 2
 RARELY = (50_000, 20, 100)
-"""The setting of the garbage collector in an environment actor (`rollout_actors.environments.collector`)."""
+"""The setting of the garbage collector in an environment actor (`rollout_actors.environments.training.actor`)."""
 
 
 def response() -> Any:

@@ -9,9 +9,9 @@ import torch
 from spoiling_worker import SpoilingWatch, SpoilingWorker
 
 from benchmarks.sync_sides import ALL_PARTS, Part
-from rollout_actors.vllm_engine import VllmEngine
-from shared.canary import CanaryProbe, Scores
-from shared.weight_terms import CANARY, CHECKSUMS
+from rollout_actors.engine.vllm_engine import VllmEngine
+from shared.weight_sync.canary import CanaryProbe, Scores
+from shared.weight_sync.offer import CANARY, CHECKSUMS
 
 
 class UnverifiedWatch(SpoilingWatch):

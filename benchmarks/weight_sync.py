@@ -34,13 +34,13 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.sync_sides import ALL_PARTS, NUM_GREEDY_TOKENS, Engine, EngineSpec, Learner, Part, make_model, set_parts
-from rollout_actors.engine_settings import EngineSettings, engine_environment
-from rollout_actors.pool import ActorPool, PoolTimeouts
-from shared.config.timeouts import TimeoutsSection
+from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from rollout_actors.engine.settings import EngineSettings, engine_environment
+from shared.config.job import TimeoutsSection
 from shared.errors import WeightSyncError
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncReport
-from shared.transports import Device, Transport
-from shared.weight_sync import sync_weights
+from shared.weight_sync.phases import sync_weights
+from shared.weight_sync.transports import Device, Transport
 
 ROOT = Path(__file__).parent.parent
 TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=60.0))

@@ -14,31 +14,29 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from launch.data_checks import ImageNeeds
-from launch.placement import Placement, Resources, plan_placement
-from launch.rank_rollouts import RankRollouts
-from launch.ray_connection import connect, nodes_there
-from launch.run_engines import neighbour_env, settings_of_run
-from launch.server_checks import instead_of_servers
-from launch.start_up import StartUp
-from launch.version_checks import require_vllm
+from launch.checks.data import ImageNeeds
+from launch.checks.host import require_vllm
+from launch.checks.servers import instead_of_servers
+from launch.runtime.engine_settings import neighbour_env, settings_of_run
+from launch.runtime.learner_client import RemoteLearner
+from launch.runtime.placement import Placement, Resources, plan_placement
+from launch.runtime.ray_connection import connect, nodes_there
+from launch.runtime.rollout_client import ActorPool, EnvironmentPool, PoolTimeouts, RankRollouts
+from launch.runtime.telemetry import StartUp
 from learner.actor import STOPPING, LearnerActor
-from learner.place import LearnerPlace, ReceiverGroup
-from learner.remote_learner import RemoteLearner
-from rollout_actors.backends.http_client import server_addresses
-from rollout_actors.backends.server_spec import ServerEngineSpec
-from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
-from rollout_actors.engine_settings import engine_runtime_env
-from rollout_actors.environments.environment_actor import EnvironmentActor
-from rollout_actors.environments.pool import EnvironmentPool
-from rollout_actors.environments.runner import RunnerSettings
-from rollout_actors.pool import ActorPool, PoolTimeouts
+from learner.model.ranks import LearnerPlace, ReceiverGroup
+from rollout_actors.backends.http import server_addresses
+from rollout_actors.backends.stock_server import ServerEngineSpec
+from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
+from rollout_actors.engine.settings import engine_runtime_env
+from rollout_actors.environments.training.actor import EnvironmentActor
+from rollout_actors.environments.training.runner import RunnerSettings
 from shared.chunking import rank_share
 from shared.config import RunConfig
+from shared.config.algorithm import EnvironmentSection
 from shared.config.derive import EnginePlace, actor_name, engines_in, environment_name, rank_name, rollout_servers, server_name
-from shared.config.environment import EnvironmentSection
-from shared.config.server import ServerSection
-from shared.config.timeouts import TimeoutsSection
+from shared.config.job import TimeoutsSection
+from shared.config.rollout import ServerSection
 from shared.errors import ConfigError, Limit
 from shared.protocols import MakeBackend
 from shared.rollouts import TRIES
@@ -319,6 +317,6 @@ def _make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -
         from rollout_actors.backends.hf import HFBackendSpec
 
         return HFBackendSpec(config.rollout_matching.decode_batch_size, config.rollout_matching.repeat_terminate.settings())
-    from rollout_actors.backends.vllm_colocate import ColocatedSpec
+    from rollout_actors.backends.colocate import ColocatedSpec
 
     return ColocatedSpec(settings_of_run(config, placement, images), sleep=config.rollout_matching.vllm.sleep)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-from launch.checkpoints import Checkpoints
 from launch.pipeline import Queue, StepRounds
-from launch.telemetry import Telemetry
-from shared.evaluation import Evaluation
+from launch.runtime.checkpoints import Checkpoints
+from launch.runtime.telemetry import Telemetry
+from shared.grounding.evaluation import Evaluation
+from shared.metrics import StepReport
 from shared.protocols import ByRank
-from shared.reports import StepReport
 from shared.schedule import RunSchedule, StepPlan
-from shared.weight_sync import SendsWeights, TakesWeights, sync_weights
+from shared.weight_sync.phases import SendsWeights, TakesWeights, sync_weights
 
 
 class HasHeldOut(Protocol):

@@ -7,40 +7,47 @@ actors of `rollout_matching.vllm.actors`, at most `decode_batch_size` at a time 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import ray
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, Field
+from ray.exceptions import GetTimeoutError, RayError
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from launch.arguments import read_arguments
-from launch.command import end_on_signals, explained, with_absolute_paths
-from launch.html_text import printable
-from launch.saved_run import load_run
-from launch.serve_options import device_here
-from launch.start_up import StartUp
-from learner.checkpoint_folder import checkpoint_problems
-from rollout_actors.backends.server_command import serve_command
-from rollout_actors.engine_settings import EngineSettings
+from launch.cli import end_on_signals, explained, read_arguments, with_absolute_paths
+from launch.runtime.saved_run import load_run
+from launch.runtime.telemetry import StartUp
+from launch.sample_pages.html import printable
+from launch.serve import device_here
+from learner.held_out import HeldOut
+from learner.model.loading import checkpoint_problems
+from rollout_actors.backends.rollmatch_server import serve_command
+from rollout_actors.engine.settings import EngineSettings
 from shared.config import RunConfig
+from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section, refusal
-from shared.config.environment import EnvironmentSection
-from shared.errors import ConfigError
-from shared.transports import Sharing, choose_transport
+from shared.config.job import TimeoutsSection
+from shared.errors import ENGINES, ConfigError, RolloutError, late
+from shared.grounding.evaluation import Scene
+from shared.protocols import ByRank
+from shared.sent_requests import PictureShelf
+from shared.weight_sync.transports import Sharing, choose_transport
 
 if TYPE_CHECKING:
-    from launch.report_tables import Table
+    from launch.reports.detection import Table
 
 
 _DECIDED = {
@@ -104,7 +111,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     config = evaluation_config(options, overrides)
     assert config.data.val is not None
     folder = report_folder(config, options)
-    from launch.data_checks import load_checked
+    from launch.checks.data import load_checked
 
     start_up = StartUp(console)
     with start_up.stage("data"):
@@ -113,17 +120,15 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     # Beside engines on the same cores, threads that spin while they wait for each other slow everyone down.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    from launch.checks.data import ImageNeeds
     from launch.cluster import Cluster
-    from launch.data_checks import ImageNeeds
     from launch.driver import evaluate
-    from launch.local_held_out import LocalHeldOut
     from launch.pipeline import one_ahead
-    from launch.ray_connection import cluster_nodes
-    from launch.report import make_report
-    from launch.report_folder import write_report
-    from launch.report_tables import answer_line, report_tables
-    from learner.heldout import HeldOut
-    from learner.loading import load_tokens
+    from launch.reports.detection import answer_line, make_report, report_tables
+    from launch.reports.page import write_report
+    from launch.runtime.ray_connection import cluster_nodes
+    from learner.held_out import HeldOut
+    from learner.model.loading import load_tokens
 
     with start_up.stage("checks"):
         cluster_nodes(config)  # a cluster that does not answer is told in time, which `ray.init` would not do
@@ -180,9 +185,9 @@ def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -
 
 def _engine_here(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> EngineSettings:
     """Of the checkpoint on this machine, as the run's engines were."""
-    from launch.data_checks import ImageNeeds
-    from launch.placement import Placement
-    from launch.run_engines import settings_of_run
+    from launch.checks.data import ImageNeeds
+    from launch.runtime.engine_settings import settings_of_run
+    from launch.runtime.placement import Placement
 
     device, devices = device_here(), config.rollout_matching.vllm.actors.tensor_parallel_size
     placement = Placement((), (), devices, device, device, choose_transport("auto", device, device, Sharing.NOTHING))
@@ -193,7 +198,7 @@ def _engine_here(config: RunConfig, section: EnvironmentSection, checkpoint: Pat
 
 def vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
     """What a held-out report of the run asks, of the server beside it."""
-    command = ["python", "-m", "launch.vf_eval", section.id, "-b", f"{_SERVED_AT}/v1"]
+    command = ["python", "-m", "launch.vf_eval.__main__.__main__", section.id, "-b", f"{_SERVED_AT}/v1"]
     command += ["-a", json.dumps(section.args)] if section.args else []
     command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens), "-n", str(section.num_eval_examples or -1), "-r", "1"]
     command += ["-S", json.dumps({"extra_body": {"chat_template_kwargs": section.chat_template_args}})] if section.chat_template_args else []
@@ -247,3 +252,35 @@ def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
 
 if __name__ == "__main__":
     main()
+
+
+# The held-out samples in this process, as the driver uses them: for a command in which nothing learns.
+
+
+class LocalHeldOut:
+    """Part of what `launch.runtime.learner_client.RemoteLearner` is (`launch.driver.HasHeldOut`)."""
+
+    def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection, *, fetch: Callable[..., Any] = ray.get) -> None:
+        """`fetch(references, timeout=seconds)` waits for rollouts."""
+        self._held_out, self._limit, self._fetch = held_out, timeouts.limit("generate_s"), fetch
+        self._shelf = PictureShelf(ray.put)
+
+    def held_out_requests(self, step: int) -> ByRank:
+        """Of one rank."""
+        return [self._shelf.put_each(self._held_out.requests(step))]
+
+    def score(self, done: ByRank) -> list[Scene]:
+        """As `HeldOut.score`. RolloutError also where the rollouts do not arrive."""
+        (rollouts,) = done
+        try:
+            # The pool hands out references when the shares are complete, so this waits for a copy at most.
+            shares = self._fetch(list(rollouts), timeout=self._limit.seconds)
+        except GetTimeoutError as error:
+            told = late(f"the {ENGINES}", self._limit, _CHECK)
+            raise RolloutError(f"{told}, or raise {self._limit.key}", actor=ENGINES, phase="collect") from error
+        except RayError as error:
+            raise RolloutError(f"finished rollouts were lost ({error}); check {_CHECK}", actor=ENGINES, phase="collect") from error
+        return self._held_out.score(list(itertools.chain(*shares)))
+
+
+_CHECK = "that every actor's process is alive (their logs), the network between the machines, and the memory of Ray's object store (`ray memory`)"

@@ -15,12 +15,11 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rich.console import Console
 
-from launch.arguments import read_arguments
-from launch.coco_files import counted, parse_json, read_categories, require_absent, write_json
-from launch.command import explained
-from shared.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco
+from launch.cli import explained, read_arguments
+from launch.coco.files import counted, parse_json, read_categories, require_absent, write_json
 from shared.config.base import ConfigPath, Section
 from shared.errors import RecordError
+from shared.grounding.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS
 

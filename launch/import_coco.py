@@ -4,7 +4,7 @@ Beside `train.jsonl` it writes `train.categories.json`, for the way back (`launc
 was left out or altered, and why: every annotation is in exactly one of `boxes`, `polygons` and `skipped`. `out` may be a folder; then the
 records are called after the annotations. Nothing is overwritten, and the records appear when the ordinary loader has read them.
 
-How COCO's coordinates become bins is said in `shared.coco`. Parts of a shape outside its image are clamped to the border.
+How COCO's coordinates become bins is said in `shared.grounding.coco`. Parts of a shape outside its image are clamped to the border.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 from rich.console import Console
 
-from launch.arguments import read_arguments
-from launch.coco_files import CocoAnnotation, CocoFile, CocoImage, counted, distinct_categories, read_annotations, require_absent, write_json, written_once
-from launch.coco_objects import Converted, ObjectCounts, ObjectSkip, Wanted, convert
-from launch.command import explained
+from launch.cli import explained, read_arguments
+from launch.coco.files import CocoAnnotation, CocoFile, CocoImage, counted, distinct_categories, read_annotations, require_absent, write_json, written_once
+from launch.coco.objects import Converted, ObjectCounts, ObjectSkip, Wanted, convert
 from learner.image_files import image_size
 from shared.config.base import ConfigPath, Section
 from shared.dataset import load_dataset

@@ -17,30 +17,38 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from launch.command import explained, with_absolute_paths
-from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.data_checks import DataFacts, ImageNeeds, check_data, load_data
-from launch.device_memory import DeviceMemory, Needs, device_memory
-from launch.memory_estimate import ModelShape, engine_estimate, in_gib, learner_estimate, sequences_in_cache, shared_device_estimate, synced_bytes
-from launch.path_checks import path_problems
-from launch.placement import Placement, Resources, plan_placement
-from launch.ray_connection import cluster_nodes
-from launch.run_engines import settings_of_run
-from launch.server_checks import ask_servers, instead_of_servers, port_problems
-from launch.version_checks import starts_engines, version_problems
-from learner.checkpoint_folder import checkpoint_problems
-from learner.parts import Part, part_of
-from rollout_actors.engine_settings import EngineSettings
+from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
+from launch.checks.host import path_problems, starts_engines, version_problems
+from launch.checks.memory import (
+    DeviceMemory,
+    ModelShape,
+    Needs,
+    device_memory,
+    engine_estimate,
+    in_gib,
+    learner_estimate,
+    sequences_in_cache,
+    shared_device_estimate,
+    synced_bytes,
+)
+from launch.checks.servers import ask_servers, instead_of_servers, port_problems
+from launch.cli import CONF, as_mapping, as_schema_overrides, explained, with_absolute_paths
+from launch.runtime.batch_algebra import batch_algebra
+from launch.runtime.engine_settings import settings_of_run
+from launch.runtime.placement import Placement, Resources, plan_placement
+from launch.runtime.ray_connection import cluster_nodes
+from learner.model.loading import checkpoint_problems
+from learner.model.parts import Part, part_of
+from rollout_actors.engine.settings import EngineSettings
 from shared.config import RunConfig, load_config
-from shared.config.batch_algebra import batch_algebra
 from shared.config.derive import actor_name, engine_devices, environment_name, num_b_steps, rank_name, remarks, rollout_servers
 from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
-from shared.transports import Device
+from shared.weight_sync.transports import Device
 
 if TYPE_CHECKING:
-    from learner.loading import LoadedTokens
+    from learner.model.loading import LoadedTokens
 
 T = TypeVar("T")
 
@@ -145,7 +153,7 @@ def _data(config: RunConfig, findings: Findings) -> DataFacts | None:
 
 
 def _load_tokens(config: RunConfig) -> LoadedTokens:
-    from learner.loading import load_tokens
+    from learner.model.loading import load_tokens
 
     return load_tokens(config)
 
@@ -153,8 +161,7 @@ def _load_tokens(config: RunConfig) -> LoadedTokens:
 def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -> tuple[Dataset, Dataset | None, list[str]]:
     """What the learner would find: coord tokens that are missing, and samples that are too long. Returns the samples that it keeps, and warnings of answers
     that will be cut."""
-    from learner.heldout import HeldOut
-    from learner.lengths import Fitting, describe_cut_answers, require_train_lengths
+    from learner.held_out import Fitting, HeldOut, describe_cut_answers, require_train_lengths
     from learner.segments import PromptEncoder
 
     tokens = _load_tokens(config)
@@ -171,7 +178,7 @@ def _require_learnable(config: RunConfig, train: Dataset, val: Dataset | None) -
 def _require_offload(config: RunConfig, placement: Placement) -> None:
     import torch
 
-    from learner.offload import require_offload
+    from learner.model.offload import require_offload
 
     require_offload(config, torch.device(placement.learner_device))
 

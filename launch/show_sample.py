@@ -1,10 +1,10 @@
 """`python -m launch.show_sample run=outputs/demo step=7 position=3 [out=page.html]`: one sample of a run as a page of HTML.
 
 Prompt, images with ground truth and predictions, the rollout and what was kept of it, the appended text, and every token of the target
-coloured by what supervises it. Reads the run's `config.json` and `rollouts/` (learner.rollout_log), the sample's images from `data.train`,
+coloured by what supervises it. Reads the run's `config.json` and `rollouts/` (learner.rollout_logs.samples), the sample's images from `data.train`,
 and the tokenizer of `model.path`; starts nothing. The same files give the same page.
 
-Of a run of an environment (learner.trajectory_log) it is one rollout: the dialogue, its rewards, and its tokens coloured by their advantage.
+Of a run of an environment (learner.rollout_logs.trajectories) it is one rollout: the dialogue, its rewards, and its tokens coloured by their advantage.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, NonNegativeInt, PositiveInt
 from rich.console import Console
 
-from launch.arguments import read_arguments
-from launch.command import explained
-from launch.rollout_page import RolloutPage
-from launch.rollout_tokens import advantages
-from launch.sample_overlay import Canvas
-from launch.sample_page import SamplePage
-from launch.saved_run import load_run
-from learner import rollout_log, trajectory_log
+from launch.cli import explained, read_arguments
+from launch.runtime.saved_run import load_run
+from launch.sample_pages.detection import Canvas, SamplePage
+from launch.sample_pages.rollout import RolloutPage, advantages
 from learner.image_files import image_size
-from learner.rollout_line import RolloutLine
+from learner.rollout_logs import samples as rollout_log
+from learner.rollout_logs import trajectories as trajectory_log
+from learner.rollout_logs.samples import RolloutLine
+from learner.rollout_logs.trajectories import TrajectoryLine
+from learner.rollout_logs.writer import step_path
 from learner.samples import load_samples
-from learner.step_log import step_path
-from learner.trajectory_line import TrajectoryLine
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.config.pipeline import Channel, PolicyGradientEntry

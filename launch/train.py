@@ -13,13 +13,12 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from launch.command import end_on_signals, explained, with_absolute_paths
-from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.start_up import StartUp
-from launch.sweep import is_sweep, run_trial
-from launch.version_checks import require_vllm
+from launch.checks.host import require_vllm
+from launch.cli import CONF, as_mapping, as_schema_overrides, end_on_signals, explained, with_absolute_paths
+from launch.runtime.batch_algebra import batch_algebra
+from launch.runtime.sweep import is_sweep, run_trial
+from launch.runtime.telemetry import StartUp
 from shared.config import RunConfig, load_config
-from shared.config.batch_algebra import batch_algebra
 from shared.config.derive import EnginePlace, engine_devices, engines_in, remarks
 from shared.errors import ConfigError
 
@@ -56,11 +55,11 @@ def run(config: RunConfig, console: Console) -> None:
     warnings = [line for line in findings.lines if line.startswith("warning") and line not in about_data]
     _print(console, (*about_data, *warnings))
 
-    from launch.checkpoints import Checkpoints
     from launch.cluster import Cluster
     from launch.driver import train
     from launch.pipeline import one_ahead, one_at_a_time
-    from launch.telemetry import Telemetry
+    from launch.runtime.checkpoints import Checkpoints
+    from launch.runtime.telemetry import Telemetry
     from shared.schedule import RunSchedule
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time

@@ -3,28 +3,71 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 
-from learner.place import LearnerPlace
-from shared.canary_noise import Differences
+from learner.learner import Learner
+from learner.model.offload import offloaded, require_offload
+from learner.model.ranks import LearnerPlace
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
-from shared.evaluation import Outcome
+from shared.errors import RolloutError
+from shared.grounding.evaluation import Outcome
+from shared.metrics import RankReport
 from shared.protocols import MakeBackend, RolloutBackend
-from shared.reports import RankReport
 from shared.rollouts import Rollout, SyncReport, WeightOffer
 from shared.schedule import StepPlan
 from shared.sent_requests import PictureShelf, SentRequests
 from shared.trajectory import ExampleCounts
-from shared.weight_sync import SendReport
+from shared.weight_sync.differences import Differences
+from shared.weight_sync.phases import SendReport
 
 if TYPE_CHECKING:
     from learner.learner import Learner
-    from learner.rendezvous import Rendezvous
+    from learner.model.ranks import Rendezvous
+
+
+# What a learner rank offers to a backend that lives in its process.
+
+
+class LearnerHost:
+    """`shared.protocols.BackendHost` of one rank."""
+
+    def __init__(self, config: RunConfig, learner: Learner) -> None:
+        """Raises ConfigError where `rollout_matching.offload` asks for what cannot be done here."""
+        self._config = config
+        self._learner = learner
+        require_offload(config, learner.loaded.device)
+
+    @property
+    def name(self) -> str:
+        return self._learner.name
+
+    @property
+    def model(self) -> Any:
+        return self._learner.loaded.model
+
+    @property
+    def processor(self) -> Any:
+        return self._learner.loaded.processor
+
+    def require_going_on(self) -> None:
+        if self._learner.is_told_to_stop:
+            raise RolloutError("told to stop, because the run is being ended", actor=self.name, phase="generate")
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._learner.parallel.weights.tensors()
+
+    def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
+        loaded = self._learner.loaded
+        return offloaded(self._config, loaded.model, self._learner.updater, loaded.device, with_model=model)
+
 
 Share = list[Rollout]
 
@@ -46,7 +89,7 @@ class LearnerActor:
 
     def open_rendezvous(self, config: RunConfig) -> str:
         """On rank 0: where the others find it, `address:port`."""
-        from learner.rendezvous import Rendezvous
+        from learner.model.ranks import Rendezvous
 
         self._rendezvous = Rendezvous(_node_address(config))
         return self._rendezvous.endpoint
@@ -56,7 +99,6 @@ class LearnerActor:
         # Here and not above: the driver imports this module, and need not pay for torch, transformers and peft.
         import torch
 
-        from learner.host import LearnerHost
         from learner.learner import Learner
 
         self._learner = Learner(config, replace(place, address=_node_address(config)), self._rendezvous, examples)

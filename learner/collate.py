@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from learner.objectives.interface import BoxSupervision, CoordSupervision, SampledSupervision, Supervision, TextSupervision
+from learner.objectives.base import BoxSupervision, CoordSupervision, SampledSupervision, Supervision, TextSupervision
 from learner.segments import Segment
 from learner.targets import Target, TextWeights, TokenRole
 

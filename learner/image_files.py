@@ -18,7 +18,7 @@ from pathlib import Path
 import PIL
 from PIL import Image
 
-from shared.pictures import on_white
+from shared.prompts import on_white
 from shared.records import ImageFacts, image_facts
 
 _LOGGER = logging.getLogger(__name__)

@@ -14,37 +14,79 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from learner.canary import Canary
-from learner.counters import StepTally
-from learner.device import LearnerDevice
-from learner.loading import LoadedModel
-from learner.matching_work import MatchingWork
-from learner.optimizer import Updater
-from learner.parallel import load_parallel
-from learner.place import LearnerPlace
-from learner.progress import StepInProgress
-from learner.publisher import WeightPublisher, make_senders
-from learner.ranks import Ranks
-from learner.rendezvous import Rendezvous, join_ranks
-from learner.row_learner import RowLearner
-from learner.rows import Row, row_policy
+from learner.algorithms.base import StepWork, Work
+from learner.algorithms.rollout_matching import MatchingWork
+from learner.algorithms.trajectories import TrajectoryWork
+from learner.model.loading import LoadedModel
+from learner.model.optimizer import Updater
+from learner.model.ranks import LearnerDevice, LearnerPlace, Ranks, Rendezvous, join_ranks
+from learner.model.sharding import load_parallel
+from learner.packing import Row, row_policy
 from learner.segments import Segment
-from learner.trajectory_work import TrajectoryWork
-from learner.work import Work
+from learner.step import RowLearner
+from learner.step_metrics import StepTally
+from learner.weight_sync.canary import Canary
+from learner.weight_sync.publisher import WeightPublisher, make_senders
 from shared.config import RunConfig
-from shared.config.custom import TrainerVariant
+from shared.config.algorithm import TrainerVariant
 from shared.config.derive import is_sharded, rank_name, resolved_sync_mode
+from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, LearnerError, RolloutError
-from shared.evaluation import Outcome
-from shared.reports import RankReport
+from shared.grounding.evaluation import Outcome
+from shared.metrics import RankReport
 from shared.rollouts import DecodeSettings
+from shared.run_files import Span
 from shared.schedule import StepPlan
 from shared.trajectory import ExampleCounts
+
+# A step between `next_requests` and `finish_step`: its work, its numbers and where its time went.
+
+
+@dataclass(slots=True)
+class StepInProgress:
+    """One rank's part of a step."""
+
+    plan: StepPlan
+    work: StepWork
+    tally: StepTally
+    track: str
+    """Of the rank's spans."""
+    generate_s: float = 0.0
+    learn_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+    def add_generation(self, answers: Sequence[Any]) -> None:
+        """Of one round."""
+        if answers:
+            spans = self.work.generation_spans(answers)
+            self.spans += spans
+            self.generate_s += max(span.end_s for span in spans) - min(span.start_s for span in spans)
+
+    def mark(self, name: str, started_s: float, **args: int) -> None:
+        """This rank's own work, from then until now."""
+        span = Span(self.track, name, started_s, time.time(), {"step": self.plan.number, **args})
+        self.learn_s += span.duration_s
+        self.spans.append(span)
+
+    def report(self, version: int, step_metrics: Mapping[str, float], waits: Sequence[Span], *, denominator: int, num_carried: int) -> RankReport:
+        """At the step's end, once. `waits` lie within what was marked."""
+        totals = self.tally.totals
+        self.tally.finish(denominator)
+        totals.add("packing/num_carried", num_carried)
+        totals.raise_to("time/learn_s", self.learn_s)
+        if waits:
+            totals.raise_to("time/reduce_s", sum(wait.duration_s for wait in waits))
+        self.spans += [replace(wait, args={"step": self.plan.number}) for wait in waits]
+        if self.plan.channel is Channel.B:
+            totals.raise_to("time/generate_s", self.generate_s)
+        return RankReport(self.plan.step, self.plan.channel, version, totals, step_metrics, tuple(self.spans))
+
 
 # Of the canary's response: enough to pass every layer and the head, little enough to cost one short prefill per sync.
 _CANARY_TOKENS = 32

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from learner.image_files import Report, image_size, known_images
-from learner.rules import target_rules
+from learner.targets import target_rules
 from shared.config import RunConfig
 from shared.dataset import Dataset, image_names, load_dataset
 

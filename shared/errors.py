@@ -125,7 +125,7 @@ def _unreachable_error(message: str, actor: str, phase: str) -> UnreachableError
 class WeightSyncError(RuntimeError):
     """A weight transfer failed or could not be verified.
 
-    `phase` is one of `shared.weight_sync.SyncPhase`, on either side, or its `OFFER`; `quantity` is what differed (a name
+    `phase` is one of `shared.weight_sync.phases.SyncPhase`, on either side, or its `OFFER`; `quantity` is what differed (a name
     set, a checksum, log-probabilities) and `size` by how much (None where a size has no meaning, as for a timeout).
     """
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import SyncPhase
+from shared.weight_sync.phases import SyncPhase
 
 ByRank = list[list[Any]]
 """References to requests (`RequestRef`), or to rollouts, of a step or of one of its rounds: those of each learner rank, in position order."""

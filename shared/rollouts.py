@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from shared.canary_noise import Differences
 from shared.records import ImageRef
-from shared.transports import Transport
+from shared.weight_sync.differences import Differences
+from shared.weight_sync.transports import Transport
 
 MAX_TEMPERATURE = 2.0
 """vLLM takes no higher one."""
@@ -128,7 +128,7 @@ class SyncReport:
     fell_back: str | None = None
     """Why a sync of the adapter failed before this one, which, like all that follow it, sent full weights; None: none failed."""
     adapter_effect: float | None = None
-    """Of an adapter: the engine's effect of it over the learner's (`shared.canary`), of the engine that is farthest from 1. None: full weights, or too small
+    """Of an adapter: the engine's effect of it over the learner's (`shared.weight_sync.canary`), of the engine that is farthest from 1. None: full weights, or too small
     an effect to tell."""
     canary_mean_abs: float = 0.0
     """Mean absolute difference of a canary log-probability, of the engine that is farthest away."""

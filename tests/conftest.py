@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from started_processes import SESSION, StartedProcesses
 
-from rollout_actors import warm_python
+from rollout_actors.engine import warm_python
 
 if TYPE_CHECKING:
     from engine_support import EnginePool
@@ -80,8 +80,8 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
     if not any(item.get_closest_marker("engine") for item in request.session.items):
         yield
         return
-    from rollout_actors.engine_settings import EngineSettings, engine_environment
-    from shared.transports import Device, Transport
+    from rollout_actors.engine.settings import EngineSettings, engine_environment
+    from shared.weight_sync.transports import Device, Transport
 
     settings = EngineSettings(
         "any", "float32", max_model_len=1, max_num_seqs=1, seed=0, transport=Transport.GLOO, device=Device.CPU, gpu_memory_utilization=0.5
@@ -118,7 +118,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with its random weights: tokenizer, processor and all."""
-    from launch.make_demo_model import make_demo_model
+    from launch.demo.model import make_demo_model
     from shared.prompts import DEFAULT_USER_PROMPT
 
     folder = tmp_path_factory.mktemp("demo") / "model"
@@ -129,7 +129,7 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few of the demo's scenes: `train.jsonl` and `val.jsonl` with their images."""
-    from launch.make_demo_data import make_demo_data
+    from launch.demo.data import make_demo_data
 
     folder = tmp_path_factory.mktemp("demo") / "data"
     make_demo_data(folder, seed=17, num_train=64, num_val=16)
@@ -139,7 +139,7 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def polygon_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same kind of scenes, with an outline polygon for every odd digit."""
-    from launch.make_demo_data import DemoGeometry, make_demo_data
+    from launch.demo.data import DemoGeometry, make_demo_data
 
     folder = tmp_path_factory.mktemp("demo") / "polygons"
     make_demo_data(folder, seed=17, num_train=64, num_val=16, geometry=DemoGeometry.MIXED)
@@ -167,7 +167,7 @@ def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: py
             for plan in RunSchedule(config).plans():
                 learner.next_requests(plan)
                 learner.finish_step()
-            learner.publisher.save(run_dir / "checkpoint")
+            learner.weight_sync.publisher.save(run_dir / "checkpoint")
             (run_dir / "checkpoint").rename(folder)
     return folder
 
@@ -177,7 +177,7 @@ def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool
     """Three actors with real engines, started at once. Version and weights are whatever the test before left: sync first."""
     from engine_support import TIMEOUTS, EnginePool, create_actor, small_settings
 
-    from rollout_actors.pool import ActorPool
+    from launch.runtime.rollout_client import ActorPool
 
     names = [f"actor-{i}" for i in range(3)]
     actors = {name: create_actor(name, small_settings(demo_checkpoint), i) for i, name in enumerate(names)}

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu.probe import largest_difference, options
-from learner.device import LearnerDevice
+from learner.model.ranks import LearnerDevice
 
 
 def main() -> None:

@@ -15,10 +15,10 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.gpu.probe import median_s, options
-from learner.device import LearnerDevice
-from rollout_actors.ipc_handles import CudaDevice, SharingDevice, packed_buckets
-from shared.checksummed_weights import ChecksummedWeights
-from shared.weight_terms import FullTerms, TensorSpec
+from learner.model.ranks import LearnerDevice
+from rollout_actors.backends.ipc_handles import CudaDevice, SharingDevice, packed_buckets
+from shared.weight_sync.checksum import ChecksummedWeights
+from shared.weight_sync.offer import FullTerms, TensorSpec
 
 NUM_SYNCS = 20
 LIMIT_S = 120.0

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.probe import largest_difference, median_s, options
-from learner.patch_embedding import project_patches_as_matrix
+from learner.model.loading import project_patches_as_matrix
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu.probe import largest_difference, median_s, options
-from learner.attention import RowBorders, segment_attention
+from learner.model.attention import RowBorders, segment_attention
 
 
 class Layer(torch.nn.Module):

@@ -15,19 +15,16 @@ from benchmarks.gpu.probe import largest_difference, options
 from benchmarks.learner_step import make_model, make_segment
 from benchmarks.logit_memory import FIRST_COORD, PIPELINE
 from learner.collate import collate
-from learner.device import LearnerDevice
+from learner.model.checkpoint import CheckpointWeights
+from learner.model.ranks import DistributedRanks, LearnerDevice, LearnerPlace, Rendezvous, open_group
+from learner.model.sharding import ShardedModel
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.place import LearnerPlace
-from learner.ranks import DistributedRanks
-from learner.rendezvous import Rendezvous, open_group
-from learner.sharded import ShardedModel
 from learner.step import backward_row
 from learner.targets import TextWeights
-from learner.weight_source import CheckpointWeights
 from shared.config.pipeline import Channel
 from shared.tokens.vocabulary import NUM_BINS
-from shared.transports import Device, Transport
+from shared.weight_sync.transports import Device, Transport
 
 GRADIENT_OF = "model.language_model.norm.weight"
 

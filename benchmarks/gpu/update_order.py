@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.probe import options, synchronize
-from learner.device import LearnerDevice
+from learner.model.ranks import LearnerDevice
 
 
 def copied(device: torch.device, num_products: int, *, waits: bool) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from learner.objectives import coord_math
-from learner.objectives.interface import LogitNeeds, ObjectiveLoss, RowValues, Supervision
+from learner.objectives.base import LogitNeeds, ObjectiveLoss, RowValues, Supervision
 from shared.config.pipeline import BboxGeoConfig
 from shared.tokens.vocabulary import NUM_BINS
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from learner.objectives import coord_math
-from learner.objectives.interface import LogitNeeds, RowValues, Supervision
+from learner.objectives.base import LogitNeeds, RowValues, Supervision
 
 
 @dataclass(frozen=True, slots=True)

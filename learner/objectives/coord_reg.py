@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from learner.objectives import coord_math
-from learner.objectives.interface import LogitNeeds, ObjectiveLoss, RowValues, Supervision
+from learner.objectives.base import LogitNeeds, ObjectiveLoss, RowValues, Supervision
 from shared.config.pipeline import CoordRegConfig
 
 

@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import torch
 
-from learner.objectives.interface import LogitNeeds, ObjectiveLoss, RowValues, SampledSupervision, Supervision
+from learner.objectives.base import LogitNeeds, ObjectiveLoss, RowValues, SampledSupervision, Supervision
 from shared.config.pipeline import PolicyGradientConfig
 
 

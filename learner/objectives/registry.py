@@ -6,10 +6,10 @@ from typing import assert_never
 
 import torch
 
+from learner.objectives.base import ChannelObjectives, Diagnostic, Objective
 from learner.objectives.bbox_geo import BboxGeo
 from learner.objectives.coord_diag import CoordDiag
 from learner.objectives.coord_reg import CoordReg
-from learner.objectives.interface import ChannelObjectives, Diagnostic, Objective
 from learner.objectives.policy_gradient import PolicyDiag, PolicyGradient
 from learner.objectives.token_ce import TokenCE
 from shared.config.pipeline import BboxGeoEntry, Channel, CoordRegEntry, ObjectiveEntry, PipelineSection, PolicyGradientEntry, TokenCEEntry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from learner.objectives.interface import LogitNeeds, ObjectiveLoss, RowValues, Supervision
+from learner.objectives.base import LogitNeeds, ObjectiveLoss, RowValues, Supervision
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from rollout_actors.answer import Answer, Origin, Started
+from rollout_actors.engine.completion import Answer, Origin, Started
 from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 

@@ -1,6 +1,6 @@
 """What goes over the token-in/token-out route of a stock `vllm serve` (`/inference/v1/generate` of vLLM 0.32), and what is read from it.
 
-The same sampling as an engine of this machine is asked for (`rollout_actors.sampling`), so that the same rollout comes back.
+The same sampling as an engine of this machine is asked for (`rollout_actors.engine.sampling`), so that the same rollout comes back.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 from PIL import Image
 from pydantic import BaseModel
 
-from rollout_actors.answer import Answer
-from rollout_actors.images import decode_images
-from rollout_actors.sampling import PROBE_FIELDS, finish_reason, sampling_fields
-from shared.canary import CanaryProbe
+from rollout_actors.engine.completion import Answer
+from rollout_actors.engine.sampling import PROBE_FIELDS, decode_images, finish_reason, sampling_fields
 from shared.errors import RolloutError
 from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
+from shared.weight_sync.canary import CanaryProbe
 
 NO_LOGPROB = -9999.0
 """What the route writes for a log-probability that is NaN, minus infinity or not there."""

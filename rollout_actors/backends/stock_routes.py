@@ -11,11 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_actors.backends.http_client import HttpClient, HttpStatusError, UnansweredError, another_answer
-from rollout_actors.backends.remote_engine import too_few_sequences
-from rollout_actors.engine_settings import GUARD_PROCESSOR, EngineSettings
-from rollout_actors.transfer_group import InitRequest
-from rollout_actors.weight_intake import UpdateRequest
+from rollout_actors.backends.http import HttpClient, HttpStatusError, UnansweredError, another_answer, too_few_sequences
+from rollout_actors.engine.settings import GUARD_PROCESSOR, EngineSettings
+from rollout_actors.weight_sync.receiver import InitRequest, UpdateRequest
 
 COUNTER = "vllm:generation_tokens_total{"
 """How a line of `/metrics` begins that counts sampled tokens."""
@@ -29,7 +27,7 @@ class RouteError(Exception):
 
 
 class StockRoutes:
-    """`rollout_actors.weight_intake.UpdatedEngine` and `transfer_group.JoinsGroups` by HTTP. Its methods raise RouteError."""
+    """`rollout_actors.weight_sync.receiver.UpdatedEngine` and `transfer_group.JoinsGroups` by HTTP. Its methods raise RouteError."""
 
     def __init__(self, http: HttpClient, run: str) -> None:
         """`run` is what this run's weights are labelled with, so that they are told from another run's."""
@@ -200,7 +198,7 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
 def missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:
     """Name each worker without the repeat guard, with the argument of `vllm serve` that loads it.
 
-    `answers`: of `rollout_actors.repeat_guard_vllm.GuardedWorker.active_guard`, one per worker.
+    `answers`: of `rollout_actors.repeat_guard.vllm.GuardedWorker.active_guard`, one per worker.
     """
     for rank, answer in enumerate(answers):
         if not answer["is_loaded"]:

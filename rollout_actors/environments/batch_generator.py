@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from rollout_actors.environments.datasets import GenerateOutputs
 from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.outputs import GenerateOutputs
 
 
 class AsyncBatchGenerator:

@@ -13,17 +13,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollout_actors.environments.begun import client_under_way, new_state, note_begun, note_cleaned
-from rollout_actors.environments.client import ask, knows_rollouts, merged, require_asynchronous
-from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, column_names, present, push_dataset
+from rollout_actors.environments.chat.messages import cleanup_messages, cleanup_tools, concat_messages, deeply_copied, require_roles
+from rollout_actors.environments.chat.tool_calls import UncalledTools
+from rollout_actors.environments.clients.openai import ask, knows_rollouts, merged, require_asynchronous
+from rollout_actors.environments.datasets import (
+    Examples,
+    GenerateOutputs,
+    PromptFormat,
+    build_dataset_from_outputs,
+    column_names,
+    made_folder,
+    present,
+    push_dataset,
+    rows_of,
+)
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
-from rollout_actors.environments.inputs import Examples, PromptFormat, rows_of
 from rollout_actors.environments.lifecycle import Event, Handler, all_of, awaited, close_at_exit, forget, handlers, to_the_end
-from rollout_actors.environments.messages import cleanup_messages, cleanup_tools, concat_messages, deeply_copied, require_roles
-from rollout_actors.environments.outputs import GenerateOutputs, made_folder
-from rollout_actors.environments.parsers import Parser
-from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.tool_calls import UncalledTools
+from rollout_actors.environments.rubric import Parser, Rubric
+from rollout_actors.environments.scope import client_under_way, new_state, note_begun, note_cleaned
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
 _LOGGER = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from rollout_actors.environments import client
+from rollout_actors.environments.clients import openai as client
 
 FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 """Of one rollout, but for what `raise_if_for_all` raises again."""

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rollout_actors.environments.begun import Begun, Inside, call_begins, require_state, rollout_begins, scoring_begins, whole
-from rollout_actors.environments.client import knows_rollouts
+from rollout_actors.environments.chat.tool_calls import num_tool_calls
+from rollout_actors.environments.clients.openai import knows_rollouts
+from rollout_actors.environments.concurrency import GIVEN_UP, WAITED, Stopwatch, Turn, within
+from rollout_actors.environments.datasets import Examples, GenerateMetadata, GenerateOutputs, mean, placed, require_one_row_per_id, require_own_positions
 from rollout_actors.environments.failures import FAILURES, in_own_task, is_cancelled, is_of_signal, told
-from rollout_actors.environments.inputs import Examples, placed, require_one_row_per_id, require_own_positions
 from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
-from rollout_actors.environments.outputs import GenerateMetadata, GenerateOutputs, mean
 from rollout_actors.environments.rubric import (
     Rubric,
     compare_rollouts,
@@ -32,11 +32,8 @@ from rollout_actors.environments.rubric import (
     score_by,
     settle,
 )
-from rollout_actors.environments.threads import GIVEN_UP
-from rollout_actors.environments.tool_calls import num_tool_calls
-from rollout_actors.environments.turns import Turn
+from rollout_actors.environments.scope import Begun, Inside, call_begins, require_state, rollout_begins, scoring_begins, whole
 from rollout_actors.environments.types import RolloutInput, State
-from rollout_actors.environments.waits import WAITED, Stopwatch, within
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
 
+from rollout_actors.environments.datasets import Examples, PromptFormat
 from rollout_actors.environments.environment import Environment, full_name
-from rollout_actors.environments.inputs import Examples, PromptFormat
 from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
 from rollout_actors.environments.rubric import RewardFunction, Rubric, lent
 from rollout_actors.environments.types import RolloutInput, SamplingArgs, State

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from typing import Any
 
-from rollout_actors.environments.begun import InsideARollout, note_cleaned, require_state
-from rollout_actors.environments.client import OVERLONG
+from rollout_actors.environments.chat.messages import concat_messages, copied, said
+from rollout_actors.environments.chat.responses import parse_response_messages, parse_response_tokens
+from rollout_actors.environments.clients.openai import OVERLONG
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import awaited, stop, to_the_end
-from rollout_actors.environments.messages import concat_messages, copied, said
-from rollout_actors.environments.responses import parse_response_messages, parse_response_tokens
+from rollout_actors.environments.scope import InsideARollout, note_cleaned, require_state
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State, TrajectoryStep, TrajectoryStepTokens
 
 
@@ -131,3 +132,19 @@ class MultiTurnEnv(Environment):
             "completion_mask": tokens["completion_mask"][:room],
             "completion_logprobs": tokens["completion_logprobs"][:room],
         }
+
+
+# Rollouts of one call.
+
+
+class SingleTurnEnv(MultiTurnEnv):
+    """One question, one answer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As that of `Environment`, by place and by name."""
+        # Of several turns, environments take them by name alone.
+        placed = inspect.signature(Environment).bind(*args).arguments
+        super().__init__(max_turns=1, **placed, **kwargs)
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+        raise AssertionError("a rollout of one turn has ended before the environment is asked")

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rollout_actors.environments.chat.tools import Tool
 from rollout_actors.environments.failures import called_exit
 from rollout_actors.environments.lifecycle import awaited, stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import RewardFunction, Rubric
-from rollout_actors.environments.tool_schema import Tool
 from rollout_actors.environments.types import Message, Messages, State
 
 

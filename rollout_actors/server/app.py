@@ -26,11 +26,10 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rollout_actors.server import messages
 from rollout_actors.server.calls import check_token, read_body, while_there
-from rollout_actors.server.door import RefusalError
 from rollout_actors.server.openai_routes import PREFIX, OpenAIRoute, OpenAIRoutes, OpenAIServing, error_content
-from rollout_actors.server.service import RolloutService
+from rollout_actors.server.service import RefusalError, RolloutService
 from shared.errors import RolloutError, WeightSyncError
-from shared.weight_sync import SyncPhase
+from shared.weight_sync.phases import SyncPhase
 
 Route = Callable[[Request], Awaitable[messages.Message | Response]]
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from rollout_actors.server.door import RefusalError
+from rollout_actors.server.service import RefusalError
 
 T = TypeVar("T")
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute, OpenAIServing
 from rollout_actors.server.service import ServedEngine
 from shared.protocols import CLOSED_S
-from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import SyncPhase
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.phases import SyncPhase
 
 T = TypeVar("T")
 
@@ -88,3 +89,46 @@ class EngineThread:
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+# An `OpenAIServing` that lives on its engine's event loop, for a server on another one.
+
+
+class OpenAIThread:
+    def __init__(self, thread: EngineThread, make: Callable[[ServedEngine], OpenAIServing]) -> None:
+        """`make` is called in the thread, by `start`."""
+        self._thread, self._make = thread, make
+        self._serving: OpenAIServing | None = None
+
+    async def start(self) -> None:
+        """After the engine's. Raises what `make` raises."""
+
+        async def made(engine: ServedEngine) -> OpenAIServing:
+            return self._make(engine)
+
+        self._serving = await self._thread.run(made)
+
+    async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
+        serving = self._serving
+        assert serving is not None, "start comes first"
+        answer = await self._thread.run(lambda _: serving.answer(route, call))
+        content = answer.content
+        return answer if isinstance(content, dict) else OpenAIAnswer(answer.status, self._here(content))
+
+    async def _here(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        # A generator that is at work cannot be closed: where the caller goes, what it waited for has to end first.
+        turn = asyncio.Lock()
+
+        async def following(_: ServedEngine) -> str | None:
+            async with turn:
+                return await anext(events, None)
+
+        async def close(_: ServedEngine) -> None:
+            async with turn:
+                await events.aclose()
+
+        try:
+            while (event := await self._thread.run(following)) is not None:
+                yield event
+        finally:
+            await asyncio.shield(self._thread.run(close))

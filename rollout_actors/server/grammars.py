@@ -18,7 +18,7 @@ from enum import StrEnum
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from rollout_actors.server.door import RefusalError
+from rollout_actors.server.service import RefusalError
 
 MAX_CHARS = 100_000
 """Largest size of all grammars of a call, as JSON."""

@@ -13,15 +13,15 @@ from typing import Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from shared.canary import CanaryProbe
 from shared.config.base import dotted
-from shared.config.repeat_terminate import RepeatTerminateSection
+from shared.config.rollout import RepeatTerminateSection
 from shared.errors import RolloutError, WeightSyncError
-from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.transports import Transport
-from shared.weight_sync import SyncPhase
-from shared.weight_terms import AdapterTerms, FullTerms, terms_of
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.offer import AdapterTerms, FullTerms, terms_of
+from shared.weight_sync.phases import SyncPhase
+from shared.weight_sync.transports import Transport
 
 
 class Message(BaseModel):

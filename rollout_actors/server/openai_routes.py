@@ -26,10 +26,9 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from PIL import Image
 
-from rollout_actors.images import decode_image, open_image
+from rollout_actors.engine.sampling import decode_image, open_image
 from rollout_actors.server.calls import read_body, while_there
-from rollout_actors.server.door import RefusalError
-from rollout_actors.server.service import Admission, RolloutService
+from rollout_actors.server.service import Admission, RefusalError, RolloutService
 
 PREFIX = "/v1/"
 VERSION_HEADER = "X-Weight-Version"

@@ -4,24 +4,135 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.images import open_image
+from rollout_actors.engine.sampling import open_image
+from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server import messages
-from rollout_actors.server.door import Door, RefusalError
-from rollout_actors.server.request_checks import request_problems
-from shared.config.repeat_terminate import RepeatTerminateSection
+from shared.config.rollout import RepeatTerminateSection
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
 from shared.records import ImageRef
-from shared.repeat_guard import RepeatGuardSettings
-from shared.rollouts import Rollout, RolloutRequest, SyncReport
-from shared.weight_sync import SyncPhase
+from shared.rollouts import MAX_TEMPERATURE, REPETITION_PENALTIES, DecodeMode, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.phases import SyncPhase
+
+# The door of a rollout server: which phase of a sync is in turn, and of which run.
+
+
+PHASES = tuple(SyncPhase)
+FOLLOWING = dict(pairwise((*PHASES, PHASES[0])))
+
+
+class RefusalError(Exception):
+    """The caller's to mend: an HTTP status and what to do."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status, self.message = status, message
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Which phase of a sync is in turn, and of which run. Every phase goes through `during` and, if it ends well, `after`::
+
+    phase           in turn                     while it runs, or after it failed    when it has ended
+    pause           always, with an offer       due: pause                           due: rendezvous
+    rendezvous ...  where it is due, for the    due: pause                           due: the following phase; behind canary: pause
+                    version of the offer
+
+    From pause to the end of canary the engine itself serves no rollouts.
+    """
+
+    run: str | None = None
+    """Whose weights the engine serves, while it serves any; None: nobody in particular's."""
+    syncing: str | None = None
+    """Whose sync is under way, or was the last one; None: nobody in particular's."""
+    offer: WeightOffer | None = None
+    """Of the sync under way, or of the last one; None: there was none."""
+    due: SyncPhase = SyncPhase.PAUSE
+    """What comes next. PAUSE may always come."""
+
+    def during(self, phase: SyncPhase, call: messages.SyncCall) -> Door:
+        """Raises RefusalError where it is not the phase's turn."""
+        brought = call.weight_offer()
+        if phase is SyncPhase.PAUSE:
+            if brought is None:
+                raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
+            return replace(self, syncing=call.run, offer=brought, due=SyncPhase.PAUSE)
+        if None not in (self.syncing, call.run) and self.syncing != call.run and self.due is not SyncPhase.PAUSE:
+            raise RefusalError(409, f"phase {phase} of version {call.version}: another run's sync is under way; give every run servers of its own")
+        if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
+            begins = self.offer is None or self.due is SyncPhase.PAUSE
+            raise RefusalError(
+                409,
+                f"phase {phase} of version {call.version} is out of turn, the server waits for "
+                f"{SyncPhase.PAUSE if begins or self.offer is None else f'{self.due} of version {self.offer.version}'}; begin with {SyncPhase.PAUSE} "
+                f"and keep the order {', '.join(PHASES)}",
+            )
+        return replace(self, offer=brought or self.offer, due=SyncPhase.PAUSE)
+
+    def after(self, phase: SyncPhase) -> Door:
+        return replace(self, due=FOLLOWING[phase], run=self.syncing if phase is PHASES[-1] else self.run)
+
+
+# What is wrong with a request that is well formed.
+
+
+MAX_INT = 2**31 - 1
+"""Of token ids and counts, as vLLM's processes have them."""
+MAX_SEED = 2**63 - 1
+"""Of vLLM's seeds. It takes -1 for none at all."""
+
+
+def request_problems(requests: Sequence[RolloutRequest], settings: EngineSettings, image_token_id: int | None = None) -> Iterator[str]:
+    """What the types allow and the engine cannot do: one line each, `path: what is wrong; what to do`. `image_token_id` is the model's placeholder of an image,
+    one of which stands for each; None: it has none, or it is not known."""
+    least, most = REPETITION_PENALTIES
+    for index, request in enumerate(requests):
+        path, decode = f"requests[{index}]", request.decode
+        if not request.prompt_token_ids:
+            yield f"{path}.prompt_token_ids: is empty; send at least one token"
+        if len(request.prompt_token_ids) >= settings.max_model_len:
+            yield (
+                f"{path}.prompt_token_ids: has {len(request.prompt_token_ids)} tokens, and the server's max_model_len is {settings.max_model_len} with "
+                "the response; send a shorter prompt, or start the server with a larger max_model_len"
+            )
+        if len(request.images) > settings.max_images_per_prompt:
+            yield (
+                f"{path}.images: has {len(request.images)} images, the server takes {settings.max_images_per_prompt}; "
+                f"start it with max_images_per_prompt={len(request.images)}"
+            )
+        if image_token_id is not None and (number := request.prompt_token_ids.count(image_token_id)) < len(request.images):
+            yield (
+                f"{path}.images: has {len(request.images)} images, and prompt_token_ids has {number} of the placeholder {image_token_id} that stands for one; "
+                "send one placeholder for each image"
+            )
+        for key, token_ids in (
+            ("prompt_token_ids", request.prompt_token_ids),
+            ("decode.stop_token_ids", decode.stop_token_ids),
+            ("decode.banned_token_ids", decode.banned_token_ids),
+        ):
+            if wrong := [token_id for token_id in token_ids if not 0 <= token_id <= MAX_INT]:
+                yield f"{path}.{key}: has {wrong[0]}, which is no token; send ids of the model's tokenizer"
+        if decode.mode is DecodeMode.BEAM:
+            yield f"{path}.decode.mode: 'beam' is not served; send greedy or sample, or decode beams with rollout_backend: hf or vllm.mode: colocate"
+        bounds = {
+            "temperature": (0 <= decode.temperature <= MAX_TEMPERATURE, decode.temperature, f"from 0 to {MAX_TEMPERATURE:g}"),
+            "top_p": (0 < decode.top_p <= 1, decode.top_p, "within (0, 1]"),
+            "top_k": (-1 <= decode.top_k <= MAX_INT, decode.top_k, f"-1 or 0 (no limit) or from 1 to {MAX_INT}"),
+            "repetition_penalty": (least <= decode.repetition_penalty <= most, decode.repetition_penalty, f"from {least:g} to {most:g}"),
+            "max_new_tokens": (1 <= decode.max_new_tokens <= MAX_INT, decode.max_new_tokens, f"from 1 to {MAX_INT}"),
+        }
+        if not 0 <= request.seed <= MAX_SEED:
+            yield f"{path}.seed: is {request.seed}; send a value from 0 to {MAX_SEED}"
+        yield from (f"{path}.decode.{key}: is {value}; send a value {wanted}" for key, (sound, value, wanted) in bounds.items() if not sound)
+
 
 MAX_PROBLEMS = 20
 """Of one call, in its answer."""

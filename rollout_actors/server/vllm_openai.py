@@ -26,10 +26,10 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
-from rollout_actors.server.door import RefusalError
+from rollout_actors.engine.vllm_engine import VllmEngine
 from rollout_actors.server.grammars import MAX_CHARS, Grammar, GrammarKind, GrammarTrial, XgrammarSpec
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
-from rollout_actors.vllm_engine import VllmEngine
+from rollout_actors.server.service import RefusalError
 from shared.errors import ConfigError
 from shared.rollouts import REPETITION_PENALTIES
 

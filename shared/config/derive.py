@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from shared.chunking import chunk_size
+from shared.config.algorithm import TrainerVariant
 from shared.config.base import Section
-from shared.config.custom import TrainerVariant
+from shared.config.rollout import ServerSection
 from shared.config.run import RunConfig
-from shared.config.server import ServerSection
-from shared.fresh_tokens import FILE, FreshTokens
+from shared.tokens.fresh import FILE, FreshTokens
 
 
 class EnginePlace(StrEnum):
@@ -210,7 +210,7 @@ def warmup_steps(run: RunConfig) -> int:
 
 
 def effective_batch_size(run: RunConfig) -> int:
-    """Samples per update over all ranks where micro-steps count them; see `shared.config.batch_algebra`."""
+    """Samples per update over all ranks where micro-steps count them; see `launch.runtime.batch_algebra`."""
     return run.training.per_device_train_batch_size * run.learner.world_size * accumulation_steps(run)
 
 

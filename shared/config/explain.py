@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shared.config.base import Problem, Section, dotted
-from shared.config.retired_keys import moved_under
+from shared.config.retired import moved_under
 
 MISSING = "is required, and missing"
 """What is wrong with an absent key."""

@@ -6,26 +6,18 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
+from shared.config.algorithm import CustomSection, EnvironmentSection, Stage2ABSection, TrainerVariant
 from shared.config.base import Section
-from shared.config.checkpoint import CheckpointSection
-from shared.config.cluster import ClusterSection
-from shared.config.custom import CustomSection, TrainerVariant
-from shared.config.data import DataSection
-from shared.config.environment import EnvironmentSection
-from shared.config.evaluation import EvaluationSection
-from shared.config.learner import LearnerSection
-from shared.config.model import ModelSection
+from shared.config.job import ClusterSection, EvaluationSection, TelemetrySection, TimeoutsSection
+from shared.config.model import DataSection, ModelSection
 from shared.config.pipeline import Channel
-from shared.config.rollout_matching import RolloutMatchingSection
-from shared.config.stage2_ab import Stage2ABSection
-from shared.config.telemetry import TelemetrySection
-from shared.config.timeouts import TimeoutsSection
-from shared.config.training import TrainingSection
+from shared.config.rollout import RolloutMatchingSection
+from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
 from shared.records import ALL_GEOMETRY, GeometryKind
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
 """In nats. In bfloat16 both sides round every logit: between 16 and 32, where those of trained
-models lie, to an eighth. No largest difference is bounded there (`shared.canary`)."""
+models lie, to an eighth. No largest difference is bounded there (`shared.weight_sync.canary`)."""
 _LOGPROB_TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}
 """In nats. The demo's trained model, in bfloat16 on CPU, differs by 0.004 on average and by 0.11 at most over 2,000 sampled tokens (1e-5 in float32); a run
 compares millions, of deeper models."""

@@ -6,7 +6,53 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shared.config.base import Fraction01, LearningRate, Section
+from shared.config.base import Fraction01, LearningRate, Section, WholeGPUs
+
+# `learner`: the ranks that train, and what Ray reserves for each.
+
+
+class LearnerSection(Section):
+    world_size: PositiveInt = 1
+    """Learner ranks."""
+
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How the ranks share the model: each holds all of it (ddp), or a part (fsdp: FSDP2, for models that do not fit one device). No effect with one rank."""
+
+    gpus: WholeGPUs | None = None
+    """Whole GPUs that Ray reserves for each rank; null: 1 where the cluster has GPUs, else 0."""
+
+    cpus: NonNegativeFloat | None = None
+    """CPU cores that Ray reserves for each rank; null: 1."""
+
+    cpu_threads: PositiveInt | None = None
+    """Threads of torch in each rank; null: as many as the process may use cores.
+
+    Results depend on the number, since it decides the order of float sums: the one that was used is recorded in the run's folder.
+    """
+
+
+# `checkpoint`: what is kept of the weights.
+
+
+class CheckpointSection(Section):
+    save_final: bool = True
+    """Save the trained model at the end, as an ordinary checkpoint in the run's folder."""
+
+    save_steps: PositiveInt | None = None
+    """Save after every this many updates too; null: not."""
+
+    save_minutes: PositiveFloat | None = 15.0
+    """Save after an update, too, when the newest checkpoint, or the start, is this many minutes ago; null: not. What is learned does not depend on it."""
+
+    keep_last: PositiveInt = 2
+    """Checkpoints of `save_steps` and `save_minutes` that are kept, the newest."""
+
+    keep_best: NonNegativeInt = 0
+    """Checkpoints that are kept for their held-out F1 (at the first of `evaluation.iou_thresholds`) or, of environments, mean reward, the best; one is
+    considered at every report."""
+
+    save_on_interrupt: bool = True
+    """Save the weights of the last finished update when the run is ended by Ctrl-C, by SIGTERM, or by a rollout or a sync that failed."""
 
 
 class PartSection(Section):

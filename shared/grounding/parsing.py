@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shared.grounding.entries import Entry
-from shared.grounding.judge import judge
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
-from shared.grounding.response import Response
-from shared.grounding.scanner import Container, object_indices, scan_container
+from shared.grounding.scanner import Container, Entry, object_indices, scan_container
+from shared.grounding.validation import Response, judge
 from shared.records import ALL_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import TokenCodec
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_actors import warm_python
+from rollout_actors.engine import warm_python
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def test_shared_is_pure():
 
 
 def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_only_in_its_actor_and_the_drivers_end_of_it():
-    loaded = loaded_by([name for name in modules_of("learner") if name not in ("learner.actor", "learner.remote_learner")])
+    loaded = loaded_by([name for name in modules_of("learner") if name not in ("learner.actor", "launch.runtime.learner_client")])
     assert "torch" in loaded
     assert not loaded & {"ray", "vllm", "rollout_actors", "launch", "hydra", "omegaconf"}
 
@@ -77,12 +77,17 @@ ENGINE_MODULES = engine_modules()
 
 
 def test_the_engine_modules_are_found():
-    assert {"rollout_actors.vllm_engine", "rollout_actors.weight_receiver", "rollout_actors.colocated_llm"} <= ENGINE_MODULES
-    assert not ENGINE_MODULES & {"rollout_actors.pool", "rollout_actors.engine_actor", "rollout_actors.backends.vllm_colocate", "rollout_actors.vllm_plugin"}
+    assert {"rollout_actors.engine.vllm_engine", "rollout_actors.weight_sync.transfer_engines", "rollout_actors.backends.colocated_llm"} <= ENGINE_MODULES
+    assert not ENGINE_MODULES & {
+        "launch.runtime.rollout_client",
+        "rollout_actors.engine.actor",
+        "rollout_actors.backends.colocate",
+        "rollout_actors.engine.vllm_plugin",
+    }
 
 
 def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_the_actor_and_in_what_asks_it():
-    with_ray = {"rollout_actors.pool", "rollout_actors.ray_answers", "rollout_actors.engine_actor"} | {
+    with_ray = {"launch.runtime.rollout_client", "rollout_actors.engine.ray_calls", "rollout_actors.engine.actor"} | {
         f"rollout_actors.environments.{name}" for name in ("ray_engines", "environment_actor", "pool")
     }
     names = [name for name in modules_of("rollout_actors") if name not in ENGINE_MODULES]

@@ -13,10 +13,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from launch.composition import as_schema_overrides
+from launch.cli import as_schema_overrides
+from launch.runtime.batch_algebra import batch_algebra
 from shared.config import RunConfig, load_config
-from shared.config.batch_algebra import batch_algebra
-from shared.config.custom import TrainerVariant
+from shared.config.algorithm import TrainerVariant
 from shared.config.derive import engine_devices, remarks
 from shared.config.explain import sections_in
 from shared.errors import ConfigError

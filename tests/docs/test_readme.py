@@ -13,10 +13,9 @@ from PIL import Image
 from tiny_qwen import make_stock_model
 
 from launch import add_coord_tokens, import_coco
-from launch.command import with_absolute_paths
-from launch.composition import CONF, as_mapping, as_schema_overrides
-from launch.placement import Resources
+from launch.cli import CONF, as_mapping, as_schema_overrides, with_absolute_paths
 from launch.preflight import preflight
+from launch.runtime.placement import Resources
 from shared.config import load_config
 
 README = Path(__file__).parents[2] / "README.md"

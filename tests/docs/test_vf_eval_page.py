@@ -11,11 +11,10 @@ import pytest
 from fake_openai import FakeOpenAI
 from fake_server import serving
 
-from launch.arguments import read_arguments
-from launch.eval_arguments import read_options
-from launch.eval_sampling import sampling_of
-from launch.serve_options import ServeOptions
-from launch.vf_eval import main
+from launch.cli import read_arguments
+from launch.serve import ServeOptions
+from launch.vf_eval.__main__ import main
+from launch.vf_eval.arguments import read_options, sampling_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vf_eval.md").read_text()
 BLOCKS = [text.splitlines() for text in re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)]

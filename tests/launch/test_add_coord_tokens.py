@@ -14,10 +14,10 @@ from tiny_qwen import END, FAMILIES, make_stock_model
 from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 from launch.add_coord_tokens import AddOptions, main, make_coord_model
-from learner.loading import load_tokens
+from learner.model.loading import load_tokens
 from shared.errors import ConfigError, StorageError
-from shared.fresh_tokens import FreshTokens
 from shared.schedule import RunSchedule
+from shared.tokens.fresh import FreshTokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 
 pytestmark = pytest.mark.slow
@@ -199,7 +199,7 @@ def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, ti
         learner.next_requests(plan)
         losses.append(finish_step(learner).metrics["loss/total"])
     assert losses[-1] < losses[0]
-    learner.publisher.save(tmp_path / "trained")
+    learner.weight_sync.publisher.save(tmp_path / "trained")
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
     assert torch.equal(saved.lm_head.weight, learner.loaded.model.lm_head.weight)
     assert GenerationConfig.from_pretrained(tmp_path / "trained").eos_token_id == learner.loaded.codec.eos_token_id
@@ -212,8 +212,8 @@ def test_an_engine_serves_what_was_made_and_takes_its_weights(ray_cluster, stock
     import ray
     from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-    from rollout_actors.pool import ActorPool
-    from shared.weight_sync import sync_weights
+    from launch.runtime.rollout_client import ActorPool
+    from shared.weight_sync.phases import sync_weights
 
     make_coord_model(options(stock(family, tied=tied), tmp_path / "model", min_pixels=SCENE, max_pixels=SCENE))
     actors = {family: create_actor(family, small_settings(tmp_path / "model"), 0)}

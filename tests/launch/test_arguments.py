@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from launch.arguments import read_arguments
+from launch.cli import read_arguments
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError
 

@@ -11,18 +11,18 @@ from config_support import configuration, mapping
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from launch.data_checks import ImageNeeds
-from launch.placement import Resources, plan_placement
-from launch.run_engines import settings_of_run
+from launch.checks.data import ImageNeeds
+from launch.checks.host import require_vllm, vllm_problems
+from launch.runtime.engine_settings import settings_of_run
+from launch.runtime.placement import Resources, plan_placement
 from launch.train import run
-from launch.version_checks import require_vllm, vllm_problems
-from rollout_actors.backends.vllm_colocate import ColocatedSpec
-from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.backends.colocate import ColocatedSpec
+from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
+from rollout_actors.engine.settings import EngineSettings
 from shared.config import load_config
 from shared.config.derive import EnginePlace, engines_in
 from shared.errors import ConfigError, RolloutError
-from shared.transports import Device, Transport
+from shared.weight_sync.transports import Device, Transport
 
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 SERVER = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}
@@ -63,7 +63,7 @@ def test_invalid_vllm_configuration_fails_fast_where_vllm_is_not_there():
 def no_vllm(monkeypatch):
     """Nothing of vLLM is installed: its imports fail, and those of the modules that begin with
     one."""
-    for name in ("rollout_actors.vllm_engine", "rollout_actors.colocated_llm"):
+    for name in ("rollout_actors.engine.vllm_engine", "rollout_actors.backends.colocated_llm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
 

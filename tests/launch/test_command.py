@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import RayTaskError
 from rich.console import Console
 
-from launch.command import explained
+from launch.cli import explained
 from shared.errors import ConfigError, LearnerError, RecordError, RolloutError
 
 

@@ -13,7 +13,7 @@ import pytest
 from process_family import is_engine
 from transformers import AutoModelForImageTextToText
 
-from rollout_actors import warm_python
+from rollout_actors.engine import warm_python
 
 pytestmark = pytest.mark.engine
 

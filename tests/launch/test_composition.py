@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from launch.composition import as_mapping, as_schema_overrides
+from launch.cli import as_mapping, as_schema_overrides
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -12,16 +12,16 @@ from config_support import mapping
 
 from launch.driver import evaluate, train
 from launch.pipeline import one_ahead, one_at_a_time
-from rollout_actors.pool import ActorPool, PoolTimeouts
-from shared.canary import CanaryProbe
+from launch.runtime.rollout_client import ActorPool, PoolTimeouts
 from shared.chunking import split_contiguous
 from shared.config import load_config
 from shared.config.derive import engine_devices
-from shared.reports import StepReport
+from shared.metrics import StepReport
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule
-from shared.weight_sync import SendReport
-from shared.weight_terms import FullTerms
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.offer import FullTerms
+from shared.weight_sync.phases import SendReport
 
 
 @dataclass

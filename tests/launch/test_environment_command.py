@@ -12,7 +12,7 @@ from command_support import commands
 from serve_process import serve_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.make_demo_lm import make_demo_lm
+from launch.demo.language_model import make_demo_lm
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -8,12 +8,11 @@ from config_support import configuration
 from engine_support import NEIGHBOUR, TIMEOUTS
 from local_learner import Job, run_job
 
+from launch.checks.data import check_environment
 from launch.cluster import runner_settings
-from launch.data_checks import check_environment
 from launch.pipeline import one_ahead, one_at_a_time
-from rollout_actors.environments.environment_actor import EnvironmentActor
-from rollout_actors.environments.pool import EnvironmentPool
-from rollout_actors.pool import ActorPool
+from launch.runtime.rollout_client import ActorPool, EnvironmentPool
+from rollout_actors.environments.training.actor import EnvironmentActor
 from shared.trajectory import EnvironmentRollout
 
 pytestmark = pytest.mark.engine

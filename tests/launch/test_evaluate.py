@@ -13,26 +13,24 @@ import pytest
 from config_support import configuration, trajectory_config
 from hydra import compose, initialize_config_dir
 
-from launch.arguments import read_arguments
-from launch.composition import as_mapping
-from launch.data_checks import ImageNeeds
+from launch.checks.data import ImageNeeds
+from launch.cli import as_mapping, read_arguments
 from launch.driver import evaluate
-from launch.eval_arguments import read_options
-from launch.evaluate import EvaluateOptions, evaluation_config, report_folder
-from launch.local_held_out import LocalHeldOut
+from launch.evaluate import EvaluateOptions, LocalHeldOut, evaluation_config, report_folder
 from launch.pipeline import one_ahead
-from launch.placement import Resources, plan_placement
-from launch.report import make_report
-from launch.report_folder import write_report
-from launch.run_engines import settings_of_run
-from launch.serve_options import ServeOptions, settings_of
-from learner.heldout import HeldOut
-from learner.loading import load_tokens
+from launch.reports.detection import make_report
+from launch.reports.page import write_report
+from launch.runtime.engine_settings import settings_of_run
+from launch.runtime.placement import Resources, plan_placement
+from launch.serve import ServeOptions, settings_of
+from launch.vf_eval.arguments import read_options
+from learner.held_out import HeldOut
+from learner.model.loading import load_tokens
 from learner.samples import load_samples
 from shared.config import load_config
-from shared.config.checks import cross_check
+from shared.config.checks.general import cross_check
 from shared.errors import ConfigError
-from shared.weight_sync import sync_weights
+from shared.weight_sync.phases import sync_weights
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,8 +3,8 @@
 import pytest
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from launch.local_held_out import LocalHeldOut
-from shared.config.timeouts import TimeoutsSection
+from launch.evaluate import LocalHeldOut
+from shared.config.job import TimeoutsSection
 from shared.errors import RolloutError
 
 

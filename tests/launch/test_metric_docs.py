@@ -6,9 +6,9 @@ from pathlib import Path
 from config_support import configuration
 from scene_support import guess, scene, truth
 
-from launch.report import make_report
-from launch.reward_report import RewardReport
-from shared.evaluation import Evaluation
+from launch.reports.detection import make_report
+from launch.reports.rewards import RewardReport
+from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -16,14 +16,13 @@ from fake_stock_server import StockServer
 from fastapi import FastAPI
 from PIL import Image
 
-from launch.device_memory import DeviceMemory
-from launch.path_checks import path_problems
-from launch.placement import Resources
+from launch.checks.host import path_problems, version_problems
+from launch.checks.memory import DeviceMemory
+from launch.checks.servers import ask_servers, instead_of_servers, port_problems
 from launch.preflight import Findings, _servers, preflight
-from launch.server_checks import ask_servers, instead_of_servers, port_problems
-from launch.version_checks import version_problems
+from launch.runtime.placement import Resources
 from learner.samples import load_samples
-from rollout_actors.backends.http_client import server_addresses
+from rollout_actors.backends.http import server_addresses
 from rollout_actors.server.app import make_app
 from shared.config.derive import rollout_servers
 
@@ -389,7 +388,7 @@ def test_the_data_are_read_once(config, monkeypatch):
         read.append(path)
         return load_samples(config, path, report)
 
-    monkeypatch.setattr("launch.data_checks.load_samples", load)
+    monkeypatch.setattr("launch.checks.data.load_samples", load)
     run = config()
     assert preflight(run).problems == []
     assert read == [run.data.train, run.data.val]

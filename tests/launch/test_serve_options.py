@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from launch.arguments import read_arguments
-from launch.composition import CONF, as_mapping
-from launch.serve_options import ServeOptions, settings_of
-from rollout_actors.backends.server_command import serve_arguments, serve_command
-from rollout_actors.engine_settings import EngineSettings
+from launch.cli import CONF, as_mapping, read_arguments
+from launch.serve import ServeOptions, settings_of
+from rollout_actors.backends.rollmatch_server import serve_arguments, serve_command
+from rollout_actors.engine.settings import EngineSettings
 from shared.config import load_config
 from shared.errors import ConfigError
-from shared.repeat_guard import RepeatGuardSettings
-from shared.transports import Device
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.transports import Device
 
 ROOT = Path(__file__).parents[2]
 GUARD = {"enabled": True, "min_new_tokens": 5, "max_consecutive_token_repeats": 6, "ngram_size": 7, "ngram_repeats": 8, "max_object_keys": 9}

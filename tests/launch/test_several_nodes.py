@@ -8,7 +8,7 @@ import pytest
 from command_support import ROOT
 from ray.cluster_utils import Cluster
 
-from rollout_actors import warm_python
+from rollout_actors.engine import warm_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -11,13 +11,12 @@ from page_support import Page
 from PIL import Image
 from transformers import AutoTokenizer
 
-from launch.sample_overlay import Canvas, Shape
+from launch.sample_pages.detection import Canvas, Shape
 from launch.show_sample import ShowOptions, main, show_sample
-from learner.rollout_log import RolloutLog
-from learner.rules import target_rules, text_weights
+from learner.rollout_logs.samples import RolloutLog
+from learner.rollout_logs.writer import step_path
 from learner.samples import load_samples
-from learner.step_log import step_path
-from learner.targets import TokenRole, ground_truth_target, parsed_target
+from learner.targets import TokenRole, ground_truth_target, parsed_target, target_rules, text_weights
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RecordError
 from shared.grounding.parsing import parse_rollout

@@ -10,9 +10,9 @@ import pytest
 from command_support import ROOT, commands
 from ray.cluster_utils import Cluster
 
-from learner.rollout_log import read_step
-from learner.step_log import step_path
-from rollout_actors import warm_python
+from learner.rollout_logs.samples import read_step
+from learner.rollout_logs.writer import step_path
+from rollout_actors.engine import warm_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -151,7 +151,7 @@ def test_3_rollout_gpus_1_learner_gpu_is_operational_through_servers(job, actors
 def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job, servers):
     """Scenario: rank 0 sends the weights, every rank's requests go out. A second run takes the servers from where the first left them; its ranks hold a part of
     the model each, and its next round is generated while one is learned."""
-    served = job("stage2_server", in_server_mode(servers), "learner.world_size=2", "learner.parallel=fsdp", *QUEUED)
+    served = job("stage2_server", in_server_mode(servers), "learner.world_size=2", "learner.model.sharding=fsdp", *QUEUED)
     (plan, *_) = served.lines("plan.jsonl")
     assert len(plan["rounds"]) == 2
     assert losses(served) == pytest.approx(losses(actors_job), rel=1e-4)

@@ -46,7 +46,7 @@ def rank_config(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest
 @pytest.fixture(scope="session")
 def demo_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The language model of the demo of environments, with its random weights."""
-    from launch.make_demo_lm import make_demo_lm
+    from launch.demo.language_model import make_demo_lm
 
     folder = tmp_path_factory.mktemp("lm") / "model"
     make_demo_lm(folder, seed=17)

@@ -12,18 +12,18 @@ from learner_support import make_learner
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from learner.adapter_sender import AdapterSender
-from learner.adapters import apply_adapter
-from learner.canary import ComputedCanary
-from shared.canary import CanaryProbe
+from learner.model.adapters import apply_adapter
+from learner.weight_sync.canary import ComputedCanary
+from learner.weight_sync.publisher import AdapterSender
 from shared.config.model import AdapterSection
 from shared.config.pipeline import Channel
 from shared.errors import WeightSyncError
-from shared.fresh_tokens import FreshTokens
 from shared.schedule import StepPlan
+from shared.tokens.fresh import FreshTokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
-from shared.transports import Transport
-from shared.weight_terms import AdapterTerms, FullTerms
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.offer import AdapterTerms, FullTerms
+from shared.weight_sync.transports import Transport
 
 pytestmark = pytest.mark.slow
 

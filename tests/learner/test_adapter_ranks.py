@@ -7,8 +7,8 @@ import rank_jobs
 import safetensors.torch
 import torch
 
-from learner.place import LearnerPlace, ReceiverGroup
-from shared.fresh_tokens import FreshTokens
+from learner.model.ranks import LearnerPlace, ReceiverGroup
+from shared.tokens.fresh import FreshTokens
 
 pytestmark = pytest.mark.processes
 

@@ -7,10 +7,11 @@ from unittest.mock import Mock
 import pytest
 from config_support import configuration, trajectory_config
 
-from learner import ahead, matching_work
+from learner import ahead
 from learner.ahead import NUM_AHEAD, Ahead
-from learner.matching_work import MatchingStep
-from learner.trajectory_work import TrajectoryStep
+from learner.algorithms import rollout_matching as matching_work
+from learner.algorithms.rollout_matching import MatchingStep
+from learner.algorithms.trajectories import TrajectoryStep
 from shared.config.pipeline import Channel
 from shared.records import Sample
 from shared.schedule import StepPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from learner.counters import StepTally
+from learner.step_metrics import StepTally
 from learner.targets import Reading
 from shared.grounding.matching import MatchResult
 from shared.grounding.objects import ParsedRollout

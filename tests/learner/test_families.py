@@ -10,15 +10,14 @@ from PIL import Image
 from tiny_qwen import FAMILIES, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
-from learner.canary import Canary
 from learner.collate import collate
-from learner.loading import load_model
+from learner.model.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.rules import target_rules, text_weights
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step import backward_row
-from learner.targets import ground_truth_target
+from learner.targets import ground_truth_target, target_rules, text_weights
+from learner.weight_sync.canary import Canary
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
 from shared.errors import LearnerError

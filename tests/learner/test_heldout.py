@@ -9,8 +9,8 @@ from config_support import configuration
 from learner_support import answer
 from scene_support import counts_of
 
-from learner.heldout import HeldOut
-from learner.loading import load_tokens
+from learner.held_out import HeldOut
+from learner.model.loading import load_tokens
 from learner.samples import load_samples
 from shared.errors import ConfigError, RolloutError
 from shared.grounding.objects import DropReason

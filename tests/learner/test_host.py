@@ -14,9 +14,9 @@ import torch
 from config_support import configuration
 from learner_support import finish_step, half_right, make_learner
 
-from learner.host import LearnerHost
+from learner.actor import LearnerHost
 from learner.learner import Learner
-from learner.offload import offloaded
+from learner.model.offload import offloaded
 from rollout_actors.backends.hf import HFBackendSpec
 from shared.config import RunConfig
 from shared.errors import ConfigError, RolloutError

@@ -10,8 +10,7 @@ from tiny_qwen import FAMILIES, make_stock_model
 from trajectory_support import picture
 from transformers import AutoProcessor
 
-from learner.image_encoder import ImageEncoder
-from learner.segments import decode_image
+from learner.segments import ImageEncoder, decode_image
 from shared.errors import RecordError
 from shared.records import ImageRef
 

@@ -14,13 +14,13 @@ import rank_jobs
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.place import LearnerPlace, ReceiverGroup
-from learner.rollout_log import read_step
-from learner.step_log import step_path
+from learner.model.ranks import LearnerPlace, ReceiverGroup
+from learner.rollout_logs.samples import read_step
+from learner.rollout_logs.writer import step_path
 from shared.config.derive import rank_name
 from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
-from shared.reports import merge_reports
+from shared.metrics import merge_reports
 
 pytestmark = pytest.mark.processes
 

@@ -7,8 +7,8 @@ import torch
 from config_support import configuration
 from learner_support import finish_step, half_right, make_learner
 
-from learner.rollout_log import read_step
-from learner.step_log import step_path
+from learner.rollout_logs.samples import read_step
+from learner.rollout_logs.writer import step_path
 from shared.errors import RolloutError
 from shared.schedule import RunSchedule
 
@@ -50,7 +50,7 @@ def two_steps(config):
     second = half_right(learner, schedule.plan(1))
     learner.accumulate(first[6:])
     reports = [finish_step(learner)]
-    learner.publisher.done()
+    learner.weight_sync.publisher.done()
     learner.accumulate(of_version(second[:6], 0))
     learner.accumulate(fresh(second[6:], 1))
     reports.append(finish_step(learner))
@@ -88,8 +88,8 @@ def test_fresh_rollouts_are_compared_all_the_same(config):
 def test_a_rollout_two_versions_old_ends_the_run(config):
     learner = make_learner(config())
     rollouts = half_right(learner, RunSchedule(config()).plan(0))
-    learner.publisher.done()
-    learner.publisher.done()
+    learner.weight_sync.publisher.done()
+    learner.weight_sync.publisher.done()
     with pytest.raises(RolloutError, match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"):
         learner.accumulate(rollouts)
 

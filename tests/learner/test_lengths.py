@@ -10,7 +10,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen2VLImageProcessor
 
-from learner.lengths import describe_cut_answers, require_lengths
+from learner.held_out import describe_cut_answers, require_lengths
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError

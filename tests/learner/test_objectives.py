@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from learner.collate import ModelInputs, PackedRow, SampledTokens
-from learner.logits import LogitsPass
+from learner.objectives.base import BoxSupervision, CoordSupervision, Supervision, TextSupervision
 from learner.objectives.coord_math import Normalizer
-from learner.objectives.interface import BoxSupervision, CoordSupervision, Supervision, TextSupervision
 from learner.objectives.registry import build_objectives
+from learner.step import LogitsPass
 from shared.config.pipeline import Channel, PipelineSection
 
 VOCABULARY = 1010

@@ -12,16 +12,16 @@ import ray
 from config_support import configuration
 from fake_ranks import create_fake_rank
 
+from launch.runtime.learner_client import RemoteLearner
 from learner.actor import STOPPING
-from learner.place import LearnerPlace, ReceiverGroup
-from learner.remote_learner import RemoteLearner
-from shared.config.timeouts import TimeoutsSection
+from learner.model.ranks import LearnerPlace, ReceiverGroup
+from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, LearnerError, RolloutError, WeightSyncError
 from shared.protocols import CLOSED_S
 from shared.rollouts import WeightOffer
 from shared.schedule import StepPlan
 from shared.sent_requests import REQUESTS_TOGETHER, SentRequests, in_objects
-from shared.weight_terms import FullTerms
+from shared.weight_sync.offer import FullTerms
 
 pytestmark = pytest.mark.ray
 

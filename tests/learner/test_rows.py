@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from learner.packing import CarryBuffer
-from learner.rows import Carry, ToCompletion, Unpacked
+from learner.packing import Carry, CarryBuffer, ToCompletion, Unpacked
 
 
 @dataclass(frozen=True)

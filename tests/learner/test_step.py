@@ -8,16 +8,14 @@ import pytest
 import torch
 from config_support import configuration
 
+from learner.algorithms.advantages import Credit
 from learner.collate import collate
-from learner.credit import Credit
-from learner.loading import load_model
-from learner.logits import LOGIT_CHUNK
+from learner.model.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.rules import target_rules, text_weights
 from learner.segments import PromptEncoder, Segment
-from learner.step import backward_row
-from learner.targets import TextWeights, TokenRole, ground_truth_target, rollout_target
+from learner.step import LOGIT_CHUNK, backward_row
+from learner.targets import TextWeights, TokenRole, ground_truth_target, rollout_target, target_rules, text_weights
 from shared.config.pipeline import Channel, PipelineSection
 from shared.dataset import load_dataset
 from shared.rollouts import FinishReason, Rollout

@@ -8,10 +8,10 @@ from config_support import configuration
 from tiny_qwen import stock_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from learner.checkpoint import save_checkpoint
-from learner.loading import load_model
-from learner.parts import Part, trained_parameters
-from shared.config.custom import TrainerVariant
+from learner.model.checkpoint import save_checkpoint
+from learner.model.loading import load_model
+from learner.model.parts import Part, trained_parameters
+from shared.config.algorithm import TrainerVariant
 from shared.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ from config_support import GROUP, trajectory_config
 from trajectory_support import EXAMPLES, SCRIPTED, begin, finish_step, logprobs_of, make_learner, rollouts_for, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.progress_line import progress_line
-from learner.step_log import step_path
+from launch.runtime.telemetry import progress_line
+from learner.rollout_logs.writer import step_path
 from shared.dataset import SampleStream
 from shared.errors import ConfigError, RolloutError
 from shared.rollouts import DecodeMode
@@ -430,7 +430,7 @@ def stale_steps(config):
     early = rollouts_for(learner, second_requests[:1], version=0)
     learner.accumulate(first[2:])
     reports = [finish_step(learner)]
-    learner.publisher.done()
+    learner.weight_sync.publisher.done()
     learner.accumulate(early)
     learner.accumulate(rollouts_for(learner, second_requests[1:], version=1))
     return learner, [*reports, finish_step(learner)]
@@ -454,8 +454,8 @@ def test_the_log_of_each_step_has_its_own_rollouts_though_the_next_has_begun(con
 
 def test_a_rollout_two_versions_old_ends_the_run(config):
     learner, groups = begun(config(**STALE))
-    learner.publisher.done()
-    learner.publisher.done()
+    learner.weight_sync.publisher.done()
+    learner.weight_sync.publisher.done()
     with pytest.raises(RolloutError, match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"):
         learner.accumulate(groups)
 
@@ -463,7 +463,7 @@ def test_a_rollout_two_versions_old_ends_the_run(config):
 def test_a_round_is_of_one_version_whichever_environment_it_came_from(config):
     """An engine that missed a sync goes on with weights that are not too old, which nothing else would tell."""
     learner, groups = begun(config(**STALE), version=1)
-    learner.publisher.done()
+    learner.weight_sync.publisher.done()
     mixed = of_examples(5, lambda example: replace(example, weight_version=0))(groups)
     with pytest.raises(RolloutError, match=r"generated with weight version 0, and sample \d+ of the same round with 1 .*; an engine missed a sync"):
         learner.accumulate(mixed)
@@ -628,13 +628,13 @@ def test_a_checkpoint_loads_elsewhere_with_the_weights_of_its_step(config, tmp_p
 def test_a_sync_is_proved_by_a_sequence_that_stays_the_same(config):
     """From all over the vocabulary: tokens that no example of the environment has are proved too."""
     learner, schedule = make_learner(config()), RunSchedule(config())
-    probe, logprobs = learner.publisher.offer().canary, learner.publisher.canary.logprobs()
+    probe, logprobs = learner.weight_sync.publisher.offer().canary, learner.weight_sync.publisher.canary.logprobs()
     assert probe.token_ids == probe.expanded_token_ids
     assert set(probe.token_ids) == set(range(len(learner.loaded.tokenizer))), "the demo's vocabulary is a small one"
     assert logprobs == pytest.approx(logprobs_of(learner.loaded.model, probe.token_ids)[1:], abs=1e-5)
-    learner.publisher.done()
-    assert learner.publisher.version == 1
+    learner.weight_sync.publisher.done()
+    assert learner.weight_sync.publisher.version == 1
     learner.accumulate(begin(learner, schedule.plan(0), version=1))
     learner.finish_step()
-    assert learner.publisher.offer().canary.token_ids == probe.token_ids
-    assert learner.publisher.canary.logprobs() != pytest.approx(logprobs, abs=1e-4)
+    assert learner.weight_sync.publisher.offer().canary.token_ids == probe.token_ids
+    assert learner.weight_sync.publisher.canary.logprobs() != pytest.approx(logprobs, abs=1e-4)

@@ -13,9 +13,9 @@ import trajectory_jobs
 from config_support import GROUP, trajectory_config
 from trajectory_support import ALONE, EXAMPLES
 
-from learner.step_log import step_path
+from learner.rollout_logs.writer import step_path
 from shared.errors import RolloutError
-from shared.reports import merge_reports
+from shared.metrics import merge_reports
 
 pytestmark = pytest.mark.processes
 

@@ -18,11 +18,10 @@ from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, sma
 from fake_server import eventually
 from troubled_adapters import IdleAdapter, KeptAdapter
 
-from rollout_actors.pool import ActorPool
+from launch.runtime.rollout_client import ActorPool
 from shared.errors import WeightSyncError
-from shared.lora import AdapterFiles
-from shared.weight_sync import sync_weights
-from shared.weight_terms import AdapterTerms
+from shared.weight_sync.offer import AdapterFiles, AdapterTerms
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.ray]
 

@@ -13,7 +13,7 @@ from engine_support import EnginePool, SmallLearner
 from shared.errors import RolloutError
 from shared.records import ImageRef
 from shared.rollouts import FinishReason, Rollout
-from shared.weight_sync import sync_weights
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(eng
         tokens, logprobs = learner.greedy(request)
         assert rollout.response_token_ids == tokens
         assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
-        assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
+        assert rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
 
 
 def test_sampled_rollouts_depend_neither_on_the_actor_nor_on_the_batch(engine_pool: EnginePool, learner: SmallLearner) -> None:

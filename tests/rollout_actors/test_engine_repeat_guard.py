@@ -11,13 +11,13 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-from rollout_actors.pool import ActorPool
-from rollout_actors.repeat_rule import require_guard
+from launch.runtime.rollout_client import ActorPool
+from rollout_actors.repeat_guard.rule import require_guard
 from shared.errors import RolloutError
-from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf
-from shared.weight_sync import sync_weights
+from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -17,12 +17,11 @@ from fake_server import HERE, eventually
 from process_family import is_engine
 from serve_process import OneServer, ServeProcess, serve_process
 
-from rollout_actors.backends.server_command import serve_arguments
-from rollout_actors.backends.vllm_server import ServerClient
+from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.server import messages
 from shared.errors import RolloutError, UnreachableError, WeightSyncError
-from shared.repeat_guard import RepeatGuardSettings
-from shared.weight_sync import sync_weights
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -44,7 +43,7 @@ def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[OneServer]:
 def test_server_mode_produces_token_ids_suitable_for_strict_alignment(pool: OneServer, learner: SmallLearner) -> None:
     requests = [learner.request(position) for position in range(2)]
     for request, rollout in zip(requests, pool.generate(requests), strict=True):
-        assert rollout.prompt_token_ids == learner.logits(request.prompt_token_ids, request.images[0])[0]
+        assert rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
         assert all(isinstance(token_id, int) for token_id in rollout.response_token_ids)
         assert learner.stop not in rollout.response_token_ids
         assert rollout.logprobs is not None

@@ -19,15 +19,15 @@ from PIL import Image
 from serve_process import OneServer
 from stock_process import StockProcess, stock_process
 
-from rollout_actors.backends.http_client import HttpClient
-from rollout_actors.backends.stock_client import StockClient
+from rollout_actors.backends.http import HttpClient
 from rollout_actors.backends.stock_routes import StockRoutes
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.backends.stock_server import StockClient
+from rollout_actors.engine.settings import EngineSettings
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
-from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason
-from shared.weight_sync import sync_weights
+from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

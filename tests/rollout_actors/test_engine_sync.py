@@ -14,11 +14,11 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-from rollout_actors.pool import ActorPool, PoolTimeouts
-from shared.config.timeouts import TimeoutsSection
+from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from shared.config.job import TimeoutsSection
 from shared.errors import RolloutError, WeightSyncError
 from shared.sent_requests import PictureShelf
-from shared.weight_sync import sync_weights
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = pytest.mark.engine
 

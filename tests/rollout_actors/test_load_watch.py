@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_actors.receipt_worker import LoadWatch
-from shared.checksummed_weights import ChecksummedWeights
-from shared.weight_terms import FullTerms, TensorSpec
+from rollout_actors.weight_sync.worker import LoadWatch
+from shared.weight_sync.checksum import ChecksummedWeights
+from shared.weight_sync.offer import FullTerms, TensorSpec
 
 TENSORS = [(name, torch.arange(count, dtype=torch.float32)) for name, count in (("a", 4), ("b", 30), ("c", 2))]
 TERMS = FullTerms((), 1.0, 100, tuple(TensorSpec(name, "float32", tuple(tensor.shape), tensor.nbytes) for name, tensor in TENSORS), num_logprobs=2)

@@ -14,10 +14,10 @@ from fake_actors import EchoEngine, Sender, create_fake_actor
 from fake_server import make_request
 from ray.exceptions import OwnerDiedError, RayTaskError
 
-from rollout_actors.engine_actor import EngineActor
-from rollout_actors.pool import ActorPool, PoolTimeouts
-from rollout_actors.ray_answers import Call, told
-from shared.config.timeouts import TimeoutsSection
+from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from rollout_actors.engine.actor import EngineActor
+from rollout_actors.engine.ray_calls import Call, told
+from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, RecordError, RolloutError, WeightSyncError
 from shared.protocols import CLOSED_S, ByRank
 from shared.records import ImageRef

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rollout_actors.round_queue import RoundQueue
+from launch.runtime.rollout_client import RoundQueue
 from shared.chunking import RoundPart
 
 

@@ -12,13 +12,13 @@ import ray
 from fake_server import ObedientEngine, make_address, make_offer, make_request, make_settings, serving_engine
 from renewed_actor import RenewedActor
 
-from rollout_actors.backends.server_spec import ServerEngineSpec
-from rollout_actors.pool import ActorPool, PoolTimeouts
-from shared.config.timeouts import TimeoutsSection
+from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from rollout_actors.backends.stock_server import ServerEngineSpec
+from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import Rollout
 from shared.sent_requests import PictureShelf
-from shared.weight_sync import SyncPhase
+from shared.weight_sync.phases import SyncPhase
 
 pytestmark = pytest.mark.ray
 

@@ -12,8 +12,8 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, SmallLearner, create_actor, generated, small_settings
 
-from rollout_actors.pool import ActorPool
-from shared.weight_sync import sync_weights
+from launch.runtime.rollout_client import ActorPool
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

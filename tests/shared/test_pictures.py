@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.pictures import on_white
+from shared.prompts import on_white
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 17, 4), dtype=np.uint8), "RGBA")
 DEPTHS = np.arange(72, dtype=np.uint16).reshape(8, 9) * 900

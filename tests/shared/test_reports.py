@@ -1,13 +1,12 @@
-"""The reports of a step's ranks become one (shared/reports.py)."""
+"""The reports of a step's ranks become one (shared/metrics.py)."""
 
 import pickle
 
 import pytest
 
 from shared.config.pipeline import Channel
-from shared.metrics import MetricTotals
-from shared.reports import RankReport, merge_reports
-from shared.timeline import Span
+from shared.metrics import MetricTotals, RankReport, merge_reports
+from shared.run_files import Span
 
 
 def rank_report(rank, *, version=4, loss=0.0, staleness=(), slowest=0.0):

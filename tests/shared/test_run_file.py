@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import StorageError
-from shared.run_file import RunFile, write_run_file
+from shared.run_files import RunFile, write_run_file
 
 
 def test_what_was_written_is_in_the_file_before_it_is_closed(tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.canary_noise import Differences
 from shared.rollouts import SyncReport
+from shared.weight_sync.differences import Differences
 
 
 def report(effect: float | None) -> SyncReport:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scene_support import scene
 
-from shared.evaluation import Evaluation, Scene
+from shared.grounding.evaluation import Evaluation, Scene
 from shared.rollouts import DecodeMode, DecodeSettings
 from shared.trajectory import (
     EnvironmentRequest,

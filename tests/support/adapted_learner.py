@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 from engine_support import TIMEOUTS, SmallLearner
 
-from learner.adapter_sender import AdapterSender
-from learner.adapters import apply_adapter
-from learner.place import ReceiverGroup
-from learner.publisher import Sender
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
+from learner.model.adapters import apply_adapter
+from learner.model.checkpoint import CheckpointWeights
+from learner.model.ranks import ReceiverGroup
+from learner.weight_sync.publisher import AdapterSender, Sender
+from learner.weight_sync.sender import WeightSender
 from shared.config.model import AdapterSection
 from shared.rollouts import WeightOffer
-from shared.weight_terms import AdapterTerms
+from shared.weight_sync.offer import AdapterTerms
 
 Spoil = Callable[[AdapterTerms], AdapterTerms]
 

@@ -13,13 +13,13 @@ import torch
 from engine_support import SmallLearner, generated, small_settings
 from serve_process import OneServer
 
-from rollout_actors.engine_settings import EngineSettings
-from rollout_actors.pool import ActorPool
+from launch.runtime.rollout_client import ActorPool
+from rollout_actors.engine.settings import EngineSettings
 from shared.errors import RolloutError
 from shared.protocols import RolloutBackend
-from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.transports import Transport
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.transports import Transport
 
 
 class ModelHost:

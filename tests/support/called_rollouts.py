@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from rollout_actors.environments.training_examples import (
-    merge_trajectories_for_training,
-    process_trajectories_for_training,
-)
+from rollout_actors.environments.training.examples import merge_trajectories_for_training, process_trajectories_for_training
 from rollout_actors.environments.types import State
 from shared.records import ImageRef
 from shared.trajectory import TrainingExample

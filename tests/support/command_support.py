@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from process_family import ancestors_of, fork_of, is_warm_server
 
-from rollout_actors import warm_python
+from rollout_actors.engine import warm_python
 
 ROOT = Path(__file__).parents[2]
 SET_CHILD_SUBREAPER = 36

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 from unittest import mock
 
-from rollout_actors.environments.threads import THREADS
+from rollout_actors.environments.concurrency import THREADS
 
 T = TypeVar("T")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from launch.arguments import read_arguments
-from launch.serve import serve
-from launch.serve_options import ServeOptions, settings_of
+from launch.cli import read_arguments
+from launch.serve import ServeOptions, serve, settings_of
 
 if __name__ == "__main__":
     options = read_arguments(ServeOptions, sys.argv[1:])

@@ -9,7 +9,7 @@ from counting_rows import ROWS_FILE
 from spoiling_worker import SpoilingWorker
 from torch import nn
 
-from rollout_actors.receipt_worker import LoadWatch
+from rollout_actors.weight_sync.worker import LoadWatch
 
 
 class CountingWorker(SpoilingWorker):

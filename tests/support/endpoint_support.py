@@ -13,7 +13,7 @@ import openai
 import torch
 from engine_support import SmallLearner
 
-from rollout_actors.environments.responses import RETURNS_TOKENS, parse_response_tokens
+from rollout_actors.environments.chat.responses import RETURNS_TOKENS, parse_response_tokens
 from rollout_actors.environments.types import TrajectoryStepTokens
 
 T = TypeVar("T")

@@ -20,25 +20,24 @@ from PIL import Image
 from process_family import descendants_of, is_engine
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from learner.adapter_sender import AdapterSender
-from learner.adapters import without_adapter
-from learner.canary import ComputedCanary
-from learner.place import ReceiverGroup
-from learner.publisher import Sender
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
-from rollout_actors.engine_actor import EngineActor, VllmEngineSpec
-from rollout_actors.engine_settings import EngineSettings, engine_runtime_env, neighbour_runtime_env
-from rollout_actors.pool import ActorPool, PoolTimeouts
-from shared.canary import CanaryProbe
-from shared.canary_noise import Differences
-from shared.config.timeouts import TimeoutsSection
-from shared.pictures import on_white
+from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from learner.model.adapters import without_adapter
+from learner.model.checkpoint import CheckpointWeights
+from learner.model.ranks import ReceiverGroup
+from learner.weight_sync.canary import ComputedCanary
+from learner.weight_sync.publisher import AdapterSender, Sender
+from learner.weight_sync.sender import WeightSender
+from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
+from rollout_actors.engine.settings import EngineSettings, engine_runtime_env, neighbour_runtime_env
+from shared.config.job import TimeoutsSection
+from shared.prompts import on_white
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, WeightOffer
 from shared.sent_requests import PictureShelf
-from shared.transports import Device, Transport
-from shared.weight_sync import SendReport, sync_weights
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.differences import Differences
+from shared.weight_sync.phases import SendReport, sync_weights
+from shared.weight_sync.transports import Device, Transport
 
 SUPPORT = Path(__file__).parent
 TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=600.0, generate_s=120.0, sync_phase_s=30.0))

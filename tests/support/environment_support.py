@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rollout_actors.environments.datasets import GenerateOutputs
 from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.outputs import GenerateOutputs
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 

@@ -12,7 +12,7 @@ import ray
 from shared.errors import RolloutError, UnreachableError, WeightSyncError
 from shared.rollouts import RolloutRequest, SyncReport, WeightOffer
 from shared.sent_requests import PictureShelf, SentRequests
-from shared.weight_sync import SyncPhase
+from shared.weight_sync.phases import SyncPhase
 
 
 class FakeActor:

@@ -24,18 +24,18 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
-from rollout_actors.backends.http_client import ServerAddress
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.backends.http import ServerAddress
+from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import CallLimits
 from rollout_actors.server.service import RolloutService
-from shared.canary import CanaryProbe
 from shared.records import ImageRef
-from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.transports import Device, Transport
-from shared.weight_sync import SyncPhase
-from shared.weight_terms import FullTerms, Group, TensorSpec
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.offer import FullTerms, Group, TensorSpec
+from shared.weight_sync.phases import SyncPhase
+from shared.weight_sync.transports import Device, Transport
 
 DECODE = DecodeSettings(DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 4, 1, stop_token_ids=(9,), banned_token_ids=(), return_logprobs=True)
 

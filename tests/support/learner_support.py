@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from learner.learner import Learner
-from learner.place import LearnerPlace, ReceiverGroup
+from learner.model.ranks import LearnerPlace, ReceiverGroup
 from learner.segments import EncodedPrompt
 from learner.targets import ground_truth_target
 from shared.config import RunConfig
-from shared.reports import StepReport, merge_reports
+from shared.metrics import StepReport, merge_reports
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.schedule import StepPlan
-from shared.transports import Transport
+from shared.weight_sync.transports import Transport
 
 
 def make_learner(config: RunConfig) -> Learner:
@@ -23,8 +23,8 @@ def half_right(learner: Learner, plan: StepPlan) -> list[Rollout]:
     """Begin a step and answer its requests without an engine: each response is the first half of the ground truth's text."""
     requests = learner.next_requests(plan)
     samples = [learner.steps[-1].work.sample(request.position) for request in requests]
-    responses = [ground_truth_target(sample, learner.loaded.codec, learner.work.rules).token_ids for sample in samples]
-    prompts = map(learner.work.encoder.encode, samples)
+    responses = [ground_truth_target(sample, learner.loaded.codec, learner.algorithms.base.rules).token_ids for sample in samples]
+    prompts = map(learner.algorithms.base.encoder.encode, samples)
     return [answer(request, prompt, response[: len(response) // 2]) for request, prompt, response in zip(requests, prompts, responses, strict=True)]
 
 

@@ -13,27 +13,26 @@ from typing import Any
 import ray
 
 from launch.driver import Queue, train
-from launch.telemetry import StepRecord
+from launch.runtime.rollout_client import ActorPool, EnvironmentPool
+from launch.runtime.telemetry import StepRecord
 from learner.learner import Learner
-from learner.place import LearnerPlace, ReceiverGroup
-from rollout_actors.environments.pool import EnvironmentPool
-from rollout_actors.pool import ActorPool
-from shared.canary_noise import Differences
+from learner.model.ranks import LearnerPlace, ReceiverGroup
 from shared.config import RunConfig
-from shared.evaluation import Evaluation
+from shared.grounding.evaluation import Evaluation
+from shared.metrics import StepReport, merge_reports
 from shared.protocols import ByRank
-from shared.reports import StepReport, merge_reports
 from shared.rollouts import SyncReport, WeightOffer
+from shared.run_files import Span
 from shared.schedule import RunSchedule, StepPlan
 from shared.sent_requests import PictureShelf
-from shared.timeline import Span
 from shared.trajectory import ExampleCounts
-from shared.transports import Transport
-from shared.weight_sync import SendReport
+from shared.weight_sync.differences import Differences
+from shared.weight_sync.phases import SendReport
+from shared.weight_sync.transports import Transport
 
 
 class LocalLearner:
-    """What `learner.remote_learner.RemoteLearner` of one rank is, without a process of its own and without an adapter. Remembers every rollout."""
+    """What `launch.runtime.learner_client.RemoteLearner` of one rank is, without a process of its own and without an adapter. Remembers every rollout."""
 
     offers_adapter = falls_back = False
 

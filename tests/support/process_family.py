@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from rollout_actors import warm_python
+from rollout_actors.engine import warm_python
 
 
 def family_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:

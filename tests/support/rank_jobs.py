@@ -12,16 +12,13 @@ import torch
 from learner_support import half_right
 from transformers import AutoModelForImageTextToText
 
-from learner.device import LearnerDevice
 from learner.learner import Learner
-from learner.place import LearnerPlace
-from learner.ranks import BUCKET_ELEMENTS
-from learner.rendezvous import Rendezvous, join_ranks
+from learner.model.ranks import BUCKET_ELEMENTS, LearnerDevice, LearnerPlace, Rendezvous, join_ranks
 from shared.chunking import rank_rounds, rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.errors import LearnerError, RolloutError
-from shared.reports import RankReport
+from shared.metrics import RankReport
 from shared.rollouts import Rollout, WeightOffer
 from shared.schedule import RunSchedule
 
@@ -59,16 +56,16 @@ def learn(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig,
         learned.reports.append(learner.finish_step())
     learned.weights = whole_weights(learner)
     if checkpoint is not None:
-        learner.publisher.save(checkpoint)
+        learner.weight_sync.publisher.save(checkpoint)
     learned.num_rows = len(backwards)
     learner.close()
     return learned
 
 
 def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
-    learner.parallel.gather()
-    weights = {name: tensor.float().clone() for name, tensor in learner.parallel.weights.tensors()}
-    learner.parallel.release()
+    learner.model.sharding.gather()
+    weights = {name: tensor.float().clone() for name, tensor in learner.model.sharding.weights.tensors()}
+    learner.model.sharding.release()
     return weights
 
 
@@ -132,7 +129,7 @@ def fails_and_saves(place: LearnerPlace, rendezvous: Rendezvous | None, config: 
             learner.finish_step()
     except (RolloutError, LearnerError) as raised:
         error = raised
-    learner.publisher.save(folder)
+    learner.weight_sync.publisher.save(folder)
     learner.close()
     return error
 
@@ -186,7 +183,7 @@ def is_stopped(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunCo
         learner.finish_step()
     except LearnerError as stopped:
         error = stopped
-    learner.publisher.save(folder)
+    learner.weight_sync.publisher.save(folder)
     saved = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").named_parameters())
     same = all(torch.equal(saved[name], weight) for name, weight in updated.items())
     learner.close()
@@ -213,14 +210,14 @@ class Synced:
 
 def sync_and_save(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig, folder: Path) -> Synced:
     learner = Learner(config, place, rendezvous)
-    versions = [learner.publisher.version]
-    offer = learner.publisher.offer()
-    versions.append(learner.publisher.version)
-    logprobs = learner.parallel.forward(learner.publisher.canary.logprobs)
-    weights = dict(learner.parallel.weights.tensors()) if place.rank == 0 else {}
-    learner.publisher.done()
-    versions.append(learner.publisher.version)
-    learner.publisher.save(folder)
+    versions = [learner.weight_sync.publisher.version]
+    offer = learner.weight_sync.publisher.offer()
+    versions.append(learner.weight_sync.publisher.version)
+    logprobs = learner.model.sharding.forward(learner.weight_sync.publisher.canary.logprobs)
+    weights = dict(learner.model.sharding.weights.tensors()) if place.rank == 0 else {}
+    learner.weight_sync.publisher.done()
+    versions.append(learner.weight_sync.publisher.version)
+    learner.weight_sync.publisher.save(folder)
     loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
     saved = dict(loaded.named_parameters())
     held_out = [request.position for request in learner.held_out_requests(0)]
@@ -237,4 +234,4 @@ def drifts(place: LearnerPlace, rendezvous: Rendezvous | None, config: RunConfig
     if place.rank == 1:
         weight = learner.loaded.model.get_parameter("model.language_model.layers.1.mlp.up_proj.weight")
         weight.data.view(torch.int32)[0, 0] ^= 1
-    learner.publisher.offer()
+    learner.weight_sync.publisher.offer()

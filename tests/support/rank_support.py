@@ -7,9 +7,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from learner.place import LearnerPlace, ReceiverGroup
+from learner.model.ranks import LearnerPlace, ReceiverGroup
 from shared.errors import CollectiveError
-from shared.transports import Transport
+from shared.weight_sync.transports import Transport
 
 RankJob = Callable[..., Any]
 """`job(place, rendezvous, *arguments)`, of a module that the processes can import."""
@@ -21,7 +21,7 @@ class RankProcesses:
     def __init__(self, world_size: int) -> None:
         # Forked by a server that has imported what takes long: once in a session, and not once for each process.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["learner.learner", "learner.rendezvous", "transformers.models.auto.modeling_auto"])
+        context.set_forkserver_preload(["learner.learner", "learner.model.ranks", "transformers.models.auto.modeling_auto"])
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(world_size):
@@ -71,7 +71,7 @@ class RankProcesses:
 
 
 def _serve(pipe: Connection) -> None:
-    from learner.rendezvous import Rendezvous
+    from learner.model.ranks import Rendezvous
 
     rendezvous = None
     while True:

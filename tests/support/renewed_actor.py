@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_actors.engine_actor import EngineActor, MakeEngine
+from rollout_actors.engine.actor import EngineActor, MakeEngine
 
 
 class RenewedActor(EngineActor):

@@ -12,8 +12,7 @@ from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, teardown
 from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.parsers import text_of
-from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.rubric import Rubric, text_of
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 from shared.errors import RolloutError
 

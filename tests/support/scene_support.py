@@ -8,8 +8,8 @@ from random import Random
 
 from PIL import Image
 
-from shared.coco import ScoredObject
-from shared.evaluation import DetectionCounts, Scene, summarise
+from shared.grounding.coco import ScoredObject
+from shared.grounding.evaluation import DetectionCounts, Scene, summarise
 from shared.grounding.objects import DropReason
 from shared.records import GeometryKind, GroundTruthObject, ImageRef, Sample
 

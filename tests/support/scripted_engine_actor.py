@@ -11,7 +11,7 @@ from scripted_engines import Says, rollout_of
 
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.sent_requests import SentRequests
-from shared.weight_sync import SyncPhase
+from shared.weight_sync.phases import SyncPhase
 
 
 class ScriptedEngineActor:

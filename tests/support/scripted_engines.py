@@ -1,4 +1,4 @@
-"""Engines that answer by a script, for the client that asks a run's own: `Engines` of `rollout_actors.environments.engine_client`, without vllm and Ray."""
+"""Engines that answer by a script, for the client that asks a run's own: `Engines` of `rollout_actors.environments.clients.engine`, without vllm and Ray."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_actors.environments.chat_tokens import ChatTokens
-from rollout_actors.environments.engine_client import EngineClient
+from rollout_actors.environments.chat.template import ChatTokens
+from rollout_actors.environments.clients.engine import EngineClient
 from rollout_actors.environments.types import State
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest
@@ -32,7 +32,7 @@ CHATML = """\
 
 def demo_tokenizer(template: str = CHATML) -> Any:
     """The demo's: byte-level, so that it writes any text."""
-    from launch.make_demo_model import make_tokenizer
+    from launch.demo.model import make_tokenizer
 
     tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
     tokenizer.chat_template = template

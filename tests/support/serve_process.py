@@ -14,13 +14,12 @@ from pathlib import Path
 import psutil
 from process_family import ended_with_its_family, family_of
 
-from rollout_actors import warm_python
-from rollout_actors.backends.http_client import ServerAddress
-from rollout_actors.backends.remote_engine import RemoteEngine
-from rollout_actors.backends.server_spec import ServerEngineSpec
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.backends.http import RemoteEngine, ServerAddress
+from rollout_actors.backends.stock_server import ServerEngineSpec
+from rollout_actors.engine import warm_python
+from rollout_actors.engine.settings import EngineSettings
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.weight_sync import SyncPhase
+from shared.weight_sync.phases import SyncPhase
 
 ROOT = Path(__file__).parents[2]
 

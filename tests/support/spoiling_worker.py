@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout_actors.receipt_worker import LoadWatch, ReceiptWorker
+from rollout_actors.weight_sync.worker import LoadWatch, ReceiptWorker
 
 
 class Fault(StrEnum):

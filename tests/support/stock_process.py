@@ -17,10 +17,10 @@ import psutil
 from engine_support import SUPPORT
 from process_family import ended_with_its_family, family_of
 
-from rollout_actors import warm_python
-from rollout_actors.backends.http_client import ServerAddress
-from rollout_actors.backends.stock_command import stock_command
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.backends.http import ServerAddress
+from rollout_actors.backends.stock_server import stock_command
+from rollout_actors.engine import warm_python
+from rollout_actors.engine.settings import EngineSettings
 
 TOKEN = "sesame"
 

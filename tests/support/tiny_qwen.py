@@ -22,8 +22,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from launch.make_demo_data import NAMES
-from launch.make_demo_model import CHAT_TEMPLATE
+from launch.demo.data import NAMES
+from launch.demo.model import CHAT_TEMPLATE
 from shared.prompts import DEFAULT_USER_PROMPT
 
 PAD, END = "<|endoftext|>", "<|im_end|>"

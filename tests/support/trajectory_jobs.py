@@ -11,12 +11,11 @@ from rank_jobs import whole_weights
 from trajectory_support import EXAMPLES, begin, make_learner
 from transformers import AutoModelForCausalLM
 
-from learner.place import LearnerPlace
-from learner.rendezvous import Rendezvous
+from learner.model.ranks import LearnerPlace, Rendezvous
 from shared.chunking import rank_rounds, rank_share
 from shared.config import RunConfig
 from shared.config.derive import is_sharded
-from shared.reports import RankReport
+from shared.metrics import RankReport
 from shared.schedule import RunSchedule
 from shared.trajectory import EnvironmentRequest
 

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 from learner.learner import Learner
-from learner.place import LearnerPlace, ReceiverGroup
+from learner.model.ranks import LearnerPlace, ReceiverGroup
 from shared.config import RunConfig
+from shared.metrics import StepReport, merge_reports
 from shared.records import ImageRef
-from shared.reports import StepReport, merge_reports
 from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts, TrainingExample
-from shared.transports import Transport
+from shared.weight_sync.transports import Transport
 
 ALONE = LearnerPlace(Transport.GLOO, (ReceiverGroup(1),))
 EXAMPLES = ExampleCounts(train=20, held_out=7)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_actors.weight_intake import TakesAdapters
-from shared.weight_terms import AdapterTerms
+from rollout_actors.weight_sync.receiver import TakesAdapters
+from shared.weight_sync.offer import AdapterTerms
 
 
 class IdleAdapter:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from rollout_actors.environments.parsers import Parser, XMLParser
-from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.multi_turn import SingleTurnEnv
+from rollout_actors.environments.rubric import Parser, Rubric, XMLParser
 from rollout_actors.environments.types import Messages
 
 SYSTEM_PROMPT = "Work it out, and then write the result as <answer>number</answer>."

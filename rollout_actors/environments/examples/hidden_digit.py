@@ -6,8 +6,7 @@ from random import Random
 from string import digits as DIGITS
 from typing import Any
 
-from rollout_actors.environments.parsers import text_of
-from rollout_actors.environments.rubric import Rubric, RubricGroup
+from rollout_actors.environments.rubric import Rubric, RubricGroup, text_of
 from rollout_actors.environments.tool import StatefulToolEnv, ToolRubric, num_tool_calls
 from rollout_actors.environments.types import Messages, State
 

@@ -16,16 +16,16 @@ from called_rollouts import Call, examples_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.algorithms.advantages import CreditRule
+from learner.algorithms.trajectories import trajectory_target
 from learner.collate import collate
-from learner.credit import CreditRule
-from learner.logits import LogitsPass
+from learner.objectives.base import NOTHING_SAMPLED
 from learner.objectives.coord_math import Normalizer
-from learner.objectives.interface import NOTHING_SAMPLED
 from learner.objectives.policy_gradient import is_clipped, policy_gradient_loss
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
+from learner.step import LogitsPass
 from learner.targets import TextWeights
-from learner.trajectory_targets import trajectory_target
 from shared.config.pipeline import Channel, PipelineSection, PolicyGradientConfig
 from shared.trajectory import TrainingExample
 

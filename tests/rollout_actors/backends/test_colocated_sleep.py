@@ -15,16 +15,16 @@ import torch
 from backend_support import colocated_settings
 from torch import nn
 
-from learner.canary import ComputedCanary
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
-from rollout_actors.backends.vllm_colocate import ColocatedBackend
-from rollout_actors.receipt import Receipt
-from shared.canary import CanaryProbe
-from shared.canary_noise import Differences
+from learner.model.checkpoint import CheckpointWeights
+from learner.weight_sync.canary import ComputedCanary
+from learner.weight_sync.sender import WeightSender
+from rollout_actors.backends.colocate import ColocatedBackend
+from rollout_actors.weight_sync.receiver import Receipt
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, WeightOffer
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.differences import Differences
 
 pytestmark = pytest.mark.engine
 
@@ -179,7 +179,7 @@ class SleepyLLM:
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     """On a platform that has a sleep mode."""
-    from rollout_actors import colocated_llm
+    from rollout_actors.backends import colocated_llm
 
     scene = Scene()
     monkeypatch.setattr(SleepyLLM, "scene", scene, raising=False)
@@ -333,7 +333,7 @@ def test_an_engine_that_does_not_fall_asleep_fails_its_start(host: Host, scene: 
 def test_where_it_is_not_wanted_or_not_to_be_had_nobody_sleeps(
     host: Host, scene: Scene, monkeypatch: pytest.MonkeyPatch, probe: CanaryProbe, *, wanted: bool, available: bool
 ) -> None:
-    from rollout_actors import colocated_llm
+    from rollout_actors.backends import colocated_llm
 
     monkeypatch.setattr(colocated_llm, "current_platform", SimpleNamespace(is_sleep_mode_available=lambda: available))
     backend = make_backend(host, sleep=wanted)

@@ -27,21 +27,20 @@ from process_family import is_alive
 from serve_process import OneServer, ServeProcess, serve_process
 from stock_process import TOKEN, StockProcess, stock_process
 
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
+from launch.runtime.rollout_client import ActorPool
+from learner.model.checkpoint import CheckpointWeights
+from learner.weight_sync.sender import WeightSender
+from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec
 from rollout_actors.backends.hf import HFBackend, HFBackendSpec
+from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.backends.scripted import ScriptedBackend
-from rollout_actors.backends.server_command import serve_arguments
-from rollout_actors.backends.stock_client import StockClient
-from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
-from rollout_actors.backends.vllm_server import ServerClient
-from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.backends.stock_server import StockClient
+from rollout_actors.environments.chat.responses import RETURNS_TOKENS
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
-from rollout_actors.pool import ActorPool
 from shared.errors import RolloutError
-from shared.repeat_guard import RepeatGuardSettings, RepeatRule
 from shared.rollouts import FinishReason, RolloutRequest
+from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 
 BATCH = 4
 GUARD = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=None)

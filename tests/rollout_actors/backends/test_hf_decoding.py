@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout_actors.backends.hf_decoding import BeamScores, Chooser, SeenTokens, draw, processed_logits
-from rollout_actors.sampling import BAN
+from rollout_actors.backends.hf import BeamScores, Chooser, SeenTokens, draw, processed_logits
+from rollout_actors.engine.sampling import BAN
 from shared.rollouts import DecodeMode, DecodeSettings
 
 SAMPLE = DecodeSettings(DecodeMode.SAMPLE, 0.7, 1.0, -1, 1.0, 4, 1, stop_token_ids=(), banned_token_ids=(), return_logprobs=True)

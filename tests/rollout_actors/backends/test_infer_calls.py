@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_server import make_request
 
-from rollout_actors.backends.infer_calls import infer_calls
+from rollout_actors.backends.rollmatch_server import infer_calls
 from rollout_actors.server.messages import CallLimits, InferCall
 from shared.records import ImageRef
 from shared.rollouts import RolloutRequest

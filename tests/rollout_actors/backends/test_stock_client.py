@@ -18,20 +18,17 @@ from fake_stock_server import GENERATE, StockServer
 from PIL import Image
 from pydantic import TypeAdapter
 
-from rollout_actors.backends.server_spec import ServerEngineSpec
-from rollout_actors.backends.stock_client import StockClient
-from rollout_actors.backends.stock_command import NOT_SAID, stock_arguments, stock_environment
-from rollout_actors.engine_settings import EngineSettings, engine_arguments
-from shared.canary import CanaryProbe
+from rollout_actors.backends.stock_server import NOT_SAID, ServerEngineSpec, StockClient, stock_arguments, stock_environment
+from rollout_actors.engine.settings import EngineSettings, engine_arguments
 from shared.errors import RolloutError, WeightSyncError
-from shared.lora import AdapterFiles
-from shared.pictures import on_white
+from shared.prompts import on_white
 from shared.records import ImageRef
-from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import FinishReason, WeightOffer
-from shared.transports import Transport
-from shared.weight_sync import SyncPhase
-from shared.weight_terms import AdapterTerms, FullTerms
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.offer import AdapterFiles, AdapterTerms, FullTerms
+from shared.weight_sync.phases import SyncPhase
+from shared.weight_sync.transports import Transport
 
 DOC = Path(__file__).parents[3] / "docs" / "stock_server.md"
 GUARD = RepeatGuardSettings(min_new_tokens=4, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=3, max_object_keys=None)
@@ -406,8 +403,8 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected: En
     from vllm.sampling_params import RequestOutputKind
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from rollout_actors.sampling import PROBE_FIELDS, sampling_fields
-    from rollout_actors.vllm_requests import probe_params, sampling_params
+    from rollout_actors.engine.sampling import PROBE_FIELDS, sampling_fields
+    from rollout_actors.engine.vllm_io import probe_params, sampling_params
 
     decode = replace(make_request(0).decode, banned_token_ids=(5, 6), top_k=4)
     for fields, own in ((sampling_fields(decode, 3), sampling_params(decode, 3)), (PROBE_FIELDS, probe_params())):

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from rollout_actors.backends.stock_command import stock_command
-from rollout_actors.engine_settings import EngineSettings
-from shared.transports import Device, Transport
+from rollout_actors.backends.stock_server import stock_command
+from rollout_actors.engine.settings import EngineSettings
+from shared.weight_sync.transports import Device, Transport
 
 DOC = Path(__file__).parents[3] / "docs" / "stock_server.md"
 

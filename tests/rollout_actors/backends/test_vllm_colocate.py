@@ -14,11 +14,11 @@ import torch
 from backend_support import ModelHost, colocated_settings, what_was_said
 from engine_support import SUPPORT, TIMEOUTS, SmallLearner
 
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
-from rollout_actors import warm_python
+from learner.model.checkpoint import CheckpointWeights
+from learner.weight_sync.sender import WeightSender
+from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec, colocate_tensor_parallel
 from rollout_actors.backends.hf import HFBackend
-from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec, colocate_tensor_parallel
+from rollout_actors.engine import warm_python
 from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import DecodeMode, FinishReason
 
@@ -176,9 +176,9 @@ import torch.distributed as dist
 from pathlib import Path
 from backend_support import ModelHost, colocated_settings, what_was_said
 from engine_support import SmallLearner
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
-from rollout_actors.backends.vllm_colocate import ColocatedSpec
+from learner.weight_sync.sender import WeightSender
+from learner.model.checkpoint import CheckpointWeights
+from rollout_actors.backends.colocate import ColocatedSpec
 
 checkpoint, store, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 

@@ -11,14 +11,14 @@ import torch
 from backend_support import ModelHost, colocated_settings
 from engine_support import TIMEOUTS, SmallLearner
 
-from learner.adapter_sender import AdapterSender
-from learner.adapters import apply_adapter
-from learner.weight_sender import WeightSender
-from learner.weight_source import CheckpointWeights
-from rollout_actors.backends.vllm_colocate import ColocatedBackend, ColocatedSpec
+from learner.model.adapters import apply_adapter
+from learner.model.checkpoint import CheckpointWeights
+from learner.weight_sync.publisher import AdapterSender
+from learner.weight_sync.sender import WeightSender
+from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
-from shared.weight_terms import AdapterTerms
+from shared.weight_sync.offer import AdapterTerms
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -20,17 +20,17 @@ from typing import Any
 import pytest
 from fake_server import ObedientEngine, eventually, make_address, make_offer, make_request, make_service, make_settings, serving, serving_engine
 
-from rollout_actors.backends import http_client
-from rollout_actors.backends.server_spec import ServerEngineSpec
-from rollout_actors.backends.vllm_server import ServerClient
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.backends import http as http_client
+from rollout_actors.backends.rollmatch_server import ServerClient
+from rollout_actors.backends.stock_server import ServerEngineSpec
+from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
-from shared.config.server import ServerEntry, ServerSection
+from shared.config.rollout import ServerEntry, ServerSection
 from shared.errors import ConfigError, RolloutError, UnreachableError, WeightSyncError
 from shared.records import ImageRef
-from shared.repeat_guard import RepeatGuardSettings
 from shared.rollouts import DecodeMode
-from shared.weight_sync import SyncPhase
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.phases import SyncPhase
 
 pytestmark = pytest.mark.slow
 

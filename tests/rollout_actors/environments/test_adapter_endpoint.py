@@ -13,11 +13,9 @@ from endpoint_support import GREEDY, Endpoint, asked_throughout, greedy
 from engine_support import SmallLearner, small_settings
 from serve_process import OneServer, serve_process
 
-from rollout_actors.backends.server_command import serve_arguments
-from rollout_actors.backends.vllm_server import ServerClient
-from shared.lora import AdapterFiles
-from shared.weight_sync import sync_weights
-from shared.weight_terms import AdapterTerms
+from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
+from shared.weight_sync.offer import AdapterFiles, AdapterTerms
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -10,7 +10,7 @@ from scripted_client import ScriptedClient
 
 from rollout_actors.environments.batch_generator import AsyncBatchGenerator
 from rollout_actors.environments.lifecycle import cleanup
-from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 
 
 def echo(call):

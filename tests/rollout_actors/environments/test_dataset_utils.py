@@ -5,11 +5,10 @@ import httpx2
 import pytest
 from scripted_client import Answer, ScriptedClient
 
-from rollout_actors.environments.dataset_utils import build_dataset_from_outputs, field_of, plain, push_dataset, sanitize_messages
-from rollout_actors.environments.messages import cleanup_messages
-from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.chat.messages import cleanup_messages
+from rollout_actors.environments.datasets import build_dataset_from_outputs, field_of, plain, push_dataset, sanitize_messages
+from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.types import State
 from shared.errors import StorageError
 

@@ -8,11 +8,11 @@ import pytest
 from environment_support import Talk, generated, rows, rubric_of, said_the_answer
 from scripted_client import ScriptedClient, rendered_ids
 
+from rollout_actors.environments.chat.tools import convert_tool_to_oai_format
 from rollout_actors.environments.lifecycle import cleanup, stop, teardown
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.tool import ToolEnv
-from rollout_actors.environments.tool_schema import convert_tool_to_oai_format
-from rollout_actors.environments.training_examples import process_trajectories_for_training
+from rollout_actors.environments.training.examples import process_trajectories_for_training
 from rollout_actors.environments.types import RolloutInput, RolloutTiming, State
 
 SAMPLING_ARGS = {

@@ -27,18 +27,16 @@ from fake_server import HERE, eventually
 from serve_process import OneServer, ServeProcess, serve_process
 from stock_process import TOKEN, stock_process
 
-from rollout_actors.backends.server_command import serve_arguments
-from rollout_actors.backends.vllm_server import ServerClient
-from rollout_actors.environments.client import is_overlong, merged
+from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
+from rollout_actors.environments.chat.responses import parse_response_tokens
+from rollout_actors.environments.clients.openai import is_overlong, merged
 from rollout_actors.environments.loading import load_environment
-from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.responses import parse_response_tokens
+from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.types import Messages, State, TrajectoryStepTokens
 from shared.errors import WeightSyncError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
-from shared.weight_sync import sync_weights
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -19,12 +19,12 @@ from engine_support import EnginePool, SmallLearner, noise_image
 from environment_support import Talk, generated
 from scripted_engines import client_over, decode_settings
 
-from rollout_actors.environments.engine_client import EngineClient
-from rollout_actors.environments.ray_engines import RayEngines
-from rollout_actors.environments.training_examples import merge_trajectories_for_training
+from rollout_actors.environments.clients.engine import EngineClient
+from rollout_actors.environments.training.actor import RayEngines
+from rollout_actors.environments.training.examples import merge_trajectories_for_training
 from shared.errors import Limit, RolloutError
 from shared.rollouts import RolloutRequest
-from shared.weight_sync import sync_weights
+from shared.weight_sync.phases import sync_weights
 
 pytestmark = pytest.mark.engine
 

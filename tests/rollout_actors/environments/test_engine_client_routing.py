@@ -12,7 +12,7 @@ from environment_support import Talk, generated, rows, user
 from scripted_client import ScriptedClient
 from scripted_engines import ScriptedEngines, ask, client_over, demo_tokenizer, says, state_at
 
-from rollout_actors.environments.client import knows_rollouts
+from rollout_actors.environments.clients.openai import knows_rollouts
 from rollout_actors.environments.types import State
 from shared.errors import RolloutError, UnreachableError
 from shared.seeds import request_seed

@@ -11,9 +11,8 @@ from environment_support import Talk, assistant, generated, rows, rubric_of, sai
 from scripted_client import ScriptedClient
 
 from rollout_actors.environments.group import EnvGroup
-from rollout_actors.environments.parsers import Parser, ThinkParser
-from rollout_actors.environments.rubric import Rubric, RubricGroup
-from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.multi_turn import SingleTurnEnv
+from rollout_actors.environments.rubric import Parser, Rubric, RubricGroup, ThinkParser
 from shared.errors import StorageError
 
 

@@ -12,8 +12,8 @@ import ray
 from scripted_engine_actor import create_scripted_actor
 from scripted_engines import decode_settings, demo_tokenizer
 
-from rollout_actors.environments.environment_actor import EnvironmentActor
-from rollout_actors.environments.runner import RunnerSettings
+from rollout_actors.environments.training.actor import EnvironmentActor
+from rollout_actors.environments.training.runner import RunnerSettings
 from shared.errors import Limit, RolloutError
 from shared.sent_requests import SentRequests
 from shared.trajectory import EnvironmentRequest, ExampleGroup

@@ -13,9 +13,9 @@ import pytest
 from sandboxes_environment import noted
 from scripted_engines import decode_settings, demo_tokenizer
 
-from rollout_actors.environments import environment_actor
-from rollout_actors.environments.environment_actor import EnvironmentActor
-from rollout_actors.environments.runner import RunnerSettings
+from rollout_actors.environments.training import actor as environment_actor
+from rollout_actors.environments.training.actor import EnvironmentActor
+from rollout_actors.environments.training.runner import RunnerSettings
 from shared.errors import RolloutError
 from shared.protocols import CLOSED_S
 from shared.sent_requests import SentRequests

@@ -10,10 +10,10 @@ from counted_time import counted
 from environment_support import Talk, generated, rows, rubric_of, said_the_answer, user
 from scripted_client import Answer, ScriptedClient, status_error
 
-from rollout_actors.environments import turns
+from rollout_actors.environments import concurrency as turns
+from rollout_actors.environments.concurrency import Threads
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
-from rollout_actors.environments.threads import Threads
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
 

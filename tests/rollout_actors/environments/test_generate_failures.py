@@ -16,15 +16,15 @@ from counted_time import counted
 from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user, without_place
 from scripted_client import Answer, ScriptedClient, connection_error, overlong_error, status_error
 
-from rollout_actors.environments import turns
+from rollout_actors.environments import concurrency as turns
+from rollout_actors.environments.chat.responses import RETURNS_TOKENS
+from rollout_actors.environments.concurrency import Threads
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import cleanup
-from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric, RubricGroup
-from rollout_actors.environments.single_turn import SingleTurnEnv
-from rollout_actors.environments.threads import Threads
 from rollout_actors.environments.tool import ToolEnv
-from rollout_actors.environments.training_examples import merge_trajectories_for_training, process_trajectories_for_training
+from rollout_actors.environments.training.examples import merge_trajectories_for_training, process_trajectories_for_training
 from rollout_actors.environments.types import State
 
 

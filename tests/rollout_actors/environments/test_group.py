@@ -11,9 +11,8 @@ from scripted_client import ScriptedClient
 
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, teardown
-from rollout_actors.environments.parsers import Parser
-from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.multi_turn import SingleTurnEnv
+from rollout_actors.environments.rubric import Parser, Rubric
 from rollout_actors.environments.types import Messages, State
 
 

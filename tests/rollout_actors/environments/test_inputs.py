@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from environment_support import assistant, user
 
-from rollout_actors.environments.inputs import Examples, PromptFormat, placed, require_one_row_per_id, rows_of
+from rollout_actors.environments.datasets import Examples, PromptFormat, placed, require_one_row_per_id, rows_of
 
 
 def inputs(rows, **form):

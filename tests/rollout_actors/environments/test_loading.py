@@ -10,10 +10,10 @@ import pytest
 
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.loading import environment_names, load_environment
-from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 
 FILE = """
-from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 
 def load_environment(size, step=1):
     return SingleTurnEnv(dataset=[{"question": str(i)} for i in range(0, size, step)])

@@ -15,14 +15,13 @@ from openai.types.chat import ChatCompletionMessage
 from scripted_client import Answer, ScriptedClient, answer_ids, connection_error, overlong_error, rendered_ids, status_error, timeout_error
 from scripted_engines import ScriptedEngines, client_over, decode_settings, demo_tokenizer, says
 
-from rollout_actors.environments.client import PAUSE_S, TRIES
+from rollout_actors.environments.chat.responses import RETURNS_TOKENS
+from rollout_actors.environments.clients.openai import PAUSE_S, TRIES
 from rollout_actors.environments.lifecycle import stop
-from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.responses import RETURNS_TOKENS
+from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.runner import EnvironmentRunner, RunnerSettings
-from rollout_actors.environments.single_turn import SingleTurnEnv
-from rollout_actors.environments.training_examples import merge_trajectories_for_training
+from rollout_actors.environments.training.examples import merge_trajectories_for_training
+from rollout_actors.environments.training.runner import EnvironmentRunner, RunnerSettings
 from rollout_actors.environments.types import State
 from shared.errors import RolloutError, UnreachableError
 from shared.seeds import request_seed

@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_client import Answer, ScriptedClient, overlong_error, status_error
 
-from launch.vf_eval import main as vf_eval
+from launch.vf_eval.__main__ import main as vf_eval
 from rollout_actors.environments.batch_generator import AsyncBatchGenerator
-from rollout_actors.environments.dataset_utils import build_dataset_from_outputs
+from rollout_actors.environments.datasets import build_dataset_from_outputs
 from rollout_actors.environments.loading import load_environment
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
 FIELDS = ("id", "stop_condition", "is_completed", "is_truncated", "error", "advantage", "reward", "metrics", "completion", "trajectory")
@@ -365,7 +365,7 @@ BOUNDED = """
     import asyncio
 
     from rollout_actors.environments.rubric import Rubric
-    from rollout_actors.environments.single_turn import SingleTurnEnv
+    from rollout_actors.environments.multi_turn import SingleTurnEnv
 
 
     def load_environment():

@@ -35,7 +35,7 @@ def test_a_thousand_concurrent_rollouts_of_three_turns_against_an_instant_client
 
 
 def test_an_environment_actors_collector_is_set_as_it_is_measured() -> None:
-    code = "import gc; from rollout_actors.environments.collector import collect_rarely; collect_rarely(); print(gc.get_threshold(), gc.get_freeze_count() > 0)"
+    code = "import gc; from rollout_actors.environments.training.actor import collect_rarely; collect_rarely(); print(gc.get_threshold(), gc.get_freeze_count() > 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "(50000, 20, 100) True"
 

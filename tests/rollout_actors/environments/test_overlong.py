@@ -6,7 +6,7 @@ import openai
 import pytest
 from scripted_client import status_error
 
-from rollout_actors.environments.client import is_overlong
+from rollout_actors.environments.clients.openai import is_overlong
 
 NO_ROOM = "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"
 OVERLONG = [

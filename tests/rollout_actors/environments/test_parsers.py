@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_actors.environments.parsers import Parser, ThinkParser, XMLParser
+from rollout_actors.environments.rubric import Parser, ThinkParser, XMLParser
 
 
 def test_a_plain_parser_returns_the_last_thing_that_the_model_said():

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from scripted_client import Answer, ScriptedClient
 
-from rollout_actors.environments.dataset_utils import digest
-from rollout_actors.environments.results_file import NAME, FinishedRollout, ResultsFile, read_rollouts, tokens_of
+from launch.vf_eval.results_file import NAME, FinishedRollout, ResultsFile, read_rollouts, tokens_of
+from rollout_actors.environments.datasets import digest
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
 from shared.errors import RecordError, StorageError
 
 ROW = {"question": "say a", "answer": "a", "info": {"kind": "letter"}}
@@ -125,7 +125,7 @@ def test_a_file_that_another_process_writes_is_refused(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from rollout_actors.environments.results_file import ResultsFile
+from launch.vf_eval.results_file import ResultsFile
 with ResultsFile(Path({str(tmp_path)!r})):
     print("open", flush=True)
     sys.stdin.read()

@@ -13,9 +13,8 @@ from environment_support import assistant, generated, user, without_place
 from scripted_client import ScriptedClient, status_error
 
 from rollout_actors.environments.group import EnvGroup
-from rollout_actors.environments.parsers import Parser
-from rollout_actors.environments.rubric import Rubric, RubricGroup, credit, give_advantages, relative_steps, settle
-from rollout_actors.environments.single_turn import SingleTurnEnv
+from rollout_actors.environments.multi_turn import SingleTurnEnv
+from rollout_actors.environments.rubric import Parser, Rubric, RubricGroup, credit, give_advantages, relative_steps, settle
 from rollout_actors.environments.types import State
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from forked_programs import ran as program
 
-from rollout_actors.environments.threads import GIVEN_UP, Threads
-from rollout_actors.environments.waits import within
+from rollout_actors.environments.concurrency import GIVEN_UP, Threads, within
 
 
 class Hanging:
@@ -222,7 +221,7 @@ def test_a_signals_handler_may_ask_what_runs_in_the_middle_of_a_call(monkeypatch
 def test_a_forked_process_has_threads_of_its_own():
     lines, status, complaints = program(
         textwrap.dedent("""
-            from rollout_actors.environments.threads import THREADS
+            from rollout_actors.environments.concurrency import THREADS
 
             async def call():
                 return await asyncio.wait_for(THREADS.call(lambda: "there", "call"), 60)

@@ -12,10 +12,10 @@ from environment_support import generated, rolled_out, without_place
 from pydantic import BaseModel, Field
 from scripted_client import Answer, ScriptedClient
 
+from rollout_actors.environments.chat.tools import Tool, convert_tool_to_oai_format, read_docstring
 from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.tool import StatefulToolEnv, ToolEnv, ToolRubric
-from rollout_actors.environments.tool_schema import Tool, convert_tool_to_oai_format, read_docstring
 from rollout_actors.environments.types import Messages, State
 
 ROW = {"prompt": [{"role": "user", "content": "go"}], "example_id": 0, "task": "t"}

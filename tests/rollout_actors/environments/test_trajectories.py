@@ -15,10 +15,10 @@ from scripted_client import Answer, Call, ScriptedClient, chat_response, connect
 
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, stop, teardown
+from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
-from rollout_actors.environments.single_turn import SingleTurnEnv
 from rollout_actors.environments.tool import ToolEnv
-from rollout_actors.environments.training_examples import process_trajectories_for_training
+from rollout_actors.environments.training.examples import process_trajectories_for_training
 from rollout_actors.environments.types import State
 
 SAMPLING_ARGS = {

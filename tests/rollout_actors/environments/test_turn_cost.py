@@ -12,8 +12,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from rollout_actors.environments import MultiTurnEnv, Rubric
-from rollout_actors.environments.begun import Begun
-from rollout_actors.environments.messages import deeply_copied
+from rollout_actors.environments.chat.messages import deeply_copied
+from rollout_actors.environments.scope import Begun
 
 NUM_ROLLOUTS, NUM_TURNS = 20, 3
 MOST_CALLS = 190

@@ -16,15 +16,15 @@ import httpx
 import pytest
 from fake_server import HERE, ObedientEngine, asked_and_gone, eventually, image_bomb, make_offer, make_png, make_request, make_service, make_settings, serving
 
-from rollout_actors.engine_settings import EngineSettings
+from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server import calls, messages
 from rollout_actors.server.app import make_app
-from rollout_actors.server.request_checks import request_problems
+from rollout_actors.server.service import request_problems
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, RolloutRequest
-from shared.transports import Device, Transport
-from shared.weight_sync import SyncPhase
+from shared.weight_sync.phases import SyncPhase
+from shared.weight_sync.transports import Device, Transport
 
 ROUTES = {phase: "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/" for phase in SyncPhase}
 

@@ -10,8 +10,8 @@ import pytest
 from hostile_grammars import HostileSpec
 
 from rollout_actors.server import grammars
-from rollout_actors.server.door import RefusalError
 from rollout_actors.server.grammars import Grammar, GrammarKind, GrammarTrial, XgrammarSpec
+from rollout_actors.server.service import RefusalError
 
 pytestmark = pytest.mark.slow
 

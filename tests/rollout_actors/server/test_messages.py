@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_actors.server import messages
-from shared.canary import CanaryProbe
 from shared.errors import RolloutError, WeightSyncError
-from shared.lora import AdapterFiles
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
-from shared.transports import Transport
-from shared.weight_sync import SyncPhase
-from shared.weight_terms import AdapterTerms, FullTerms, Group, TensorSpec
+from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.offer import AdapterFiles, AdapterTerms, FullTerms, Group, TensorSpec
+from shared.weight_sync.phases import SyncPhase
+from shared.weight_sync.transports import Transport
 
 ids = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
 any_float = st.floats(allow_nan=False)

@@ -21,10 +21,9 @@ from PIL import Image
 
 from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
-from rollout_actors.server.engine_thread import EngineThread
+from rollout_actors.server.engine_thread import EngineThread, OpenAIThread
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
-from rollout_actors.server.openai_thread import OpenAIThread
-from shared.weight_sync import SyncPhase
+from shared.weight_sync.phases import SyncPhase
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 SYNC_ROUTES = {phase: "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/" for phase in SyncPhase}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_server import make_offer
 
-from rollout_actors.server.door import Door, RefusalError
 from rollout_actors.server.messages import SyncCall
-from shared.weight_sync import SyncPhase
+from rollout_actors.server.service import Door, RefusalError
+from shared.weight_sync.phases import SyncPhase
 
 PHASES = list(SyncPhase)
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from rollout_actors.server.door import RefusalError
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
+from rollout_actors.server.service import RefusalError
 from shared.errors import ConfigError
 
 pytestmark = pytest.mark.engine

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from shared.config import RunConfig, load_config
+from shared.config.algorithm import TrainerVariant
 from shared.config.base import Section
-from shared.config.custom import TrainerVariant
 from shared.config.explain import sections_in
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError

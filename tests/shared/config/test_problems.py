@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shared.config import load_config
-from shared.config.checks import overlaps
+from shared.config.checks.general import overlaps
 from shared.errors import ConfigError
 
 OBJECTIVE = "rollout_matching.pipeline.objective"

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from shared.config.retired import take_retired
-from shared.config.retired_keys import RETIRED
+from shared.config.load import take_retired
+from shared.config.retired import RETIRED
 
 MATCHING = "rollout_matching"
 OLD = "custom.extra.rollout_matching"

@@ -12,15 +12,15 @@ from contextlib import nullcontext
 
 import pytest
 
-from launch.data_checks import check_data
-from learner.rules import target_rules
-from shared.config.batch_algebra import batch_algebra
+from launch.checks.data import check_data
+from launch.runtime.batch_algebra import batch_algebra
+from learner.targets import target_rules
 from shared.config.derive import remarks, resolved_sync_mode
+from shared.config.load import take_retired
 from shared.config.pipeline import Channel
-from shared.config.retired import take_retired
 from shared.errors import RecordError
-from shared.fresh_tokens import FreshTokens
 from shared.schedule import RunSchedule
+from shared.tokens.fresh import FreshTokens
 
 MATCHING = "rollout_matching"
 OLD = "custom.extra.rollout_matching"

@@ -8,8 +8,8 @@ from math import floor
 
 import pytest
 
+from shared.config.algorithm import ScheduleSection
 from shared.config.pipeline import Channel
-from shared.config.stage2_ab import ScheduleSection
 
 _RANDOM = random.Random(0)
 RATIOS = [

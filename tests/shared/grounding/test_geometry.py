@@ -8,8 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from shared.grounding.areas import Point, exact_iou
-from shared.grounding.geometry import Rasters, aabb, bin_box, bin_points, box_iou, mask_iou, pixels_of, vertices
+from shared.grounding.geometry import Point, Rasters, aabb, bin_box, bin_points, box_iou, exact_iou, mask_iou, pixels_of, vertices
 from shared.records import GeometryKind, GroundTruthObject
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from shared.grounding.entries import unescape
-from shared.grounding.members import Leaf, Value, read_members
+from shared.grounding.scanner import unescape
+from shared.grounding.validation import Leaf, Value, read_members
 
 COORD = b"<|coord_5|>"
 

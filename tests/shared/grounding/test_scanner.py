@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.grounding.entries import Entry
-from shared.grounding.scanner import is_open_container, object_indices, scan_container
+from shared.grounding.scanner import Entry, is_open_container, object_indices, scan_container
 
 BOX = b'["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]'
 CAT = b'{"desc": "cat", "bbox_2d": ' + BOX + b"}"

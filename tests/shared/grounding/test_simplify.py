@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.grounding.simplify import simplify_ring
+from shared.grounding.geometry import simplify_ring
 
 
 def slow_simplified(points: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:

@@ -1,0 +1,113 @@
+"""A held-out scene as a picture: the image, what is there, what was found. Labels are the objects' names, which the built-in font writes in Latin script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from PIL import Image, ImageDraw, ImageFont
+
+from launch.sample_pages.html import printable
+from learner.segments import decode_image
+from shared.grounding.evaluation import Pair, Scene
+from shared.grounding.geometry import Shape, pixels_of, vertices
+
+# Longest side of a picture, in pixels: small images are enlarged by whole numbers, large ones reduced.
+_SMALLEST, _LARGEST = 512, 1280
+_DASH, _GAP = 6, 4
+_LINE = 2
+_BAND = 24
+
+Colour: TypeAlias = tuple[int, int, int]
+Point: TypeAlias = tuple[float, float]
+TRUTH: Colour = (0, 150, 50)
+FOUND: Colour = (20, 105, 245)
+OTHER_NAME: Colour = (215, 110, 0)
+UNMATCHED: Colour = (215, 0, 40)
+LEGEND = (("ground truth (dashed)", TRUTH), ("matched", FOUND), ("matched, other name", OTHER_NAME), ("no match", UNMATCHED))
+
+
+def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
+    """The sample's first image with its ground truth and predictions, and a legend below. RecordError when the image is gone or changed.
+
+    `pairs` are the scene's, as `shared.grounding.evaluation.pair_objects` makes them: they decide the colours.
+    """
+    original = decode_image(scene.sample.images[0])
+    scale = _scale(max(original.size))
+    width, height = (max(1, round(side * scale)) for side in original.size)
+    picture = Image.new("RGB", (width, height + _BAND), "white")
+    picture.paste(original.resize((width, height), Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS))
+    pen = _Pen(picture, scale, scene.sample.width, scene.sample.height)
+    matches = {pair.prediction: scene.sample.objects[pair.ground_truth] for pair in pairs}
+    for truth in scene.sample.objects:
+        pen.outline(truth, TRUTH, dashed=True)
+    for index, found in enumerate(scene.objects):
+        pen.outline(found, _colour(found.desc, matches[index].desc if index in matches else None), dashed=False)
+    # Labels last, or lines would cross them: names of ground truth at the foot of its shape, those of predictions at the top.
+    for truth in scene.sample.objects:
+        pen.label(truth, printable(truth.desc), TRUTH, at_foot=True)
+    for index, found in enumerate(scene.objects):
+        pen.label(found, f"{printable(found.desc)} {found.score:.2f}", _colour(found.desc, matches[index].desc if index in matches else None), at_foot=False)
+    pen.legend(height)
+    return picture
+
+
+def _scale(longest: int) -> float:
+    if longest < _SMALLEST:
+        return math.ceil(_SMALLEST / longest)
+    return min(1.0, _LARGEST / longest)
+
+
+def _colour(name: str, matched_name: str | None) -> Colour:
+    if matched_name is None:
+        return UNMATCHED
+    return FOUND if matched_name == name else OTHER_NAME
+
+
+class _Pen:
+    """Draws in pixels of the original image, `scale` times enlarged."""
+
+    def __init__(self, picture: Image.Image, scale: float, width: int, height: int) -> None:
+        self._draw = ImageDraw.Draw(picture)
+        self._font = ImageFont.load_default(size=13)
+        self._scale, self._width, self._height = scale, width, height
+        self._right, self._bottom = picture.width, picture.height - _BAND
+
+    def outline(self, shape: Shape, colour: Colour, *, dashed: bool) -> None:
+        ring = self._ring(shape)
+        for start, end in zip(ring, [*ring[1:], ring[0]], strict=True):
+            for piece in _dashes(start, end) if dashed else [(start, end)]:
+                self._draw.line(piece, fill=colour, width=_LINE)
+
+    def label(self, shape: Shape, text: str, colour: Colour, *, at_foot: bool) -> None:
+        xs, ys = zip(*self._ring(shape), strict=True)
+        left, top, right, bottom = self._draw.textbbox((0, 0), text, font=self._font)
+        width, height = right - left + 6, bottom - top + 6
+        # Inside the shape, and inside the picture.
+        x = max(0.0, min(min(xs), self._right - width))
+        y = max(0.0, min(max(ys) - height if at_foot else min(ys), self._bottom - height))
+        self._draw.rectangle((x, y, x + width, y + height), fill=colour)
+        self._draw.text((x + 3 - left, y + 3 - top), text, fill="white", font=self._font)
+
+    def legend(self, top: int) -> None:
+        x = 6.0
+        for text, colour in LEGEND:
+            self._draw.text((x, top + 4), text, fill=colour, font=self._font)
+            x += self._draw.textlength(text, font=self._font) + 14
+
+    def _ring(self, shape: Shape) -> list[Point]:
+        points = [pixels_of(point, width=self._width, height=self._height) for point in vertices(shape)]
+        return [(x * self._scale, y * self._scale) for x, y in points]
+
+
+def _dashes(start: Point, end: Point) -> list[tuple[Point, Point]]:
+    length = math.dist(start, end)
+    if not length:
+        return [(start, end)]
+    dx, dy = (end[0] - start[0]) / length, (end[1] - start[1]) / length
+    pieces = []
+    for offset in range(0, math.ceil(length), _DASH + _GAP):
+        stop = min(offset + _DASH, length)
+        pieces.append(((start[0] + dx * offset, start[1] + dy * offset), (start[0] + dx * stop, start[1] + dy * stop)))
+    return pieces

@@ -1,0 +1,55 @@
+"""What the engines of a run are started with, and the processes beside them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from launch.checks.data import ImageNeeds
+from launch.checks.memory import ModelShape, batch_cache_bytes
+from launch.runtime.placement import Placement
+from rollout_actors.engine import warm_python
+from rollout_actors.engine.settings import EngineSettings, neighbour_runtime_env
+from shared.config import RunConfig
+from shared.config.derive import EnginePlace, engines_in
+from shared.weight_sync.transports import Device
+
+
+def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds) -> EngineSettings:
+    """The same for every engine, or what every server is expected to be started with. ConfigError where the model's files have to be read and cannot be."""
+    vllm, devices = config.rollout_matching.vllm, placement.devices_per_engine
+    cache = vllm.kv_cache_memory_bytes
+    if cache is None and placement.engine_device is Device.CPU:
+        cache = batch_cache_bytes(config, ModelShape.read(Path(config.model.path)), devices)
+    return EngineSettings(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=vllm.max_model_len or config.global_max_length,
+        max_num_seqs=config.rollout_matching.decode_batch_size * devices,
+        seed=config.training.seed,
+        transport=placement.transport,
+        device=placement.engine_device,
+        tensor_parallel_size=devices,
+        kv_cache_memory_bytes=cache,
+        gpu_memory_utilization=vllm.resolved_gpu_memory_utilization,
+        enforce_eager=vllm.enforce_eager,
+        max_images_per_prompt=images.max_per_prompt,
+        max_image_pixels=images.max_pixels,
+        repeat_guard=config.rollout_matching.repeat_terminate.settings(),
+        enable_lora=vllm.enable_lora,
+        max_lora_rank=1 if config.model.adapter is None else config.model.adapter.rank,
+    )
+
+
+def neighbour_env(config: RunConfig, placement: Placement, images: ImageNeeds, **variables: str) -> dict[str, Any]:
+    """Return the Ray `runtime_env` of a learner rank or of an actor for environments, with these variables.
+
+    On CPU it is forked like the engines. Where this run has no actors with engines, a server that does nothing but this would cost more than it brings:
+    then it is only forked where one is there already.
+    """
+    variables |= {"HF_HUB_OFFLINE": "1"}
+    has_server = engines_in(config) is EnginePlace.ACTORS or warm_python.FOLDER in os.environ
+    if placement.learner_device is Device.CPU and has_server:
+        return neighbour_runtime_env(settings_of_run(config, placement, images), **variables)
+    return {"env_vars": variables}

@@ -1,0 +1,207 @@
+"""The checkpoint in the learner's process: model, processor, token codec."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from learner.collate import RopeIndex
+from learner.model.adapters import apply_adapter
+from learner.model.attention import attend_by_segments
+from learner.model.parts import freeze_parts
+from shared.config import RunConfig
+from shared.config.algorithm import TrainerVariant
+from shared.config.derive import is_sharded
+from shared.errors import ConfigError
+from shared.tokens.fresh import FILE, REMEDY, FreshTokens
+from shared.tokens.hf_codec import HFTokenCodec, MissingTokensError
+
+# The patch embedding of a vision tower, computed as the one matrix product that it is.
+#
+# transformers writes it as a `Conv3d` over patches that do not overlap. cuDNN has no usable bfloat16
+# backward for that convolution, and computes it slowly where it does.
+
+
+class PatchProjection(nn.Conv3d):
+    """A `Conv3d` whose input is one kernel in size. Parameters and their names stay as they are."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Project patches [R, C, T, H, W] of the kernel's size to [R, E, 1, 1, 1]."""
+        projected_RE = F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return projected_RE[:, :, None, None, None]
+
+
+def project_patches_as_matrix(model: nn.Module) -> None:
+    """Exchange, in place, the forward of every patch embedding in `model`; there may be none."""
+    for module in model.modules():
+        if type(module) is nn.Conv3d:
+            # A patch embedding is given patches of the kernel's size, so it must cut none itself.
+            assert module.stride == module.kernel_size, "a patch embedding's patches do not overlap"
+            # The class and not the attribute `forward`, so that copies of the model are right too.
+            module.__class__ = PatchProjection
+
+
+# Whether a folder holds a checkpoint at all, and of what kinds it may be: the looks that cost nothing, for commands that load nothing yet.
+
+
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+"""With a vision tower."""
+TEXT_MODEL_TYPES = ("qwen2", "qwen3")
+"""Trained on trajectories alone: there are no images to ask them about."""
+
+_ANOTHER_MODEL = (
+    "run `make demo-data` (it makes outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set model.path to a folder that save_pretrained wrote"
+)
+
+
+def checkpoint_problems(folder: Path, *, key: str = "model.path", remedy: str = _ANOTHER_MODEL) -> tuple[str, ...]:
+    """Why `folder`, which `key` names, is no checkpoint, as a ConfigError says it; empty where it is one."""
+    if (folder / "config.json").is_file():
+        return ()
+    if (hub_id := _hub_id(folder)) is not None:
+        name = hub_id.partition("/")[2]
+        download = f".venv/bin/hf download {hub_id} --local-dir models/{name}"
+        there_is = f"{key}: there is no folder {hub_id}, and models of a hub are not fetched by a run"
+        return (f"{there_is}; if {hub_id} is one, download it (`{download}`) and set {key}=models/{name}, else {remedy}",)
+    return (f"{key}: {folder} holds no checkpoint (no config.json); {remedy}",)
+
+
+def _hub_id(folder: Path) -> str | None:
+    """Return `OWNER/NAME` where the path is written as one and not even a folder OWNER is there: then it hardly means a folder."""
+    below = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    is_hub_id = not below.is_absolute() and len(below.parts) == 2 and ".." not in below.parts and not folder.parent.exists()
+    return below.as_posix() if is_hub_id else None
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTokens:
+    """A checkpoint without its weights: enough to ask a model and to read its answers."""
+
+    processor: Any
+    """What is saved with the weights; of a text model its tokenizer."""
+    tokenizer: Any
+    codec: HFTokenCodec
+    banned_token_ids: tuple[int, ...]
+    """Vision placeholders: sampled, they would stand for features that are not there (FACTS 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(LoadedTokens):
+    model: Any
+    """transformers' image-text-to-text model, or of a text model its causal one, in training mode (these checkpoints have no dropout)."""
+    device: torch.device
+    coord_ids_C: torch.Tensor
+    """int64 [1000]: the token id of each bin; [0] where there are no coord tokens."""
+    fresh_tokens: FreshTokens | None
+    """Tokens that stay fresh in this run's checkpoints; None where the embeddings are trained."""
+
+    @property
+    def rope_index(self) -> RopeIndex | None:
+        """As `learner.collate` asks for it."""
+        return None if self.model.config.model_type in TEXT_MODEL_TYPES else self.model.model.get_rope_index
+
+
+def model_type_problem(folder: Path, model_config: Any, *, key: str = "model.path", types: tuple[str, ...] = MODEL_TYPES) -> str | None:
+    """Why the checkpoint in `folder`, which `key` names, is of none of these types; None where it is."""
+    kind = model_config.model_type
+    return None if kind in types else f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
+
+
+def load_tokens(config: RunConfig) -> LoadedTokens:
+    """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a kind that the run trains, or its tokenizer lacks the coord
+    tokens that the run is about."""
+    path, is_grounding = Path(config.model.path), config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG
+    if problems := checkpoint_problems(path):
+        raise ConfigError(problems)
+    try:
+        model_config = AutoConfig.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise _cannot_load(path, error) from error
+    if problem := model_type_problem(path, model_config, types=MODEL_TYPES if is_grounding else MODEL_TYPES + TEXT_MODEL_TYPES):
+        raise ConfigError(problem)
+    is_text = model_config.model_type in TEXT_MODEL_TYPES
+    try:
+        processor = AutoTokenizer.from_pretrained(path) if is_text else AutoProcessor.from_pretrained(path)
+        tokenizer = processor if is_text else processor.tokenizer
+        codec = HFTokenCodec(tokenizer, has_coord_tokens=is_grounding)
+    except MissingTokensError as error:
+        raise ConfigError(f"model.path: {path} does not suit the run: {error}, and set model.path to it") from error
+    except (ValueError, OSError) as error:
+        raise _cannot_load(path, error) from error
+    keys = () if is_text else ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(getattr(model_config, key) for key in keys)))
+
+
+def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
+    """Load `model.path` for training: what is frozen has no gradient. Sets torch's seed and thread count for this process.
+
+    Raises ConfigError as `load_tokens` does, for weights that cannot be read, for fresh tokens that
+    the tokenizer does not have, for a model with dropout, and where nothing is left to train.
+    """
+    tokens, path = load_tokens(config), Path(config.model.path)
+    fresh = FreshTokens.of(path)
+    if fresh is not None and fresh.ids.stop > len(tokens.tokenizer):
+        ids = f"count: {fresh.count} ids from {fresh.first_id} on"
+        problem = f"{ids}, of a tokenizer of {len(tokens.tokenizer)}"
+        told = f"model.path: {path / FILE} names tokens that are not there ({problem})"
+        raise ConfigError(f"{told}; {REMEDY}")
+    torch.manual_seed(config.training.seed)
+    # The results of a reduction depend on the number of threads: it is part of the configuration of a repeatable run, never left to Ray's default of one.
+    torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
+    try:
+        kind = AutoModelForCausalLM if tokens.tokenizer is tokens.processor else AutoModelForImageTextToText
+        attention = "sdpa" if config.model.attention == "auto" else config.model.attention
+        model = kind.from_pretrained(path, dtype=_dtype(config), attn_implementation=attention)
+        model = model.to(device)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise _cannot_load(path, error) from error
+    project_patches_as_matrix(model)
+    if config.model.attention == "auto":
+        attend_by_segments(model)
+    if config.model.adapter is not None:
+        apply_adapter(
+            model,
+            config.model.adapter,
+            base_path=str(path),
+            seed=config.training.seed,
+            token_ids=() if fresh is None else fresh.ids,
+        )
+    elif not config.training.parts.language_model.frozen:
+        fresh = None
+    freeze_parts(model, config.training.parts)
+    model.train()
+    if config.model.gradient_checkpointing:
+        # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the first one's does not where parts are frozen.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) or model.config.get_text_config().attention_dropout:
+        raise ConfigError(f"model.path: {path} has dropout, with which the learner does not compute what the engines do; set it to 0 in config.json")
+    return LoadedModel(
+        model=model,
+        processor=tokens.processor,
+        tokenizer=tokens.tokenizer,
+        codec=tokens.codec,
+        device=device,
+        coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
+        banned_token_ids=tokens.banned_token_ids,
+        fresh_tokens=fresh,
+    )
+
+
+def _dtype(config: RunConfig) -> torch.dtype:
+    """Of the parameters. FSDP2 keeps them in float32 and casts them itself, for the forward."""
+    return torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
+
+
+def _cannot_load(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote, of a model with the tokens of the run")

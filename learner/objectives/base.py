@@ -1,0 +1,168 @@
+"""What an objective sees and what it answers.
+
+Every term is a weighted sum over a row's positions. The weights already hold the means within a segment, so that the terms of rows add
+and packing cannot change a step's loss (DESIGN 5, decision 6).
+
+Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them predict sampled tokens to compare, M of them sampled tokens
+that are learned by their advantage, B boxes, C the 1,000 coord bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class TextSupervision(NamedTuple):
+    """Supervised text tokens, a column per field."""
+
+    at: torch.Tensor
+    """int64 [X], into the N positions, ascending."""
+    weight: torch.Tensor
+    """float32 [X]: token weight / segment's sum of token weights."""
+    gate_weight: torch.Tensor
+    """float32 [X]: the same over the segment's text tokens without closing brace and EOS, where it is 0."""
+
+
+class CoordSupervision(NamedTuple):
+    """Supervised coord slots, a column per field."""
+
+    at: torch.Tensor
+    """int64 [S], into the N positions, ascending."""
+    targets: torch.Tensor
+    """float32 [S], 0..999: the bin to point at; a fraction where optimal transport says so."""
+    weight: torch.Tensor
+    """float32 [S]: 1 / slots of the segment."""
+
+
+class BoxSupervision(NamedTuple):
+    """Supervised boxes, a column per field."""
+
+    slots: torch.Tensor
+    """int64 [B, 4], into the S coord slots of the row: those of x1, y1, x2, y2."""
+    weight: torch.Tensor
+    """float32 [B]: 1 / boxes of the segment."""
+
+
+class SampledSupervision(NamedTuple):
+    """Sampled tokens that are learned by their advantage, a column per field."""
+
+    at: torch.Tensor
+    """int64 [M], into the N positions, ascending."""
+    engine_logprobs: torch.Tensor
+    """float32 [M], under the probabilities that the engine sampled from."""
+    advantage: torch.Tensor
+    """float32 [M]"""
+    weight: torch.Tensor
+    """float32 [M], in the step's sum: see `learner.algorithms.advantages`."""
+
+
+NOTHING_SAMPLED = SampledSupervision(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0), torch.empty(0))
+
+
+class Supervision(NamedTuple):
+    """What a row's objectives are about."""
+
+    text: TextSupervision
+    coord: CoordSupervision
+    boxes: BoxSupervision
+    sampled: SampledSupervision = NOTHING_SAMPLED
+
+
+@dataclass(frozen=True, slots=True)
+class LogitNeeds:
+    """What is asked of the whole vocabulary beside the coord logits. What nobody asks for is not computed."""
+
+    text_ce: bool = False
+    text_gate: float | None = None
+    """The gate's temperature; None: not asked."""
+    coord_gate: float | None = None
+    """The gate's temperature; None: not asked."""
+    coord_mass: bool = False
+    sampled: bool = False
+
+    def __or__(self, other: LogitNeeds) -> LogitNeeds:
+        return LogitNeeds(
+            self.text_ce or other.text_ce,
+            _asked(self.text_gate, other.text_gate),
+            _asked(self.coord_gate, other.coord_gate),
+            self.coord_mass or other.coord_mass,
+            self.sampled or other.sampled,
+        )
+
+
+def _asked(one: float | None, other: float | None) -> float | None:
+    assert one is None or other is None or one == other, "a module is active once per channel"
+    return other if one is None else one
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """What a row's logits are reduced to: float32, differentiable, finite; None where not asked."""
+
+    text_ce_X: torch.Tensor | None
+    """Cross-entropy over the whole vocabulary, in nats."""
+    text_gate_X: torch.Tensor | None
+    """`-log(1 - p_coord)`"""
+    coord_logits_SC: torch.Tensor
+    coord_gate_S: torch.Tensor | None
+    """`-log p_coord`"""
+    coord_mass_S: torch.Tensor | None
+    """`p_coord` at temperature 1."""
+    sampled_logprobs_K: torch.Tensor
+    """Of the tokens an engine sampled, under the probabilities it sampled from."""
+    learned_logprobs_M: torch.Tensor | None = None
+    """Likewise, of those that are learned by their advantage."""
+
+
+class ObjectiveLoss(NamedTuple):
+    loss: torch.Tensor
+    """Scalar, the module's own weight included."""
+    terms: tuple[torch.Tensor, ...]
+    """What is logged: detached scalars without the module's weight, in the order of the objective's `term_names`."""
+
+
+class Objective(Protocol):
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        """`module.term`, with the terms' names of DESIGN section 8."""
+        ...
+
+    @property
+    def needs(self) -> LogitNeeds: ...
+
+    def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss: ...
+
+
+class Diagnostic(Protocol):
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Metrics of the step."""
+        ...
+
+    @property
+    def needs(self) -> LogitNeeds: ...
+
+    def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
+        """A value per slot (or per sampled token that is learned) for each name: the step's metric is their mean over all of its rows. Called without
+        gradient."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelObjectives:
+    """What the rows of one channel are learned from and measured by."""
+
+    objectives: tuple[Objective, ...]
+    diagnostics: tuple[Diagnostic, ...]
+    coord_ids_C: torch.Tensor
+    """int64, the token id of each bin."""
+
+    @property
+    def needs(self) -> LogitNeeds:
+        modules: Iterable[Objective | Diagnostic] = (*self.objectives, *self.diagnostics)
+        return reduce(LogitNeeds.__or__, (module.needs for module in modules), LogitNeeds())

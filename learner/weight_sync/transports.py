@@ -1,0 +1,85 @@
+"""How weights leave the learner's process: one class for each transport that has a wire (DESIGN 9).
+
+vllm is imported only when a group of GPUs is opened.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from shared.weight_sync.gloo import NUM_BUFFERS, GlooWire
+from shared.weight_sync.offer import FullTerms
+from shared.weight_sync.transports import Transport
+
+
+class Wire(Protocol):
+    """Open groups, this process being rank 0 of each."""
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
+        """Send every tensor to every group, in the terms' order and buckets, and wait until it is out."""
+        ...
+
+    def close(self) -> None:
+        """Leave the groups: whoever waits for this rank sees a closed connection."""
+        ...
+
+
+class NcclWire:
+    """Between GPUs, to vLLM's own `nccl` engine, with vLLM's own packing. Not run on a GPU.
+
+    NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups. A receiver that hangs in one stays there until its process
+    ends: an actor's at the end of the run, a server's when somebody ends it.
+    """
+
+    def __init__(self, terms: FullTerms, listening: list[socket.socket]) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        self._communicators: list[Any] = []
+        for group, bound in zip(terms.groups, listening, strict=True):
+            joined = StatelessProcessGroup.create(
+                group.host, group.port, 0, group.world_size, store_timeout=math.ceil(terms.join_limit.seconds), listen_socket=bound
+            )
+            with unpinned_nccl_env():
+                communicator = PyNcclCommunicator(joined, device=torch.cuda.current_device())
+            if communicator.disabled:  # its broadcasts would do nothing, without a word
+                raise RuntimeError(f"vLLM has no NCCL library for the group at {group.host}:{group.port}, or was told to use none; see VLLM_NCCL_SO_PATH")
+            self._communicators.append(communicator)
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        packed_nccl_broadcast_producer(
+            iterator=iter(tensors),
+            group=_Together(self._communicators),
+            src=0,
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=terms.bucket_bytes,
+            num_buffers=NUM_BUFFERS,
+        )
+
+    def close(self) -> None:
+        for communicator in self._communicators:
+            communicator.destroy()
+        self._communicators = []
+
+
+class _Together:
+    """Several communicators as the one that vLLM's producer broadcasts to: a bucket is packed once, whatever the number of groups. Not run on a GPU."""
+
+    def __init__(self, communicators: list[Any]) -> None:
+        self._communicators = communicators
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        # On one stream, one group after the other: two NCCL kernels of one process at once may wait for each other.
+        for communicator in self._communicators:
+            communicator.broadcast(tensor, src=src)
+
+
+WIRES: dict[Transport, Callable[[FullTerms, list[socket.socket]], Wire]] = {Transport.GLOO: GlooWire, Transport.NCCL: NcclWire}

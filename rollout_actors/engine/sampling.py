@@ -1,0 +1,88 @@
+"""The images of a request, as pixels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from shared.errors import RolloutError
+from shared.prompts import on_white
+from shared.records import ImageRef
+from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, RolloutRequest
+
+# How `DecodeSettings` are said to vLLM, and how vLLM says that a response has ended: the same for its engines and for a stock server's JSON, without vllm.
+
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
+BAN = -100.0
+"""Added to the logit of a banned id: the lowest bias that vLLM accepts; `exp(-100)` is nothing in fp32."""
+PROBE_FIELDS = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
+"""Of the `SamplingParams` that score a prompt; what is sampled after it is of no interest."""
+
+
+def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
+    """Of the `SamplingParams` of a request; every field is there that a server's defaults could fill."""
+    assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM, and the configuration refuses them where there is none"
+    return {
+        "temperature": decode.temperature,
+        "top_p": decode.top_p,
+        "top_k": decode.top_k,
+        "repetition_penalty": decode.repetition_penalty,
+        "max_tokens": decode.max_new_tokens,
+        "seed": seed,
+        "stop_token_ids": list(decode.stop_token_ids),
+        "ignore_eos": True,  # the request names its stop tokens; the tokenizer's do not add to them
+        "logit_bias": dict.fromkeys(decode.banned_token_ids, BAN) or None,
+        "logprobs": 0 if decode.return_logprobs else None,  # 0: of the sampled token alone
+        "detokenize": False,
+    }
+
+
+def finish_reason(said: str | None, request: RolloutRequest, actor: str) -> FinishReason:
+    """Raises RolloutError where vLLM gave the request up (`abort`, `error`)."""
+    if said not in FINISH_REASONS:
+        message = f"sample {request.sample_id} was ended with {said!r}, and half an answer is none; see the engine's log"
+        raise RolloutError(message, actor=actor, phase="generate")
+    return FINISH_REASONS[said]
+
+
+def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
+    """As `decode_image`, of every image. Raises RolloutError naming the sample and the image that cannot be decoded."""
+    images = []
+    for i, ref in enumerate(refs):
+        assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"
+        try:
+            images.append(decode_image(ref.data))
+        except ValueError as error:
+            file = "" if ref.path is None else f" ({ref.path})"
+            raise RolloutError(f"image {i} of sample {sample_id}{file} cannot be decoded: {error}", actor=actor, phase="generate") from error
+    return images
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Open an image by its header alone, so that it can be measured before it is decoded. Raises ValueError with the reason."""
+    return _read(lambda: Image.open(io.BytesIO(data)))
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """RGB pixels as the file has them, on white where they are transparent, and nothing besides. Raises ValueError with the reason."""
+    image = _read(lambda: on_white(Image.open(io.BytesIO(data))))
+    # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the file's own axes.
+    image.info = {}
+    return image
+
+
+def _read(read: Callable[[], Image.Image]) -> Image.Image:
+    try:
+        return read()
+    except UnidentifiedImageError as error:
+        # Pillow's own words are of the object that it read from.
+        raise ValueError("it is of no format that is known") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into (OSError, SyntaxError, struct.error, EOFError, ...).
+        raise ValueError(str(error) or type(error).__name__) from error

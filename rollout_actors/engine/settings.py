@@ -1,0 +1,164 @@
+"""What one vLLM engine is started with. Imports no vllm, so that whoever places the engines need not either."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_actors.engine import warm_python
+from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.offer import LORA_RANKS
+from shared.weight_sync.transports import Device, Transport
+
+GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:RepeatGuardProcessor"
+"""The logits processor that is the repeat guard, as vLLM loads it."""
+
+LEAST_UTILIZATION = 0.01
+"""What vLLM is told where the bytes of the cache are given: then the fraction decides nothing but
+how much has to be free at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The same for every engine of a run."""
+
+    model_path: str
+    """A checkpoint directory of transformers, with tokenizer and processor files."""
+    dtype: str
+    """As in `torch.<dtype>`; the learner's weights are converted to it on arrival."""
+    max_model_len: int
+    """Expanded prompt and response together, in tokens."""
+    max_num_seqs: int
+    """Decoded at a time: the configuration's decode_batch_size for each of the engine's devices."""
+    seed: int
+    """Of the engine; every request brings its own."""
+    transport: Transport
+    """Of the weight sync: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on a GPU, inproc on CPU."""
+    device: Device
+    gpu_memory_utilization: float
+    """Fraction of the device's memory that the engine may use; on CPU of the machine's. Ignored where `kv_cache_memory_bytes` is given."""
+    tensor_parallel_size: int = 1
+    max_images_per_prompt: int = 1
+    max_image_pixels: int = 0
+    """Of the largest image that will come; 0: not known. Servers alone have a limit."""
+    kv_cache_memory_bytes: int | None = None
+    """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine refuses to start beside other processes."""
+    enforce_eager: bool = True
+    worker_extension: str = "rollout_actors.weight_sync.worker.ReceiptWorker"
+    """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil, what a sync loads."""
+    repeat_guard: RepeatGuardSettings | None = None
+    """Which sequences are ended for repeating themselves, from the start on; None: none is."""
+    enable_lora: bool = False
+    """Whether a sync may bring an adapter alone."""
+    max_lora_rank: int = 16
+    """The largest rank of such an adapter."""
+
+    @property
+    def sequences_per_device(self) -> int:
+        """Decoded at a time by each device: the configuration's decode_batch_size."""
+        return self.max_num_seqs // self.tensor_parallel_size
+
+
+def model_type(model_path: str) -> str:
+    """The family of a checkpoint that is there, as transformers names it."""
+    return str(json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))["model_type"])
+
+
+def image_token_id(model_path: str) -> int | None:
+    """The token that stands for an image in the prompts of a checkpoint that is there; None where it sees none."""
+    token_id = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get("image_token_id")
+    return None if token_id is None else int(token_id)
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`, and so of `LLM` and of `AsyncEngineArgs`."""
+    return {
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU Generator
+        # does not use offset").
+        **({"enable_chunked_prefill": False} if settings.device is Device.CPU else {}),
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        # Stated, because inside a Ray placement group vLLM would choose "ray".
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        # Also where the bytes are given: vLLM would still refuse a GPU on which less than this
+        # fraction is free.
+        "gpu_memory_utilization": settings.gpu_memory_utilization if settings.kv_cache_memory_bytes is None else LEAST_UTILIZATION,
+        **({"enforce_eager": True} if settings.enforce_eager else {}),
+        "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
+        "generation_config": "vllm",  # a checkpoint's sampling defaults do not leak into the requests
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": settings.transport},
+        "worker_extension_cls": settings.worker_extension,
+        "disable_log_stats": True,
+        # In every engine, guarded or not: its rule comes after the start, from whoever asks for
+        # rollouts.
+        "logits_processors": [GUARD_PROCESSOR],
+        **lora_arguments(settings),
+    }
+
+
+def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """The engine arguments for one adapter; nothing where there is none."""
+    if not settings.enable_lora:
+        return {}
+    assert settings.max_lora_rank <= LORA_RANKS[-1], "whoever reads the rank from a user refuses larger ones"
+    return {"enable_lora": True, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank), "max_loras": 1}
+
+
+def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
+    """Return the Ray `runtime_env` of an engine's actor, with these environment variables besides its own."""
+    return neighbour_runtime_env(settings, **engine_environment(settings), **variables)
+
+
+def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
+    """Return the Ray `runtime_env` of an actor on CPU that imports torch too: it is forked where engines with these settings would be.
+
+    Args:
+        variables: its environment variables. Ray sets `OMP_NUM_THREADS` when a fork has torch already, which is too late: where it is not among them,
+            torch has a thread for every core.
+    """
+    # With several devices the end of a fork would leave named memory behind: it does not take its modules apart.
+    if settings.device is Device.CUDA or settings.tensor_parallel_size > 1:
+        return {"env_vars": variables}
+    server = {warm_python.FOLDER: warm_python.run_folder(), warm_python.VARIABLES: json.dumps(engine_environment(settings))}
+    return {"env_vars": variables | server, "py_executable": shlex.join(warm_python.command())}
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
+    """Environment variables that must be set before the engine's process imports torch or vllm, and that its children inherit."""
+    common = {
+        "VLLM_PLUGINS": "rollmatch",  # ours, and nobody else's
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # vLLM forks its processes where nothing forces it to start them anew, as for a server on a GPU. A forked one takes our plugin for loaded, as it was in
+        # its parent, so that nothing would end it with that (`rollout_actors.engine.vllm_plugin`); and it has the locks of the parent's threads, held as they were.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # one level lower, layers that have no weights "failed to load" them in every sync
+    }
+    if settings.enforce_eager:
+        # Eager or not, vLLM compiles its counting of ranks at the first request: on CPU 20 s and a C++ compiler, for nothing.
+        common["TORCHDYNAMO_DISABLE"] = "1"
+    if settings.device is Device.CUDA:
+        if settings.dtype == "float32":
+            # vLLM's other attention kernels refuse float32, and Triton's would multiply in TF32,
+            # whose 10 bits are too few for the tolerances of float32.
+            common["TRITON_F32_DEFAULT"] = "ieee"
+        return common
+    return common | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's core process: half the start-up
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would bind to the same core
+        "OMP_NUM_THREADS": "1",  # with more, log-probabilities depend on the batch
+        # glibc keeps up to 256 MiB of what a weight sync frees. Given back to the system, it would be handed out again page by page, which takes
+        # several times as long as filling it.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    }

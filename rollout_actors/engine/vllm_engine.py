@@ -1,0 +1,242 @@
+"""One vLLM engine: requests in, token ids out, weights from the learner in between (DESIGN 4 and 9, FACTS 2 to 4).
+
+No Ray here: `rollout_actors.engine.actor` is the shell that puts an engine into a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout_actors.engine.completion import Origin, Started
+from rollout_actors.engine.failure import EngineEndedError, EngineFailures
+from rollout_actors.engine.settings import EngineSettings, engine_arguments
+from rollout_actors.engine.vllm_io import probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
+from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
+from rollout_actors.weight_sync.adapters import AdapterIntake
+from rollout_actors.weight_sync.receiver import TransferGroup, WeightIntake
+from shared.errors import RolloutError
+from shared.protocols import CLOSE_S
+from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.weight_sync.canary import CanaryProbe, Scores
+from shared.weight_sync.phases import SyncPhase
+
+T = TypeVar("T")
+
+WATCH_S = 1.0
+"""How often a waiting call looks whether vLLM's process is alive."""
+
+
+class VllmEngine:
+    """An `AsyncLLM` with a name, a weight version, and a door that is shut while its weights are not verified."""
+
+    def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
+        """`index` is the engine's place among the engines of the run: it decides the ranks of its workers in a weight sync."""
+        self.name = name
+        self._settings = settings
+        self._rank_offset = 1 + index * settings.tensor_parallel_size
+        self._llm: AsyncLLM | None = None
+        self._failures = EngineFailures()
+        self._ended: tuple[str, str] | None = None
+        """What `_end` has found."""
+        self.intake: WeightIntake | None = None
+        """Since the start."""
+        self._num_probes = 0
+        self._num_finished_tokens = 0
+        self._rule: RepeatRule | None = None
+        """The rule that guards what is generated, as `guard_by` has set it."""
+
+    async def start(self) -> int:
+        """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already. Returns its devices.
+
+        Raises RolloutError with what vLLM has failed with, and where the repeat guard is configured and not active.
+        """
+        os.environ.update(self._failures.environment)
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        except Exception as error:  # vLLM reports whatever it does not like about a model or a machine as some exception or other
+            why, story = self._failures.of_error(error)
+            self._failures.remove()
+            failed = RolloutError(f"the engine did not start: {why}", actor=self.name, phase="start")
+            # Not in the message: it is for error.txt.
+            failed.add_note(story)
+            raise failed from error
+        await self.guard_by(self._settings.repeat_guard)
+        # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
+        await self._llm.update_weight_version("0")
+        adapter = AdapterIntake(self._llm, enabled=self._settings.enable_lora)
+        group = TransferGroup(self._llm, transport=self._settings.transport, rank_offset=self._rank_offset)
+        self.intake = WeightIntake(self.name, self._llm, group, score=self._score, adapter=adapter, fatal=(EngineDeadError,))
+        return self._settings.tensor_parallel_size
+
+    async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
+        """Guard what begins from now on by these settings; None: not at all. For an engine that
+        generates nothing.
+
+        Raises RolloutError where a worker does not hold the guard, or refuses the settings; and
+        vLLM's EngineDeadError when its process is gone.
+        """
+        try:
+            answers = await self.collective_rpc(*guard_call(settings))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM reports whatever failed in its worker as a plain Exception
+            told = f"its workers refuse rollout_matching.repeat_terminate: {error}"
+            raise RolloutError(told, actor=self.name, phase="start") from error
+        require_guard(answers, settings, self.name)
+        # Seconds where a tokenizer is loaded, in which this loop has other calls to answer.
+        self._rule = await asyncio.to_thread(engine_rule, settings, self._settings.model_path)
+
+    async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """What this method of its workers returns, one for each device."""
+        answers: list[Any] = await self.llm.collective_rpc(method, args=arguments)
+        return answers
+
+    @property
+    def process(self) -> str:
+        return ""
+
+    @property
+    def model_path(self) -> str:
+        return self._settings.model_path
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's own, for its own code beside ours. After `start`."""
+        assert self._llm is not None, "start comes first"
+        return self._llm
+
+    @property
+    def adapter(self) -> LoRARequest | None:
+        """What is served on top of the base weights, and belongs to every request; None: nothing."""
+        return None if self.intake is None else self.intake.adapter.request
+
+    @property
+    def is_dead(self) -> bool:
+        return self._llm is not None and self._llm.errored
+
+    @property
+    def why_dead(self) -> str:
+        """What ended the engine's process, where `is_dead`."""
+        return self._end()[0]
+
+    @property
+    def version(self) -> int:
+        """The version of the weights being served; 0 is the checkpoint's."""
+        return 0 if self.intake is None else self.intake.version
+
+    @property
+    def shut(self) -> str:
+        """Why no rollouts are served; empty: they are."""
+        return "it is not running" if self.intake is None else self.intake.shut
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled since the start, as far as vLLM's process has told: it stands still where that is stuck. May be asked from any thread."""
+        if self._llm is None:
+            return self._num_finished_tokens
+        # A copy, taken in one go: the engine's own thread adds and removes.
+        running = [state.detokenizer for state in tuple(self._llm.output_processor.request_states.values())]
+        return self._num_finished_tokens + sum(tokens.num_output_tokens() for tokens in running if tokens is not None)
+
+    def count(self, num_tokens: int) -> None:
+        """Sampled by a request to `llm` that has ended."""
+        self._num_finished_tokens += num_tokens
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """One rollout per request, in order. Raises RolloutError, and EngineEndedError when its process is gone."""
+        if not requests:
+            return []
+        if self.shut:
+            raise RolloutError(f"the engine serves no rollouts: {self.shut}", actor=self.name, phase="generate")
+        origin = Origin(self.name, self.version, self._rule, Started.now())
+        return await self._all([self._rollout(request, origin) for request in requests])
+
+    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report. Raises
+        EngineEndedError when its process is gone."""
+        assert self.intake is not None, "start comes first"
+        if phase is SyncPhase.CANARY:
+            await self._send_away()
+        return (await self._all([self.intake.run(phase, offer)]))[0]
+
+    def close(self) -> None:
+        """End the engine's processes. Twice is harmless."""
+        if self._llm is not None:
+            # vLLM's own limit is less than what it waits for inside.
+            self._llm.shutdown(timeout=CLOSE_S)
+            self._failures.remove()
+        self._llm = self.intake = None
+
+    async def _send_away(self) -> None:
+        """Whatever vLLM has kept queued since the pause: it would begin with it beside the canary, under weights that are not verified. With adapters on CPU
+        its process would die of that, because it takes the log-probabilities of a prompt for those of every request of the batch."""
+        queued = list(self.llm.output_processor.request_states)
+        if queued:
+            await self.llm.abort(queued, internal=True)
+
+    async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Every result, or the first error, which is EngineEndedError where the engine's process has ended. What vLLM is asked for while its process is dying
+        is never answered: hence the watch."""
+        llm, tasks = self.llm, [asyncio.create_task(work) for work in works]
+        pending: set[asyncio.Task[T]] = set(tasks)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+                if pending and llm.errored:
+                    raise llm.dead_error
+            return [task.result() for task in tasks]
+        except EngineDeadError as error:
+            why, story = self._end()
+            ended = EngineEndedError(why)
+            # Not in the message: it is for error.txt.
+            ended.add_note(story)
+            raise ended from error
+        finally:
+            for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the other requests
+                task.cancel()
+            await asyncio.wait(tasks, timeout=WATCH_S)
+
+    def _end(self) -> tuple[str, str]:
+        """Return why the engine's process is not there any more, which vLLM does not say, in short, and the whole story. Removes the file that it is from:
+        whoever has an engine that is dead may end without closing it."""
+        if self._ended is None:
+            manager = self.llm.engine_core.resources.engine_manager
+            self._ended = self._failures.of_end({} if manager is None else {process.name: process.exitcode for process in manager.processes})
+            self._failures.remove()
+        return self._ended
+
+    async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
+        prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)
+        try:
+            output = await self._complete(prompt, params, f"{request.step}/{request.position}")
+        except VLLMClientError as error:
+            raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
+        end = time.perf_counter()
+        self.count(len(output.outputs[0].token_ids))
+        return read_answer(output, request, actor=self.name, version=origin.version).rollout(request, origin, end)
+
+    async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True) -> RequestOutput:
+        """With the adapter that is served, if there is one, or without."""
+        # FINAL_ONLY: exactly one output.
+        async for output in self.llm.generate(prompt, params, request_id, lora_request=self.adapter if adapted else None):
+            return output
+        raise AssertionError("vLLM ends a request with an output")
+
+    async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+        self._num_probes += 1
+        return probe_scores(await self._complete(probe_prompt(probe, self.name), probe_params(), f"canary/{self._num_probes}", adapted=adapted))

@@ -1,0 +1,70 @@
+"""The entry point `rollmatch` of `vllm.general_plugins`: vLLM calls it in every one of its processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from functools import cache
+from multiprocessing import current_process, parent_process
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from threading import Thread
+
+from rollout_actors.engine.failure import write_failures_down
+from rollout_actors.engine.warm_python import end_at_once
+from shared.weight_sync.transports import Transport
+
+ENGINE_CORE = "EngineCore"
+"""How vLLM names the process of an engine."""
+SEVERAL_DEVICES = "vllm.v1.executor.multiproc_executor"
+"""What such a process has imported if its devices have processes of their own."""
+LAST = -1000
+"""The priority of what multiprocessing calls last of all when a process ends."""
+
+
+@cache
+def register() -> None:
+    """Make this package's weight transports known, and have an engine's processes write their errors down.
+
+    vLLM may call its plugins again, and refuses a name twice: only the first call acts.
+
+    In a forked process none would: they are started anew (`rollout_actors.engine.settings.engine_environment`).
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for transport, receiver in ((Transport.GLOO, "GlooWeightReceiver"), (Transport.INPROC, "InProcessWeightReceiver")):
+        WeightTransferEngineFactory.register_engine(transport, "rollout_actors.weight_sync.transfer_engines", receiver)
+    if (parent := parent_process()) is not None:
+        write_failures_down()
+        Thread(target=_end_with, args=(parent,), name="ends-with-its-parent", daemon=True).start()
+        if current_process().name.startswith(ENGINE_CORE):
+            Finalize(None, _end_at_once, exitpriority=LAST)
+            gc.unfreeze = _unfreeze
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """A server that was killed tells its engine nothing, which would hold the device for minutes, until vLLM notices."""
+    parent.join()
+    os._exit(1)
+
+
+_python_unfreeze = gc.unfreeze
+
+
+def _unfreeze() -> None:
+    """Take the place of `gc.unfreeze` in an engine's process, where vLLM calls it before a last full collection, for programs that go on.
+
+    This process ends then. In a fork of the warm server a collection would copy every page with an object on it.
+    """
+    if SEVERAL_DEVICES in sys.modules:
+        _python_unfreeze()
+
+
+def _end_at_once() -> None:
+    """End one of vLLM's processes, whose work is done. `sys.exception()` is still the error that ended it, if one did.
+
+    With several devices it ends as Python does, because it gives back named memory only while its modules are taken apart.
+    """
+    if SEVERAL_DEVICES not in sys.modules:
+        end_at_once(sys.exception())

@@ -1,0 +1,465 @@
+"""A Python that starts with vLLM's imports done: what a run on CPU consists of is forked, not started anew.
+
+An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a core on
+the same imports; so do a learner rank and an actor for environments. So the first one of a run on a machine
+starts a *warm server*, which imports torch, transformers and vllm once, has no threads, and from then on does
+nothing but fork. The parts of this file:
+
+- The *shim* is what runs in place of `python`: Ray starts it for an actor (`py_executable` of a runtime
+  environment), multiprocessing for EngineCore (`set_executable`). It asks the server for a fork and hands over
+  arguments, environment, working folder and open files. It stays as the process that its parent knows: it ends
+  with the fork's exit status, passes signals on, and when it is killed, so is the fork.
+- The *server* ends by itself when nothing has been connected to it for `IDLE_S`; forks end with it.
+- The *fork* does what a new interpreter would do with these arguments. It has the server's limits, nice value
+  and processors, and no effect of a new `LD_PRELOAD`.
+
+The environment variable `ROLLMATCH_WARM_FOLDER` names the server's folder, one for each run: no two runs share
+a server, and none outlives an upgrade. Where no server can be had, the shim says so and becomes an ordinary
+`python`. Engines on a GPU are always started anew, because a fork cannot use CUDA.
+
+Example:
+    ROLLMATCH_WARM_FOLDER=/tmp/warm python -IS rollout_actors/engine/warm_python.py -c "import vllm"
+
+The shim runs for every process, so the top of this file imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import os
+import shlex
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+PRELOADED = (
+    "torch",
+    "transformers",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3_vl",
+)
+"""What the server imports. Nothing of this project: a fork runs the code that is on the disk when it starts."""
+HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
+"""What vllm and transformers would import beside. Ray reads its settings from the environment when it is imported, so each fork
+imports it anew; the others are for functions that nothing here calls, take 2 s, and pyarrow starts a thread. A user's environment may
+import them; transformers goes on as if they were not installed."""
+IDLE_S = 3.0
+"""How long a server without connections stays."""
+START_S = 240.0
+"""For a server to import everything, on a machine where others do the same."""
+REQUEST_S = 10.0
+"""For a shim that has begun to ask."""
+FOLDER = "ROLLMATCH_WARM_FOLDER"
+"""Environment variable: the folder of the server to ask. A fork's own children use the fork's server."""
+VARIABLES = "ROLLMATCH_WARM_VARIABLES"
+"""Environment variable: a JSON object of variables that the server is started with. They have to be there when it imports torch and vllm; no fork gets them."""
+NAME = "warm"
+"""`ps -o comm` shows a shim as this word and the process id of its fork. (The fork's parent is the server.)"""
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Variables that every server has. OpenMP reads the second one when torch is imported, for all forks: a learner whose threads
+spin while they wait for each other, beside engines on the same cores, takes tens of times as long for a step."""
+_THIS_FILE = Path(__file__).resolve()
+_MAX_FILES = 253
+"""The most that Linux sends over a socket at once."""
+_LENGTH = struct.Struct("!I")
+_STATUS = struct.Struct("!i")
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def command() -> list[str]:
+    """Return the command line that stands for `python`."""
+    return [sys.executable, "-IS", str(_THIS_FILE)]
+
+
+def run_folder() -> str:
+    """Return the folder of this run's servers, one on each machine. It is made by the first shim there and removed by the server at its end."""
+    return os.environ.setdefault(FOLDER, f"/tmp/rollmatch-warm-{uuid.uuid4().hex[:16]}")
+
+
+# The shim
+
+
+def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoReturn:
+    """Be the process that `python *arguments` would be."""
+    folder = Path(os.environ[FOLDER])
+    try:
+        connection = connect(folder, os.environ, preloaded)
+        connection.settimeout(START_S)
+        files = _open_files(connection)
+        _ask_for_fork(connection, arguments, files)
+        pid = _receive_number(connection)
+        connection.settimeout(None)
+    except OSError as error:  # a timeout too
+        _become_plain(arguments, f"no warm server in {folder}: {error or type(error).__name__}")
+    if pid is None:
+        _become_plain(arguments, f"the warm server ended instead of forking; see {folder / 'log'}")
+    for number in _FORWARDED:
+        signal.signal(number, lambda received, _frame: _kill(pid, received))
+    Path("/proc/self/comm").write_text(f"{NAME} {pid}")
+    # A pipe's reader waits until its last writer has closed it, so the fork must be the only one to hold it.
+    for file in files:
+        os.close(file)
+    status = _receive_number(connection)
+    if status is None:  # the server has died
+        _kill(pid, signal.SIGKILL)
+        os._exit(1)
+    if status < 0:
+        with suppress(OSError):  # what SIGKILL does cannot be changed
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> socket.socket:
+    """Return a connection to the folder's server, which stays as long as it has one.
+
+    Where there is no server, one is started with this environment and what `VARIABLES` in it says, and imports `preloaded`.
+
+    Raises:
+        OSError: the folder is somebody else's, or no socket can be made there.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not this user's alone; another one could read this process's environment there")
+    address = str(folder / "socket")
+    connection = socket.socket(socket.AF_UNIX)
+    with (folder / "lock").open("w") as lock:  # held by a server that is about to end, too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError, ConnectionRefusedError):
+            connection.connect(address)
+            return connection
+        Path(address).unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as log:
+            listener.bind(address)
+            listener.listen(128)
+            subprocess.Popen(
+                [sys.executable, str(_THIS_FILE), "--server", str(folder), str(listener.fileno()), *preloaded],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # Ctrl-C is for those who started something, not for what forks for them
+                env={**environment, **json.loads(environment.get(VARIABLES, "{}")), **_ONE_THREAD},
+                cwd="/",
+            )
+            connection.connect(address)
+    return connection
+
+
+def _open_files(connection: socket.socket) -> list[int]:
+    """Numbers of the files that this process has inherited."""
+    files = []
+    for number in sorted(int(file.name) for file in Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # the listing's own
+            os.fstat(number)
+            files.append(number)
+    files.remove(connection.fileno())
+    if len(files) > _MAX_FILES:
+        raise OSError(f"{len(files)} open files are more than can be handed over ({_MAX_FILES})")
+    return files
+
+
+def _ask_for_fork(connection: socket.socket, arguments: Sequence[str], files: Sequence[int]) -> None:
+    request = {"arguments": list(arguments), "environment": dict(os.environ), "folder": str(Path.cwd()), "files": files}
+    text = json.dumps(request).encode("utf-8")
+    connection.sendmsg([_LENGTH.pack(len(text))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+    connection.sendall(text)
+
+
+def _become_plain(arguments: Sequence[str], why: str) -> NoReturn:
+    print(f"rollmatch: {why}; starting without it, which takes 10 s longer", file=sys.stderr, flush=True)
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _kill(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _receive_number(connection: socket.socket) -> int | None:
+    data = _receive(connection, _STATUS.size)
+    return None if data is None else int(_STATUS.unpack(data)[0])
+
+
+def _receive(connection: socket.socket, size: int) -> bytes | None:
+    """None where the other end has closed."""
+    data = b""
+    while len(data) < size:
+        try:
+            more = connection.recv(size - len(data))
+        except ConnectionResetError:
+            more = b""
+        if not more:
+            return None
+        data += more
+    return data
+
+
+# The server
+
+
+def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> None:
+    """Import everything, then fork for whoever asks, until nothing is connected any more."""
+    import gc
+    import importlib
+    import shutil
+
+    sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]  # a module that is None cannot be imported
+    for name in preloaded:
+        importlib.import_module(name)
+    for name in HIDDEN:
+        del sys.modules[name]
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    if num_threads != 1:
+        raise RuntimeError(f"a fork would have the locks of {num_threads - 1} other threads, held as they were; is OMP_NUM_THREADS 1?")
+    python = folder / "python"
+    python.write_text("#!/bin/sh\nexec " + shlex.join(command()) + ' "$@"\n')
+    python.chmod(0o700)
+    if not os.access(python, os.X_OK):
+        raise RuntimeError(f"{python} cannot be run: {folder} is mounted noexec")
+    # What is frozen no fork looks through for garbage, which would copy every page of it.
+    gc.collect()
+    gc.freeze()
+    _Server(folder, listener).run()
+    shutil.rmtree(folder, ignore_errors=True)  # where it has failed, the log stays
+
+
+class _Server:
+    """One thread that waits for connections, requests and ended forks."""
+
+    def __init__(self, folder: Path, listener: socket.socket) -> None:
+        self._folder = folder
+        self._listener = listener
+        self._forks: dict[socket.socket, int | None] = {}
+        """Process of every connection; None before its request."""
+        self._woken, self._wake = os.pipe()
+        """Something arrives here when a fork has ended: the signal interrupts no `select` by itself."""
+
+    def run(self) -> None:
+        import select
+
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        idle_since_s = time.monotonic()
+        while True:
+            waited_for: list[Any] = [self._listener, self._woken, *self._forks]
+            ready = select.select(waited_for, [], [], 1.0)[0]
+            if self._listener in ready:
+                self._accept()
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            self._report_ended()
+            for connection in [one for one in ready if one in self._forks]:
+                self._answer(connection)
+            if self._forks:
+                idle_since_s = time.monotonic()
+            elif time.monotonic() - idle_since_s > IDLE_S and self._has_closed():
+                return
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # too many open files: it is asked again in the next round
+            connection = self._listener.accept()[0]
+            connection.settimeout(REQUEST_S)
+            self._forks[connection] = None
+
+    def _report_ended(self) -> None:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                for connection in [one for one, fork in self._forks.items() if fork == ended[0]]:
+                    self._tell(connection, os.waitstatus_to_exitcode(ended[1]))
+                    self._forget(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        """A request, or the end of a shim: which takes its fork with it."""
+        fork = self._forks[connection]
+        if fork is not None:
+            _kill(fork, signal.SIGKILL)
+            self._forget(connection)
+            return
+        received = _receive_request(connection)
+        if received is None:
+            self._forget(connection)
+            return
+        request, files = received
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            fork = os.fork()
+        except OSError as error:  # no more processes, or no memory: its shim becomes an ordinary python
+            print(f"cannot fork: {error}", flush=True)
+            fork = None
+        if fork == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for own in (self._woken, self._wake, self._listener.detach(), *(each.detach() for each in self._forks)):
+                os.close(own)
+            _run_as(self._folder, request, files)
+        for file in files:
+            os.close(file)
+        if fork is None:
+            self._forget(connection)
+            return
+        self._forks[connection] = fork
+        self._tell(connection, fork)
+
+    def _tell(self, connection: socket.socket, number: int) -> None:
+        with suppress(OSError):  # it has ended
+            connection.sendall(_STATUS.pack(number))
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._forks[connection]
+        connection.close()
+
+    def _has_closed(self) -> bool:
+        """Whether nobody has come meanwhile. From then on nobody can: whoever wants to connect waits for the lock, and finds no socket."""
+        import select
+
+        with (self._folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            if select.select([self._listener], [], [], 0)[0]:
+                return False
+            (self._folder / "socket").unlink(missing_ok=True)
+            return True
+
+
+def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """None where the shim has ended, or says no more."""
+    files = array.array("i")
+    try:
+        head, ancillary, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_SPACE(_MAX_FILES * _STATUS.size))
+        for _, _, data in ancillary:
+            files.frombytes(data)
+        text = _receive(connection, _LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else None
+    except OSError:
+        text = None
+    if text is not None:
+        return json.loads(text), list(files)
+    for file in files:
+        os.close(file)
+    return None
+
+
+# The fork
+
+
+def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoReturn:
+    """Be the process that was asked for."""
+    import threading
+
+    error: BaseException | None = None
+    try:
+        _take_over(folder, request, files)
+        _program(request["arguments"])()
+    except BaseException as raised:
+        error = raised
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    finally:
+        end_at_once(error)
+
+
+def end_at_once(error: BaseException | None) -> NoReturn:
+    """End this process as Python does after `error`, but for the last part: taking apart all that was imported holds a core for 4 s."""
+    import atexit
+
+    status = 0 if error is None else 1
+    try:
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+        elif error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more, or it has been closed
+                stream.flush()
+        os._exit(status & 0xFF)
+
+
+def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> None:
+    """Take the files under their numbers, the environment and the working folder, and a session and a random state of its own."""
+    import multiprocessing.spawn
+    import random
+
+    if request["arguments"][0].startswith("-"):  # Ray's worker is a file, and its own way to set a title would no longer work
+        import setproctitle
+
+        setproctitle.setproctitle(shlex.join([sys.executable, *request["arguments"]]))
+    os.setsid()  # Ray kills a worker's process group, which must not be the server's
+    free = max([*request["files"], *files], default=2) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, free) for file in files]  # out of the way of the numbers that they get
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, request["files"], strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = open(number, "w" if number else "r", buffering=1, closefd=False, errors="surrogateescape")  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.environ.clear()
+    os.environ.update(request["environment"] | {FOLDER: str(folder)})
+    os.chdir(request["folder"])
+    multiprocessing.spawn.set_executable(str(folder / "python"))
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:  # which has read the server's variables
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # "4,2": 2 are for loops within loops
+        is_number = asked.isdecimal() and int(asked) > 0
+        sys.modules["torch"].set_num_threads(int(asked) if is_number else len(os.sched_getaffinity(0)))
+
+
+def _program(arguments: Sequence[str]) -> Callable[[], object]:
+    """What these arguments of `python` ask for: `-c CODE`, `-m MODULE` or a file, behind flags that mean nothing here."""
+    import runpy
+    import types
+
+    rest = list(arguments)
+    while rest[0].startswith("-") and rest[0] not in ("-c", "-m"):
+        if rest.pop(0) in ("-X", "-W"):
+            rest.pop(0)
+    kind = rest.pop(0) if rest[0] in ("-c", "-m") else ""
+    first = {"-c": "", "-m": str(Path.cwd()), "": str(Path(rest[0]).parent)}[kind]
+    sys.path[:0] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = ["-c", *rest[1:]] if kind == "-c" else rest
+    if kind == "-m":
+        return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if kind == "-c":
+        return lambda: exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    main.__file__ = rest[0]
+    return lambda: exec(compile(Path(rest[0]).read_bytes(), rest[0], "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--server"]:
+        with suppress(ValueError):
+            sys.path.remove(str(_THIS_FILE.parent))  # a fork has the folders of its own program
+        serve(Path(sys.argv[2]), socket.socket(fileno=int(sys.argv[3])), sys.argv[4:])
+    else:
+        shim(sys.argv[1:])

@@ -1,0 +1,194 @@
+"""Detection as an environment: an image, the objects that the model writes, and what the grounding core makes of them. So both halves of the project meet.
+
+`vf-eval rollout_actors.environments.examples.grounding -a '{"data": "val.jsonl"}' ...` evaluates a model on records.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rollout_actors.environments.multi_turn import SingleTurnEnv
+from rollout_actors.environments.rubric import Parser, Rubric, text_of
+from rollout_actors.environments.types import State
+from shared.dataset import load_dataset
+from shared.grounding.matching import match_objects
+from shared.grounding.objects import ParsedRollout
+from shared.grounding.parsing import parse_rollout
+from shared.grounding.serialize import serialize_objects
+from shared.prompts import DEFAULT_USER_PROMPT, detection_messages
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, ImageRef, Sample
+from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS, parse_coord_token
+
+_NUM_BYTES = 256
+_COORD = re.compile(r"(<\|coord_[0-9]+\|>)")
+_MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp", b"BM": "image/bmp"}
+"""By how a file begins; the other kind that a record may have is TIFF."""
+
+
+def load_environment(
+    data: str,
+    eval_data: str | None = None,
+    max_examples: int | None = None,
+    user_prompt: str = DEFAULT_USER_PROMPT,
+    system_prompt: str | None = None,
+    polygons: bool = True,
+    iou: float = 0.5,
+    by_name: bool = True,
+    format_weight: float = 0.2,
+    recall_weight: float = 1.0,
+    precision_weight: float = 1.0,
+) -> SingleTurnEnv:
+    """Detection on the records of a JSONL file (README, "Your model, your data").
+
+    Args:
+        data: the file; images are relative to it.
+        eval_data: another one for `evaluate`.
+        max_examples: the first so many rows of each; None: all.
+        polygons: whether the data may have polygons, and the model may write them.
+        iou: the least mask IoU of an object that counts as found.
+        by_name: whether it must have the right name too.
+    Raises RecordError, with the line, for a file or an image that is not as it should be.
+    """
+    geometry = ALL_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
+    prompt = partial(detection_messages, system_prompt=system_prompt, user_prompt=user_prompt)
+    rows = [
+        None if path is None else _Rows(load_dataset(path, on_bad_row="error", sort_objects=True, check_images=True, geometry=geometry)[:max_examples], prompt)
+        for path in (data, eval_data)
+    ]
+    rubric = Rubric([well_formed, recall, precision], [format_weight, recall_weight, precision_weight], Parser(partial(parse_text, geometry=geometry)))
+    rubric.class_objects["criterion"] = Criterion(iou, by_name)
+    return SingleTurnEnv(env_id="grounding", dataset=rows[0], eval_dataset=rows[1], rubric=rubric)
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """When an object is found."""
+
+    iou: float
+    """Least mask IoU."""
+    by_name: bool
+    """Only by an object of the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What became of one answer. `state["detection"]` has it as a mapping."""
+
+    is_well_formed: bool
+    """One whole JSON object, perhaps with text behind it."""
+    num_predictions: int
+    """Valid objects."""
+    num_dropped: int
+    """Entries that are no valid objects."""
+    num_ground_truth: int
+    num_matched: int
+
+
+def well_formed(state: State, parser: Parser, criterion: Criterion) -> float:
+    """The share of valid objects among the entries; 0 where the answer is not one whole JSON object, 1 for `{}`."""
+    found = findings(state, parser, criterion)
+    num_entries = found.num_predictions + found.num_dropped
+    return float(found.is_well_formed) * (found.num_predictions / num_entries if num_entries else 1.0)
+
+
+def recall(state: State, parser: Parser, criterion: Criterion) -> float:
+    """The share of the objects that were found; 1 where there are none."""
+    found = findings(state, parser, criterion)
+    return found.num_matched / found.num_ground_truth if found.num_ground_truth else 1.0
+
+
+def precision(state: State, parser: Parser, criterion: Criterion) -> float:
+    """The share of the answer's valid objects that are there. Of an answer without any: 1 where there are none either, else 0."""
+    found = findings(state, parser, criterion)
+    return found.num_matched / found.num_predictions if found.num_predictions else float(not found.num_ground_truth)
+
+
+def findings(state: State, parser: Parser, criterion: Criterion) -> Findings:
+    """Of the rollout's answer, against the row's `answer`. Worked out once."""
+    if "detection" not in state:
+        said = parser.assistant_messages(state["completion"])
+        truth = [GroundTruthObject(one.kind, one.bins, one.desc) for one in parser.parse(state["answer"]).objects]
+        state["detection"] = asdict(_compared(text_of(said[-1]) if said else "", truth, parser, criterion))
+    return Findings(**state["detection"])
+
+
+def parse_text(text: str, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> ParsedRollout:
+    """What an answer says, where only its text is known. See `parse_rollout`; tokens are those of `TextCodec`."""
+    codec = TextCodec()
+    return parse_rollout(codec.encode(text), codec, geometry=geometry)
+
+
+class TextCodec:
+    """`TokenCodec` without a tokenizer: a coord token is one token, and so is every byte of any other text."""
+
+    eos_token_id = _NUM_BYTES + NUM_BINS
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        if token_id == self.eos_token_id:
+            return END_OF_TURN.encode()
+        return bytes([token_id]) if token_id < _NUM_BYTES else COORD_TOKENS[token_id - _NUM_BYTES].encode()
+
+    def encode(self, text: str) -> list[int]:
+        token_ids: list[int] = []
+        for part in _COORD.split(text):
+            bin = parse_coord_token(part)
+            token_ids.extend(part.encode(errors="replace") if bin is None else [self.coord_id(bin)])
+        return token_ids
+
+    def coord_bin(self, token_id: int) -> int | None:
+        return token_id - _NUM_BYTES if _NUM_BYTES <= token_id < self.eos_token_id else None
+
+    def coord_id(self, bin: int) -> int:
+        return _NUM_BYTES + bin
+
+
+class _Rows:
+    """Samples as rows of a dataset, whose images are read when a row is asked for."""
+
+    def __init__(self, samples: Sequence[Sample], prompt: Callable[[int], list[dict[str, Any]]]) -> None:
+        """`prompt` makes the messages of a number of images, each image a bare part."""
+        self._samples, self._prompt = samples, prompt
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        sample = self._samples[index]
+        return {
+            "prompt": _with_images(self._prompt(len(sample.images)), sample.images),
+            "answer": serialize_objects(sample.objects),
+            "info": {"sample_id": sample.sample_id},
+        }
+
+
+def _with_images(messages: list[dict[str, Any]], images: Sequence[ImageRef]) -> list[dict[str, Any]]:
+    """The messages as the OpenAI API has them: each image in its place, as a data URL."""
+    urls = iter([_data_url(image) for image in images])
+    for message in messages:
+        parts = message["content"]
+        message["content"] = [{"type": "image_url", "image_url": {"url": next(urls)}} if part["type"] == "image" else part for part in parts]
+    return messages
+
+
+def _data_url(image: ImageRef) -> str:
+    data = image.with_data().data
+    assert data is not None, "with_data reads it"
+    media_type = next((kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), "image/tiff")
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def _compared(text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion) -> Findings:
+    said: ParsedRollout = parser.parse(text)
+    num_matched = 0
+    for name in {one.desc for one in truth} if criterion.by_name else {None}:
+        found = [one for one in said.objects if name in (None, one.desc)]
+        there = [one for one in truth if name in (None, one.desc)]
+        num_matched += len(match_objects(found, there, maskiou_gate=criterion.iou).pairs)
+    # Of what has no entries, only `{}` is an answer: the prefix does not tell it from prose.
+    is_whole = not said.truncated and (not said.fallback or "".join(text.partition(END_OF_TURN)[0].split()) == "{}")
+    return Findings(is_whole, len(said.objects), len(said.dropped), len(truth), num_matched)

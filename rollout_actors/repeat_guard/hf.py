@@ -1,0 +1,52 @@
+"""The repeat guard inside transformers' `generate`.
+
+Shape legend: B rows (sequences, or beams), L tokens so far, T generated ones, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessor
+
+from shared.tokens.repeat_guard import RepeatGuard, RepeatRule
+
+
+class RepeatGuardProcessor(LogitsProcessor):
+    """Ends the rows that exceed the rule's thresholds; for one call of `generate`. To stand before whatever chooses a token.
+
+    A row that goes on from its place in the last step costs one token. One that does not, as in a beam search, where rows change places and copy each other, is
+    read anew. What it leaves of an ended row is a log-probability of 0 for the stop token, so it may be given logits and log-probabilities (beams) alike.
+    """
+
+    def __init__(self, rule: RepeatRule, *, prompt_length: int, stop_token_id: int) -> None:
+        """`prompt_length`: of the padded prompts, which have one length."""
+        self._rule = rule
+        self._prompt_length = prompt_length
+        self._stop_token_id = stop_token_id
+        self._last_BT: torch.Tensor | None = None
+        self._guards: list[RepeatGuard] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[B, L], [B, V] -> [B, V]; new where a row is ended."""
+        over = self._read(input_ids[:, self._prompt_length :])
+        if not any(over):
+            return scores
+        over_B = torch.tensor(over, device=scores.device)
+        scores = scores.masked_fill(over_B[:, None], -torch.inf)
+        scores[over_B, self._stop_token_id] = 0.0
+        return scores
+
+    def _read(self, tokens_BT: torch.Tensor) -> list[bool]:
+        """Whether each row is to be ended."""
+        num_rows, num_tokens = tokens_BT.shape
+        goes_on = [False] * num_rows
+        if self._last_BT is not None and self._last_BT.shape == (num_rows, num_tokens - 1):
+            goes_on = (tokens_BT[:, :-1] == self._last_BT).all(1).tolist()
+        newest = tokens_BT[:, -1].tolist() if num_tokens else []
+        over = [False] * num_rows
+        self._guards = [self._guards[row] if goes_on[row] else self._rule.guard() for row in range(num_rows)]
+        for row, guard in enumerate(self._guards):
+            for token_id in [newest[row]] if goes_on[row] else tokens_BT[row].tolist():
+                over[row] = guard.push(token_id)
+        self._last_BT = tokens_BT.clone()
+        return over

@@ -1,0 +1,384 @@
+"""`rollout_matching`: how rollouts are generated, matched, and what is learned from them."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_address
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from shared.config.base import Fraction01, Section, WholeGPUs, refusal
+from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
+from shared.errors import Limit
+from shared.records import GeometryKind
+from shared.rollouts import REPETITION_PENALTIES, DecodeMode, DecodeSettings
+from shared.tokens.repeat_guard import RepeatGuardSettings
+
+# `rollout_matching.repeat_terminate`: the one source of the repeat guard's settings, for transformers and vLLM alike.
+
+
+class RepeatTerminateSection(Section):
+    enabled: bool = False
+    """End a sequence that repeats itself: its next token is the stop token."""
+
+    min_new_tokens: NonNegativeInt = 64
+    """New tokens before the guard looks."""
+
+    max_consecutive_token_repeats: PositiveInt = 32
+    """The same token this many times in a row is a repetition."""
+
+    ngram_size: PositiveInt = 16
+    """Length of the sequences of tokens that are compared."""
+
+    ngram_repeats: Annotated[int, Field(ge=2)] = 4
+    """The same sequence of `ngram_size` tokens this many times, one after the other, is a repetition."""
+
+    max_object_keys: PositiveInt | None = None
+    """More `object_{n}` keys than this are a repetition; null: no limit."""
+
+    def settings(self) -> RepeatGuardSettings | None:
+        """What a guard is made with; None where it is off."""
+        if not self.enabled:
+            return None
+        return RepeatGuardSettings(self.min_new_tokens, self.max_consecutive_token_repeats, self.ngram_size, self.ngram_repeats, self.max_object_keys)
+
+
+# `rollout_matching.vllm.server`: rollout servers launched elsewhere (spec: server mode).
+
+
+_CHARACTERS = re.compile(r"[A-Za-z0-9._~:/!$&'()*+,;=%\[\]-]+")
+"""Of URLs. A name in other letters is written in its ASCII form, `xn--...`."""
+
+
+def _http_url(url: str) -> str:
+    remedy = "write it as http://127.0.0.1:8000"
+    if "@" in url:
+        # Not repeated: what stands before it may be a secret.
+        raise refusal("must hold no user and password, which no server is sent", "write it without, and name the variable with the servers' token in token_env")
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname or ""
+        host.encode("idna")  # what opens a connection does it, and fails with no error of the network
+    except ValueError as error:
+        raise refusal(f"must be an http(s) URL, got {url!r}: {' '.join(str(error).split())}", remedy) from error
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or not _CHARACTERS.fullmatch(url):
+        raise refusal(f"must be an http(s) URL without query, got {url!r}", remedy)
+    if port == 0:
+        raise refusal(f"must name a port that can be called, got {url!r}", remedy)
+    return url.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine, whoever asks."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+class ServerEntry(Section):
+    base_url: Annotated[str, AfterValidator(_http_url), Field(examples=["http://127.0.0.1:8000"])]
+    """Prefix of the server's routes."""
+
+    group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
+    """Port on the first learner rank's node where this server's engines join the weight transfer; 0: any free one."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the server is on the machine that names it so."""
+        host = urlsplit(self.base_url).hostname
+        assert host is not None, "checked when it was read"
+        return is_loopback(host)
+
+
+def _addresses(url: str) -> set[tuple[str, int, str]]:
+    """Host, port and path that a URL leads to, without asking for names; two for `localhost`."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None, "checked when it was read"
+    hosts = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname,)
+    return {(host, parts.port or (443 if parts.scheme == "https" else 80), parts.path) for host in hosts}
+
+
+def _each_once(servers: tuple[ServerEntry, ...]) -> tuple[ServerEntry, ...]:
+    if not servers:
+        raise refusal("must list at least one server, got an empty list", "write [{base_url: http://127.0.0.1:8000, group_port: 0}]")
+    for index, server in enumerate(servers):
+        for earlier in servers[:index]:
+            if _addresses(server.base_url) & _addresses(earlier.base_url):
+                also = "" if server.base_url == earlier.base_url else f", as {earlier.base_url} too"
+                raise refusal(f"{server.base_url} is listed twice{also}", "list every server once")
+            if server.group_port and server.group_port == earlier.group_port:
+                raise refusal(f"group_port {server.group_port} is listed twice", "give every server its own, or 0 for any free one")
+    return servers
+
+
+class ServerSection(Section):
+    servers: Annotated[
+        tuple[ServerEntry, ...], Field(strict=False, examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 0}]]), AfterValidator(_each_once)
+    ]
+    """In the order in which a round is split over them."""
+
+    kind: Literal["rollmatch", "vllm"] = "rollmatch"
+    """`python -m launch.serve`, or a stock `vllm serve` with this package installed."""
+
+    timeout_s: PositiveFloat = 240.0
+    """Until every server answers `/health/` at the start, until the weight transfer is set up, and, where `infer_timeout_s` sets no limit, until a server
+    that generates has to answer or to sample another token."""
+
+    infer_timeout_s: float | None = None
+    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead, for answers and for progress."""
+
+    token_env: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the environment variable that holds the servers' bearer token; null: they ask for none."""
+
+    @property
+    def join_limit(self) -> Limit:
+        """The longest that a server may take to join the communicator of the weight transfer."""
+        return Limit(self.timeout_s, "rollout_matching.vllm.server.timeout_s")
+
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM samples lower positive temperatures at this one; so does every backend, and the learner
+reads their log-probabilities as of this one."""
+HIGHEST_TEMPERATURE = 5.0
+"""Ids are banned by a logit bias of -100, which the temperature divides: here e^-20 of a token's probability is left, at 50 it is e^-2."""
+LEAST_BUCKET_BYTES = 1 << 16
+"""A smaller bucket would hold one tensor at most, norms too, and every bucket costs a message and a checksum."""
+DEDICATED_MEMORY_UTILIZATION = 0.85
+"""Fraction of the device's memory for an engine that does not share it."""
+
+
+def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]:
+    if GeometryKind.BBOX not in kinds or len(set(kinds)) < len(kinds):
+        raise refusal(f"must hold bbox_2d, and no kind twice, got [{', '.join(kinds)}]", "write [bbox_2d] or [bbox_2d, poly]")
+    return kinds
+
+
+def _keeps_bans(temperature: float) -> float:
+    if temperature > HIGHEST_TEMPERATURE:
+        raise refusal(f"must be at most {HIGHEST_TEMPERATURE:g}, got {temperature:g}: higher ones let banned token ids through", "lower it")
+    return temperature
+
+
+class DecodingSection(Section):
+    temperature: Annotated[NonNegativeFloat, AfterValidator(_keeps_bans)] = 0.0
+    """0: greedy; above, to 2 with vLLM and to 5 without: sampling, under 0.01 as at 0.01."""
+
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the smallest set of tokens with at least this probability."""
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    """Sample from the this many most probable tokens; -1 or 0: no limit."""
+
+    @property
+    def effective_temperature(self) -> float:
+        """The temperature that is sampled at: `LOWEST_TEMPERATURE` in place of lower positive
+        ones."""
+        return max(self.temperature, LOWEST_TEMPERATURE) if self.temperature > 0 else 0.0
+
+
+class ActorsSection(Section):
+    num_actors: PositiveInt = 1
+    """Rollout actors, one engine each."""
+
+    gpus_per_actor: WholeGPUs | None = None
+    """Whole GPUs that Ray reserves for each actor; null: `tensor_parallel_size` where the cluster has GPUs, else 0."""
+
+    cpus_per_actor: NonNegativeFloat | None = None
+    """CPU cores that Ray reserves for each actor; null: 1."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Devices of one engine."""
+
+
+class SyncSection(Section):
+    mode: Literal["full", "adapter", "auto"] = "full"
+    """What a weight sync sends: all merged weights, the LoRA tensors alone, or the second where it can."""
+
+    fallback_to_full: bool = True
+    """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
+
+    transport: Literal["auto", "nccl", "ipc", "rollmatch_gloo", "inproc"] = "auto"
+    """How weights travel: nccl between GPUs, ipc to an engine on the learner's own GPU, rollmatch_gloo between processes on CPU, inproc within one process.
+
+    No placement has more than one that works, and auto takes it. Any other value chooses nothing: it says which it has to be, and other runs are refused.
+    """
+
+    bucket_bytes: Annotated[int, Field(ge=LEAST_BUCKET_BYTES)] | None = None
+    """Bytes of one packed bucket, at least 64 KiB; null: 256 MiB between GPUs (nccl, ipc), where the engine's loader
+    is called once for each, and 16 MiB on CPU, where larger ones are slower: the system takes their
+    memory back after each and hands it out page by page."""
+
+    canary_tolerance: PositiveFloat | None = None
+    """Largest absolute difference of a canary log-probability, in nats, between the learner and an
+    engine. null: 1e-4 for float32; for bfloat16 mean and share beyond a bound are compared instead,
+    by the noise that is measured before the first sync (on record in the run's
+    `canary_noise.json`), and never beyond 0.1 for the mean and 0.5 for a token."""
+
+
+class VllmSection(Section):
+    mode: Literal["colocate", "server", "actors"] = "colocate"
+    """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run (DESIGN 5, decision 4)."""
+
+    tensor_parallel_size: PositiveInt | None = None
+    """Mode `colocate`: devices of one engine; null: 4, or the largest of 2 and 1 that each rank can have on its node. Refused in the other modes, in which
+    `actors.tensor_parallel_size` says it, or the servers' own command line."""
+
+    enable_lora: bool = False
+    """Let the engines serve the adapter beside the base weights, which `sync.mode: adapter` needs."""
+
+    sleep: bool = True
+    """Mode `colocate`: give the engine's memory back while the learner learns, where the platform can (GPUs)."""
+
+    max_model_len: PositiveInt | None = None
+    """Longest prompt + response an engine takes, in tokens; null: `global_max_length`."""
+
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """Bytes of each engine's key-value cache on each of its devices; null: what `gpu_memory_utilization` leaves, and on CPU, where that would be of the whole
+    machine, room for the longest sequences that are decoded at a time."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Fraction of the device's memory an engine may use; null: 0.45 in mode `colocate`, which shares the device with the learner, else 0.85.
+
+    Ignored where `kv_cache_memory_bytes` is given.
+    """
+
+    enforce_eager: bool = False
+    """No compilation and no graph capture: a quicker start, a slower decode."""
+
+    actors: ActorsSection = ActorsSection()
+    """Mode `actors`: how many, and where. For a run of any other mode, those of `launch.evaluate`."""
+
+    server: ServerSection | None = None
+    """Mode `server`: which, and how long to wait for them."""
+
+    sync: SyncSection = SyncSection()
+    """How weights reach the engines, and how it is checked."""
+
+    @property
+    def resolved_gpu_memory_utilization(self) -> float:
+        if self.gpu_memory_utilization is not None:
+            return self.gpu_memory_utilization
+        return 0.45 if self.mode == "colocate" else DEDICATED_MEMORY_UTILIZATION
+
+
+class OffloadSection(Section):
+    """What leaves the learner's device while rollouts are generated. Only mode `colocate` has it: elsewhere it is ignored."""
+
+    enabled: bool = False
+    """Move away what the other two keys name; both where they name nothing."""
+
+    offload_model: bool = False
+    """The learner's weights."""
+
+    offload_optimizer: bool = False
+    """The optimizer's state."""
+
+    @property
+    def moves_model(self) -> bool:
+        """Whether the learner's weights leave the device."""
+        return self.enabled and (self.offload_model or not self.offload_optimizer)
+
+    @property
+    def moves_optimizer(self) -> bool:
+        """Whether the optimizer's state leaves the device."""
+        return self.enabled and (self.offload_optimizer or not self.offload_model)
+
+
+class RolloutMatchingSection(Section):
+    pipeline: Annotated[PipelineSection, Field(examples=[EXAMPLE_PIPELINE])]
+    """The objective: it is declared in full, nothing is assumed."""
+
+    rollout_backend: Literal["vllm", "hf"] = "vllm"
+    """What generates: vLLM engines, or the learner's own `generate`."""
+
+    decode_batch_size: PositiveInt = 1
+    """Most sequences that one rollout device decodes at a time, in training and evaluation."""
+
+    decode_mode: Annotated[DecodeMode, Field(strict=False)] | None = None
+    """greedy, sample or beam; null: by the temperature."""
+
+    num_beams: PositiveInt = 1
+    """Beams of `decode_mode: beam`: at most decode_batch_size under `rollout_backend: hf`, at most 10 in a vLLM engine."""
+
+    max_new_tokens: PositiveInt = 1024
+    """Longest response, in tokens; of environments, the longest answer to one call of the model."""
+
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] = 1.0
+    """1: none."""
+
+    decoding: DecodingSection = DecodingSection()
+    """How a token is chosen."""
+
+    geometry: Annotated[tuple[Annotated[GeometryKind, Field(strict=False)], ...], Field(strict=False), AfterValidator(_boxes_at_least)] | None = None
+    """Kinds of shapes that are taught and read; null: bbox_2d alone for stage2_two_channel, bbox_2d and poly for the other variants.
+
+    A ground truth of another kind is a bad row; a predicted one is dropped and counted.
+    """
+
+    candidate_top_k: PositiveInt = 10
+    """Ground truths that are compared with each prediction by mask IoU."""
+
+    maskiou_gate: Fraction01 = 0.3
+    """Pairs under this mask IoU cannot match."""
+
+    maskiou_resolution: Annotated[int, Field(ge=2, le=4096)] = 256
+    """Side of the canvas of the mask IoU, in pixels."""
+
+    fp_cost: NonNegativeFloat = 1.0
+    """Cost of an unmatched prediction, where a pair costs 1 - mask IoU."""
+
+    fn_cost: NonNegativeFloat = 1.0
+    """Cost of an unmatched ground truth."""
+
+    ot_cost: Literal["l1", "l2"] = "l2"
+    """Distance between points, in bins, that the transport between a polygon and its match minimises."""
+
+    ot_epsilon: PositiveFloat = 10.0
+    """Entropic regularisation of that transport, in bins. It blends neighbouring vertices: shapes not much larger than it are taught smaller than they are."""
+
+    ot_iters: PositiveInt = 30
+    """Sinkhorn iterations of that transport."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """Updates by which a rollout's weights may be older than the learner's. 1: the next step's first round is generated while this step's last is learned."""
+
+    logprob_tolerance: PositiveFloat | None = None
+    """Largest absolute difference, in nats, between the learner's and the engine's log-probability of a sampled token; null: by `model.dtype`,
+    1e-4 for float32 and 1 for bfloat16. In float32 the first token beyond it ends the run; in bfloat16, where an improbable one may round to anything, more
+    than 1 in 1,000 of a step's compared tokens and more than 10 do."""
+
+    repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
+    """When a response that repeats itself is ended early, in every backend alike."""
+
+    offload: OffloadSection = OffloadSection()
+    """Mode `colocate`: what makes room for the engine."""
+
+    vllm: VllmSection = VllmSection()
+    """The engines."""
+
+    @property
+    def resolved_decode_mode(self) -> DecodeMode:
+        """The mode as written or, where it is not, by the temperature (DESIGN 5, decision 27)."""
+        if self.decode_mode is not None:
+            return self.decode_mode
+        return DecodeMode.SAMPLE if self.decoding.temperature > 0 else DecodeMode.GREEDY
+
+    def decode_settings(self, *, stop_token_ids: tuple[int, ...], banned_token_ids: tuple[int, ...]) -> DecodeSettings:
+        """How every response of the run is decoded, given the ids that end one and the ids that may not occur in one."""
+        return DecodeSettings(
+            mode=self.resolved_decode_mode,
+            temperature=self.decoding.effective_temperature,
+            top_p=self.decoding.top_p,
+            top_k=self.decoding.top_k,
+            repetition_penalty=self.repetition_penalty,
+            max_new_tokens=self.max_new_tokens,
+            num_beams=self.num_beams,
+            stop_token_ids=stop_token_ids,
+            banned_token_ids=banned_token_ids,
+            return_logprobs=True,
+        )

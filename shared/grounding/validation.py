@@ -1,0 +1,281 @@
+"""Whether a complete entry is an object, and the first reason why it is none (DESIGN 7.2)."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+from shared.grounding.objects import DropReason
+from shared.grounding.scanner import COORD_START, SPACE, STRING_CHARACTERS, Entry, PlainFields, unescape
+from shared.records import ALL_GEOMETRY, GeometryKind
+from shared.tokens.vocabulary import END_OF_TURN, TokenCodec
+
+# One entry's value, read as strict JSON in which coord tokens may stand without quotes (DESIGN 7.2).
+
+
+_LITERAL = rb"true|false|null|-?(?:0|[1-9][0-9]*+)(?>(?:\.[0-9]++)?)(?>(?:[eE][+-]?[0-9]++)?)"
+_PUNCTUATION = SPACE + rb"([,\]}])"
+
+_EMPTY = re.compile(rb"\{" + SPACE + rb"\}")
+_KEY = re.compile(SPACE + rb'"(' + STRING_CHARACTERS + rb')"' + SPACE + rb":")
+# A value that opens nothing comes with the punctuation behind it; the number of the last group says what it is.
+_VALUE = re.compile(
+    SPACE
+    + rb"(?:"
+    + (rb'"(' + STRING_CHARACTERS + rb')"' + _PUNCTUATION)
+    + (rb"|(<\|coord_[0-9]{1,3}\|>)" + _PUNCTUATION)
+    + (rb"|(" + _LITERAL + rb")" + _PUNCTUATION)
+    + (rb"|(\[" + SPACE + rb"\])" + _PUNCTUATION)
+    + (rb"|(\{" + SPACE + rb"\})" + _PUNCTUATION)
+    + rb"|(\[)|(\{))"
+)
+_STRING, _COORD, _EMPTY_ARRAY, _EMPTY_OBJECT, _OPEN_ARRAY, _OPEN_OBJECT = 2, 4, 8, 10, 11, 12
+_BEHIND = re.compile(_PUNCTUATION)
+
+
+class Leaf(NamedTuple):
+    """A string, a coord token, a number or a word. The span is half-open, in bytes of the object's text, without quotes."""
+
+    start: int
+    end: int
+    quoted: bool
+    coord: int | None
+    """Which of the coord tokens in `coords` is the whole of this leaf, if one is."""
+
+
+Value: TypeAlias = "Leaf | list[Value]"
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    fields: tuple[tuple[str, Value], ...]
+    """Key and value of each member, in order; keys may repeat. A nested object is an empty list here, see `nested`."""
+    nested: bool
+    """There is an object inside, at any depth."""
+
+
+def read_members(text: bytes, coords: Mapping[tuple[int, int], int]) -> Members | None:
+    """The members of the object that `text` is; None where it is not JSON apart from unquoted coord tokens.
+
+    `coords` maps the byte span of each coord token in it to a number of the caller's. The same characters spelled by other tokens are
+    a string like any other between quotes, and not JSON without.
+    """
+    if _EMPTY.fullmatch(text):
+        return Members((), nested=False)
+    fields: list[tuple[str, Value]] = []
+    nested = False
+    opened: list[list[Value] | None] = [None]  # the containers around `position`, innermost last; None for an object
+    position = 1
+    while opened:
+        array, name = opened[-1], b""
+        if array is None:
+            key = _KEY.match(text, position)
+            if key is None:
+                return None
+            name, position = key[1], key.end()
+        found = _VALUE.match(text, position)
+        if found is None or found.lastindex is None:
+            return None
+        what, position = found.lastindex, found.end()
+        value = _value(found, what, coords)
+        if value is None:
+            return None
+        if array is not None:
+            array.append(value)
+        elif len(opened) == 1:
+            fields.append((unescape(name), value))
+        nested = nested or what in (_EMPTY_OBJECT, _OPEN_OBJECT)
+        if what >= _OPEN_ARRAY:
+            opened.append(value if what == _OPEN_ARRAY and isinstance(value, list) else None)
+        elif found[what] != b",":
+            behind = _close(text, position, found[what], opened)
+            if behind is None:
+                return None
+            position = behind
+    return Members(tuple(fields), nested) if position == len(text) else None
+
+
+def _value(found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], int]) -> Value | None:
+    """What a match of `_VALUE` holds, containers still empty; None for an unquoted coord token that is not a token."""
+    if what >= _EMPTY_ARRAY:
+        return []
+    span = found.span(what - 1)
+    coord = coords.get(span)
+    return None if what == _COORD and coord is None else Leaf(*span, what == _STRING, coord)
+
+
+def _close(text: bytes, position: int, punctuation: bytes, opened: list[list[Value] | None]) -> int | None:
+    """Closes containers up to the next comma or the outermost brace; where reading goes on, or None where brackets do not pair."""
+    while punctuation != b",":
+        if (opened.pop() is None) != (punctuation == b"}"):
+            return None
+        if not opened:
+            return position
+        behind = _BEHIND.match(text, position)
+        if behind is None:
+            return None
+        punctuation, position = behind[1], behind.end()
+    return position
+
+
+_NUM_BOX_COORDS = 4
+_MIN_POLY_COORDS = 6
+
+
+class ValidValue(NamedTuple):
+    """Of an object: its geometry and where things lie. The desc span is bytes, the positions are tokens."""
+
+    kind: GeometryKind
+    desc: str
+    desc_span: tuple[int, int]
+    coord_positions: tuple[int, ...]
+    bins: tuple[int, ...]
+
+
+def judge(entry: Entry, response: Response, geometry: frozenset[GeometryKind]) -> ValidValue | DropReason:
+    """What a complete entry holds, or the first reason why it is no object. `geometry`: the kinds that are wanted."""
+    shape = None if entry.plain is None else _plain_shape(entry.plain, response)
+    found = shape or _judge_members(entry, response)
+    return DropReason.POLY_UNSUPPORTED if isinstance(found, ValidValue) and found.kind not in geometry else found
+
+
+def _plain_shape(plain: PlainFields, response: Response) -> ValidValue | None:
+    """What a plain entry holds; None where it is no object after all."""
+    raw = response.text[slice(*plain.desc)]
+    coords = response.coords_in(plain.array)
+    positions, bins = response.coord_positions[coords], response.coord_bins[coords]
+    if not (raw.isascii() or _is_utf8(raw)) or len(positions) != response.text.count(COORD_START, *plain.array):
+        return None
+    desc = unescape(raw)
+    if not desc.strip() or not _fits(plain.kind, len(bins)) or (plain.kind is GeometryKind.BBOX and not _is_box(bins)):
+        return None
+    return ValidValue(plain.kind, desc, plain.desc, tuple(positions), tuple(bins))
+
+
+def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
+    """The same for any entry; whether its kind is wanted is not asked here."""
+    if entry.value is None or not entry.separated:
+        return DropReason.MALFORMED
+    raw = response.text[slice(*entry.value)]
+    members = read_members(raw, response.coord_spans(entry.value)) if _is_utf8(raw) else None
+    if members is None:
+        return DropReason.MALFORMED
+    reason = _judge_keys(members)
+    if reason is not None:
+        return reason
+
+    # `desc` comes at most once now, and all geometry keys are the same one.
+    leaf = next((value for key, value in members.fields if key == "desc"), None)
+    if not isinstance(leaf, Leaf) or not leaf.quoted:
+        return DropReason.MISSING_DESC
+    desc_span = entry.value[0] + leaf.start, entry.value[0] + leaf.end
+    desc = unescape(response.text[slice(*desc_span)])
+    if not desc.strip():
+        return DropReason.MISSING_DESC
+    shapes = [(key, value) for key, value in members.fields if key in ALL_GEOMETRY]
+    arrays = [value for _, value in shapes if isinstance(value, list)]
+    if not arrays:
+        return DropReason.MISSING_GEOM
+    kind = GeometryKind(shapes[0][0])
+    if not all(_holds_only_coords(array, nested=kind is GeometryKind.POLY) for array in arrays):
+        return DropReason.NON_COORD_TOKEN
+    coords = _coords(arrays[0])
+    if coords is None or len(shapes) > 1 or not _fits(kind, len(coords)):
+        return DropReason.WRONG_ARITY
+    bins = [response.coord_bins[coord] for coord in coords]
+    if kind is GeometryKind.BBOX and not _is_box(bins):
+        return DropReason.BBOX_INVALID
+    return ValidValue(kind, desc, desc_span, tuple([response.coord_positions[coord] for coord in coords]), tuple(bins))
+
+
+def _judge_keys(members: Members) -> DropReason | None:
+    """`key_invalid` and `unknown_geom`: what can be said from the keys and the kind of their values."""
+    keys = [key for key, _ in members.fields]
+    unknown = [value for key, value in members.fields if key != "desc" and key not in ALL_GEOMETRY]
+    lone_array = len(unknown) == 1 and isinstance(unknown[0], list)
+    two_geometries = ALL_GEOMETRY.issubset(keys)
+    if members.nested or keys.count("desc") > 1 or two_geometries or (unknown and not lone_array):
+        return DropReason.KEY_INVALID
+    return DropReason.UNKNOWN_GEOM if unknown else None
+
+
+def _holds_only_coords(array: list[Value], *, nested: bool) -> bool:
+    """Whether every leaf is a coord token; arrays inside are allowed one level deep where `nested`."""
+    return all(value.coord is not None if isinstance(value, Leaf) else nested and _holds_only_coords(value, nested=False) for value in array)
+
+
+def _coords(array: list[Value]) -> list[int] | None:
+    """The leaves of a geometry that holds only coord tokens; None where some are grouped into points and others are not."""
+    rows = [value for value in array if isinstance(value, list)]
+    if rows and (len(rows) < len(array) or any(len(row) != 2 for row in rows)):
+        return None
+    leaves = [leaf for row in rows for leaf in row] if rows else array
+    return [leaf.coord for leaf in leaves if isinstance(leaf, Leaf) and leaf.coord is not None]
+
+
+def _fits(kind: GeometryKind, num_coords: int) -> bool:
+    return num_coords == _NUM_BOX_COORDS if kind is GeometryKind.BBOX else num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0
+
+
+def _is_box(bins: Sequence[int]) -> bool:
+    return bins[0] <= bins[2] and bins[1] <= bins[3]
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+# The tokens of a response as one text, with the way back from its bytes to tokens (DESIGN 7.2).
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A response up to its hard stop. Lists by coord token have one element per coord token of the response, wherever it stands."""
+
+    token_ids: list[int]
+    text: bytes
+    ends: list[int]
+    """[token]: offset behind each token's bytes, ascending."""
+    coord_positions: list[int]
+    """[coord token]: its position among `token_ids`, ascending."""
+    coord_ends: list[int]
+    """[coord token]: offset behind its bytes."""
+    coord_bins: list[int]
+    """[coord token]: 0..999."""
+
+    @classmethod
+    def read(cls, token_ids: Sequence[int], codec: TokenCodec) -> Response:
+        """Up to `<|im_end|>`, which ends a response as a token and as text."""
+        kept = list(token_ids)
+        if codec.eos_token_id in kept:
+            del kept[kept.index(codec.eos_token_id) :]
+        # The codec is asked once per distinct token: a response repeats few of them over and over.
+        pieces = {token_id: codec.piece_bytes(token_id) for token_id in set(kept)}
+        bins = {token_id: bin for token_id in pieces if (bin := codec.coord_bin(token_id)) is not None}
+        parts = list(map(pieces.__getitem__, kept))
+        ends = list(accumulate(map(len, parts)))
+        positions = [position for position, token_id in enumerate(kept) if token_id in bins]
+        text, _, _ = b"".join(parts).partition(END_OF_TURN.encode())
+        return cls(kept, text, ends, positions, [ends[position] for position in positions], [bins[kept[position]] for position in positions])
+
+    def coords_in(self, span: tuple[int, int]) -> slice:
+        """The coord tokens that end in a span of bytes, as a slice of the lists by coord token."""
+        return slice(bisect_right(self.coord_ends, span[0]), bisect_right(self.coord_ends, span[1]))
+
+    def coord_spans(self, span: tuple[int, int]) -> dict[tuple[int, int], int]:
+        """Byte span, counted from the start of `span`, of each coord token that ends in it; to its index in the lists by coord token."""
+        spans: dict[tuple[int, int], int] = {}
+        coords = self.coords_in(span)
+        for coord in range(coords.start, coords.stop):
+            position = self.coord_positions[coord]
+            start = self.ends[position - 1] if position else 0
+            spans[start - span[0], self.ends[position] - span[0]] = coord
+        return spans

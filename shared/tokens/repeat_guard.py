@@ -1,0 +1,188 @@
+"""When a sequence repeats itself, and is ended: the one rule for transformers and vLLM (spec: repeat termination).
+
+A sequence is its generated tokens; the prompt does not count. After each of them, once there are `min_new_tokens`, the sequence exceeds its thresholds when
+
+- its last `max_consecutive_token_repeats` tokens are all the same token, or
+- its last `ngram_size * ngram_repeats` tokens are the same `ngram_size` tokens, `ngram_repeats` times back to back, or
+- more than `max_object_keys` keys `object_{n}` are complete in it (`shared.tokens.repeat_guard`).
+
+Then its next token is its stop token, set and not sampled. Repetitions that begin before `min_new_tokens` count with their whole length; those that are over by
+then do not. Whoever applies the rule, at whatever pace, comes to the same end, because it depends on the tokens alone: so the one who receives a response can
+tell what was forced in it (`mark_forced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shared.errors import RolloutError
+from shared.rollouts import FinishReason, Rollout
+
+# Counting the `object_{n}` keys of a response while its tokens come, wherever the tokens split them.
+#
+# A key is `"object_`, one or more digits, `"`, any JSON whitespace and `:`; it is counted when its colon has come. An automaton over bytes, so that nothing has
+# to be decoded: `NEXT[state, byte]` is the next state, `FOUND[state, byte]` whether a key is complete.
+#
+# Shape legend: S states, V token ids.
+
+
+PieceBytes = Callable[[int], bytes]
+"""The bytes of one token alone (`TokenCodec.piece_bytes`)."""
+
+_OPENING = b'"object_'
+_NUMBER = len(_OPENING)
+_DIGITS, _CLOSED, _SPACED = _NUMBER + 1, _NUMBER + 2, _NUMBER + 3
+"""States after: the opening (a lower state is how much of it has come), at least one digit, the closing quote, whitespace behind it."""
+START = 0
+NUM_STATES = _SPACED + 1
+
+
+def _step(state: int, byte: int) -> tuple[int, bool]:
+    if state < _NUMBER and byte == _OPENING[state]:
+        return state + 1, False
+    if state in (_NUMBER, _DIGITS) and byte in b"0123456789":
+        return _DIGITS, False
+    if state == _DIGITS and byte in b'"':
+        return _CLOSED, False
+    if state in (_CLOSED, _SPACED) and byte in b" \t\r\n":
+        return _SPACED, False
+    if state == _CLOSED and byte == _OPENING[1]:  # the closing quote of one was the opening quote of the next
+        return 2, False
+    return int(byte in b'"'), state in (_CLOSED, _SPACED) and byte in b":"
+
+
+_STEPS = [[_step(state, byte) for byte in range(256)] for state in range(NUM_STATES)]
+NEXT = np.array([[state for state, _ in row] for row in _STEPS], dtype=np.uint8)
+FOUND = np.array([[found for _, found in row] for row in _STEPS], dtype=np.uint8)
+
+
+class ObjectKeys:
+    """The automaton over tokens of one vocabulary. Holds no sequence; remembers what each token did, so that a token costs one look-up."""
+
+    def __init__(self, piece_bytes: PieceBytes) -> None:
+        self.piece_bytes = piece_bytes
+        self._known: list[dict[int, tuple[int, int]]] = [{} for _ in range(NUM_STATES)]
+
+    def step(self, state: int, token_id: int) -> tuple[int, int]:
+        """(the state after this token, the keys that it completed)."""
+        known = self._known[state]
+        if token_id not in known:
+            known[token_id] = self._read(state, token_id)
+        return known[token_id]
+
+    def _read(self, state: int, token_id: int) -> tuple[int, int]:
+        num_found = 0
+        for byte in self.piece_bytes(token_id):
+            state, found = _STEPS[state][byte]
+            num_found += found
+        return state, num_found
+
+
+def token_steps(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """`ObjectKeys.step` of every state and every token at once, for whoever looks it up on a device: (next state, keys completed), each uint8 [S, V]."""
+    lengths = np.array([len(piece) for piece in pieces])
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    data = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    states_SV = np.repeat(np.arange(NUM_STATES, dtype=np.uint8)[:, None], len(pieces), axis=1)
+    found_SV = np.zeros_like(states_SV)
+    for place in range(int(lengths.max(initial=0))):
+        longer = np.flatnonzero(lengths > place)
+        bytes_ = data[starts[longer] + place]
+        before = states_SV[:, longer]
+        found_SV[:, longer] += FOUND[before, bytes_]
+        states_SV[:, longer] = NEXT[before, bytes_]
+    return states_SV, found_SV
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatGuardSettings:
+    """`rollout_matching.repeat_terminate`, whose keys these are."""
+
+    min_new_tokens: int
+    """Generated tokens before there is a verdict."""
+    max_consecutive_token_repeats: int
+    """This many of the same token in a row are a repetition; at least 1."""
+    ngram_size: int
+    """Tokens of what is compared; at least 1."""
+    ngram_repeats: int
+    """This many of it, back to back, are a repetition; at least 2."""
+    max_object_keys: int | None
+    """More keys than this are a repetition; None: no limit."""
+
+
+class RepeatRule:
+    """The settings and, where keys are limited, the vocabulary they are read in: makes one guard per sequence."""
+
+    def __init__(self, settings: RepeatGuardSettings, piece_bytes: PieceBytes | None = None) -> None:
+        """`piece_bytes` is needed exactly where `max_object_keys` is set."""
+        assert piece_bytes is not None or settings.max_object_keys is None, "keys are read in the bytes of tokens"
+        self.settings = settings
+        self.object_keys = None if piece_bytes is None or settings.max_object_keys is None else ObjectKeys(piece_bytes)
+
+    def guard(self) -> RepeatGuard:
+        """For a sequence that begins."""
+        return RepeatGuard(self)
+
+    def first_repetition(self, token_ids: Sequence[int]) -> int | None:
+        """How many of these tokens there were when the sequence was to be ended; None where it was not."""
+        guard = self.guard()
+        return next((number for number, token_id in enumerate(token_ids, 1) if guard.push(token_id)), None)
+
+
+class RepeatGuard:
+    """Watches one sequence, at constant cost per token."""
+
+    __slots__ = ("_key_state", "_keys", "_lag", "_max_keys", "_min_tokens", "_needed_lag", "_needed_run", "_num_keys", "_num_periodic", "_run", "_tokens")
+
+    def __init__(self, rule: RepeatRule) -> None:
+        settings = rule.settings
+        self._min_tokens = settings.min_new_tokens
+        self._needed_run = settings.max_consecutive_token_repeats
+        self._lag = settings.ngram_size
+        self._needed_lag = settings.ngram_size * (settings.ngram_repeats - 1)
+        self._max_keys = settings.max_object_keys
+        self._keys = rule.object_keys
+        self._tokens: list[int] = []
+        self._run = 0
+        """Tokens at the end that are the same."""
+        self._num_periodic = 0
+        """Tokens at the end of which each is the one `ngram_size` before it."""
+        self._key_state, self._num_keys = START, 0
+
+    def push(self, token_id: int) -> bool:
+        """The next token. True: the one after it must be the stop token."""
+        tokens = self._tokens
+        num_before = len(tokens)
+        self._run = self._run + 1 if num_before and tokens[-1] == token_id else 1
+        self._num_periodic = self._num_periodic + 1 if num_before >= self._lag and tokens[-self._lag] == token_id else 0
+        tokens.append(token_id)
+        if self._keys is not None:
+            self._key_state, num_found = self._keys.step(self._key_state, token_id)
+            self._num_keys += num_found
+        if num_before + 1 < self._min_tokens:
+            return False
+        return self._run >= self._needed_run or self._num_periodic >= self._needed_lag or (self._max_keys is not None and self._num_keys > self._max_keys)
+
+
+def mark_forced(rollout: Rollout, rule: RepeatRule) -> Rollout:
+    """A rollout that was read as if all of it had been sampled, with what the guard did to it: its stop token forced, or nothing.
+
+    For requests that named a stop token: there is nothing to force in others. Raises RolloutError where the response goes on behind a repetition, which
+    no active guard allows.
+    """
+    length = rule.first_repetition(rollout.response_token_ids)
+    if length is None:
+        return rollout
+    if length < len(rollout.response_token_ids):
+        raise RolloutError(
+            f"sample {rollout.sample_id} repeats itself after {length} tokens and goes on to {len(rollout.response_token_ids)}: the repeat guard "
+            "(rollout_matching.repeat_terminate) was not active, or had other settings",
+            actor=rollout.actor,
+            phase="generate",
+        )
+    if rollout.stop_token_id is None:  # `max_new_tokens` came first
+        return rollout
+    return replace(rollout, finish_reason=FinishReason.REPETITION, stop_token_logprob=None, forced_positions=(length,))

@@ -1,0 +1,217 @@
+"""The probe that tells whether a rollout engine computes what the learner computes (DESIGN 9.3).
+
+Image placeholders are left out: nobody writes them, and their log-probabilities, of which an image
+has a thousand, are the farthest from 0 and so the noisiest.
+
+In float32 two sound engines differ by 3e-6 and no token may differ by more than 1e-4. In bfloat16
+both sides round every logit, and a few of many tokens differ by much. There the *mean* difference
+is bounded, and the *share* of tokens that differ by more than a bound. How much rounding makes of
+a model on this hardware is measured: at version 0 both sides hold the checkpoint, so what they
+differ by is noise and nothing else. Later syncs may differ by `BOUND_OVER_NOISE` times as much,
+and never by more than the usual bounds, which hold where nothing was measured: so a fault that is
+there before the first sync can be measured as if it were noise, and is noticed all the same where
+it is larger than they are.
+
+What this can see in bfloat16 is a fault that moves log-probabilities by several times the noise:
+layers that were exchanged, a stale head, a share of an engine that was left out, weights fifty
+steps old (tests/learner/weight_sync/test_canary.py has each). Weights *one* step old are as a rule within the
+noise, at a much smaller learning rate also older ones, and so is what one small tensor does:
+against those stand names, checksums and versions, and that a sync begins when the update before it
+is complete.
+
+Where the engine is sent an adapter, agreement alone proves little: in bfloat16 two sound implementations differ by more than a young adapter changes, so
+an engine that holds the adapter and does not apply it agrees as well. Therefore both sides also score the probe without the adapter, and the adapter's
+*effect*, the difference of the two, has to be the same. With one number per token,
+
+    effect   e = learner's with the adapter - learner's without
+    served   s = engine's with the adapter - engine's without
+    noise    q = engine's without the adapter - learner's without: rounding, and nothing else
+
+the slope `(e . s) / (e . e)` is 1 for the learner's adapter, 0 for one that is not applied, and c for one that is scaled by c. It differs from 1 by at most
+`|s - e| / |e|`; `s - e` is the noise with the adapter less the noise without, so at most `2 |q|` as long as the adapter brings no more noise than the base
+model has by itself. Hence the rule: where `|e| >= EFFECT_OVER_NOISE |q|`, the slope has to be within `2 / EFFECT_OVER_NOISE` of 1. That is the worst case;
+noise of random signs, over the hundred tokens of a probe, moves the slope by a tenth of it. A smaller effect (there is none before the first step) proves
+nothing, and nothing is asked of it: what differs then is what the tolerance allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shared.errors import WeightSyncError
+from shared.records import ImageRef
+from shared.weight_sync.differences import Differences
+from shared.weight_sync.phases import SyncPhase
+
+EFFECT_OVER_NOISE = 5.0
+SMALLEST_EFFECT = 1e-4
+"""Root mean square in nats: in float32 the noise may be next to nothing, and the adapter's own rounding must not be taken for its effect."""
+
+BOUND_OVER_NOISE = 3.0
+"""Agreement in units of the noise: of its mean for the mean, of its largest for a token."""
+SMALLEST_MEAN, SMALLEST_BEYOND = 0.01, 0.1
+"""Bounds in nats where the noise is less: other weights and other tokens have other noise."""
+USUAL_MEAN, USUAL_BEYOND = 0.1, 0.5
+"""Bounds in nats where the noise was not measured, and the loosest where it was. Of real models
+means up to 0.064 are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352)."""
+SHARE_BEYOND, FEWEST_BEYOND = 0.02, 2
+"""Share of the tokens that may be beyond the bound of a token, and how many may always be: a probe of 40 tokens has its worst one too."""
+
+Scores = tuple[Sequence[int], Sequence[float]]
+"""An engine's answer to a probe: the expanded token ids, and the log-probability of each but the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryProbe:
+    """A fixed sequence (a prompt, with an image where the model has a vision tower, and a short response) and what the learner thinks of it.
+
+    The log-probabilities are plain `log_softmax(logits)` over the whole vocabulary: temperature 1 and no banned ids, because an engine
+    scores a prompt without any sampling rule. So `DecodeSettings.banned_token_ids` has no part in this comparison.
+    """
+
+    token_ids: tuple[int, ...]
+    """Prompt and response, unexpanded: one image placeholder per image."""
+    images: tuple[ImageRef, ...]
+    """Each with `data`."""
+    expanded_token_ids: tuple[int, ...]
+    """What `token_ids` becomes: image placeholders expanded by the learner's processor."""
+    expected_logprobs: tuple[float, ...] | None
+    """None: the learner computes them while the engines load, and they come behind the weights (`shared.weight_sync.offer.CANARY`). Else one per expanded token
+    but the first, image placeholders included: `expected_logprobs[i]` is of `expanded_token_ids[i + 1]`."""
+    tolerance: float | None
+    """Largest difference of a token that is still agreement, as in float32; None: mean and share
+    are compared, by `noise`."""
+    base_logprobs: tuple[float, ...] | None = None
+    """What the learner thinks of the same tokens without its adapter, as `expected_logprobs`; None where no adapter is synced by itself."""
+    placeholder_ids: tuple[int, ...] = ()
+    """Tokens that stand for parts of images: not compared."""
+    noise: Differences | None = None
+    """Differences at version 0; None: not measured yet, or not needed."""
+
+    def __post_init__(self) -> None:
+        for logprobs in (self.expected_logprobs, self.base_logprobs):
+            if logprobs is not None and len(logprobs) != len(self.expanded_token_ids) - 1:
+                raise ValueError(f"{len(self.expanded_token_ids)} canary tokens need one log-probability less, not {len(logprobs)}")
+
+    @property
+    def num_logprobs(self) -> int:
+        return len(self.expanded_token_ids) - 1
+
+    def with_logprobs(self, logprobs: Iterable[float]) -> CanaryProbe:
+        """The same probe with what has come behind the weights."""
+        return replace(self, expected_logprobs=tuple(logprobs))
+
+    def measure(self, actor: str, scores: Scores) -> Differences | None:
+        """Return the noise: how far an engine is that loaded the learner's weights by itself.
+
+        Return None where its mean is above the usual bound: that is a fault or other weights, and
+        the usual bounds hold. Raises WeightSyncError(phase="canary") where the engine expanded the
+        prompt otherwise.
+        """
+        expanded_token_ids, logprobs = scores
+        assert self.expected_logprobs is not None, "with_logprobs comes first"
+        self._check_tokens(actor, expanded_token_ids)
+        noise = Differences.of(self._differences(logprobs, self.expected_logprobs))
+        return noise if noise.mean <= USUAL_MEAN else None
+
+    def check(self, actor: str, expanded_token_ids: Sequence[int], logprobs: Sequence[float]) -> Differences:
+        """Return how far the engine is from the learner.
+
+        Raises WeightSyncError(phase="canary") naming the first token that differs by too much.
+        """
+        assert self.expected_logprobs is not None, "with_logprobs comes first"
+        return self._agreement(actor, (expanded_token_ids, logprobs), self.expected_logprobs, "weights are not the learner's")
+
+    def check_adapter(self, actor: str, adapted: Scores, base: Scores) -> float | None:
+        """Of an engine that was sent an adapter, after `check`: its answers with and without it. The slope of the adapter's effect (see the module), or None
+        where the learner's own is too small to prove anything. Raises WeightSyncError(phase="canary") where the adapter is not applied as it should be.
+        """
+        assert self.base_logprobs is not None, "an offer of an adapter brings both"
+        assert self.expected_logprobs is not None, "an offer of an adapter brings both"
+        self._agreement(actor, base, self.base_logprobs, "weights without the adapter are not the learner's")
+        effect = self._compared(self.expected_logprobs, self.base_logprobs)
+        served = self._compared(adapted[1], base[1])
+        noise = self._compared(base[1], self.base_logprobs)
+        if _norm(effect) < max(EFFECT_OVER_NOISE * _norm(noise), SMALLEST_EFFECT * math.sqrt(len(effect))):
+            return None
+        slope = math.fsum(e * s for e, s in zip(effect, served, strict=True)) / math.fsum(e * e for e in effect)
+        if not abs(slope - 1) <= 2 / EFFECT_OVER_NOISE:
+            raise WeightSyncError(
+                f"the adapter's effect on the log-probabilities is {slope:.2f} times the learner's (0: the engine holds it and does not apply it); "
+                f"the engine does not serve the learner's adapter",
+                actor=actor,
+                phase=SyncPhase.CANARY,
+                quantity="effect of the adapter",
+                size=abs(slope - 1),
+            )
+        return slope
+
+    def _agreement(self, actor: str, scores: Scores, learners: Sequence[float], what: str) -> Differences:
+        expanded_token_ids, logprobs = scores
+        self._check_tokens(actor, expanded_token_ids)
+        differences = self._differences(logprobs, learners)
+        found = Differences.of(differences)
+        allowed_mean, beyond = self._bounds()
+        # Written so that NaN on either side counts as a difference.
+        wrong = [i for i, difference in zip(self._places(), differences, strict=True) if not difference <= beyond]
+        num_allowed = max(SHARE_BEYOND * len(differences), FEWEST_BEYOND) if self.tolerance is None else 0
+        if found.mean <= allowed_mean and len(wrong) <= num_allowed:
+            return found
+        differing = f"{len(wrong)} of {len(differences)} log-probabilities differ by more than {beyond:g}"
+        if wrong:
+            first = wrong[0]
+            differing += f", first at token {first + 1} (id {self.expanded_token_ids[first + 1]}): learner {learners[first]:.6f}, engine {logprobs[first]:.6f}"
+        if self.tolerance is None:
+            differing += f", on average by {found.mean:.4f} ({allowed_mean:.4f} is allowed)"
+        raise WeightSyncError(
+            f"{differing}; the engine's {what}",
+            actor=actor,
+            phase=SyncPhase.CANARY,
+            quantity="canary log-probability",
+            size=found.largest,
+        )
+
+    def _bounds(self) -> tuple[float, float]:
+        """Return the largest mean, and the difference from which on a token counts."""
+        if self.tolerance is not None:
+            return math.inf, self.tolerance
+        if self.noise is None:
+            return USUAL_MEAN, USUAL_BEYOND
+        mean = max(BOUND_OVER_NOISE * self.noise.mean, SMALLEST_MEAN)
+        beyond = max(BOUND_OVER_NOISE * self.noise.largest, SMALLEST_BEYOND)
+        # An engine that is at fault from the start has measured its fault.
+        return min(mean, USUAL_MEAN), min(beyond, USUAL_BEYOND)
+
+    def _places(self) -> Iterator[int]:
+        """Yield the indices of the log-probabilities that are compared."""
+        for i, token_id in enumerate(self.expanded_token_ids[1:]):
+            if token_id not in self.placeholder_ids:
+                yield i
+
+    def _compared(self, ones: Sequence[float], others: Sequence[float]) -> list[float]:
+        """Return the differences at the tokens that are compared."""
+        differences = [one - other for one, other in zip(ones, others, strict=True)]
+        return [differences[i] for i in self._places()]
+
+    def _differences(self, logprobs: Sequence[float], learners: Sequence[float]) -> list[float]:
+        return [abs(difference) for difference in self._compared(logprobs, learners)]
+
+    def _check_tokens(self, actor: str, expanded_token_ids: Sequence[int]) -> None:
+        if tuple(expanded_token_ids) == self.expanded_token_ids:
+            return
+        pairs = list(zip(expanded_token_ids, self.expanded_token_ids, strict=False))
+        first = next((i for i, (got, expected) in enumerate(pairs) if got != expected), len(pairs))
+        raise WeightSyncError(
+            f"the engine expanded the canary prompt to {len(expanded_token_ids)} tokens, the learner to {len(self.expanded_token_ids)}, "
+            f"first difference at token {first}; check that both read the same processor files (image size limits above all)",
+            actor=actor,
+            phase=SyncPhase.CANARY,
+            quantity="canary token ids",
+            size=float(abs(len(expanded_token_ids) - len(self.expanded_token_ids)) + sum(got != expected for got, expected in pairs)),
+        )
+
+
+def _norm(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(value * value for value in values))

@@ -1,0 +1,40 @@
+"""What is shown while a run starts."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from launch.runtime.telemetry import StartUp
+
+
+def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_is_done():
+    output = io.StringIO()
+    start_up = StartUp(Console(file=output, width=200))
+    with start_up.stage("Ray"):
+        assert output.getvalue() == "start     Ray ...\n"
+    with start_up.stage("[learner-0], learner-1"):
+        pass
+    first, done, second, second_done = output.getvalue().splitlines()
+    assert (first, second) == ("start     Ray ...", "start     [learner-0], learner-1 ...")
+    assert re.fullmatch(r"start     Ray: \d+\.\d s, \d+ s in all", done)
+    assert re.fullmatch(r"start     \[learner-0\], learner-1: \d+\.\d s, \d+ s in all", second_done)
+
+
+def test_a_stage_that_fails_is_left_to_its_error():
+    output = io.StringIO()
+    with pytest.raises(RuntimeError, match="no such cluster"), StartUp(Console(file=output)).stage("Ray"):
+        raise RuntimeError("no such cluster")
+    assert output.getvalue() == "start     Ray ...\n"
+
+
+def test_a_terminal_shows_a_bar_while_a_stage_lasts():
+    output = io.StringIO()
+    start_up = StartUp(Console(file=output, width=100, force_terminal=True, soft_wrap=True))
+    with start_up.stage("[learner]"):
+        shown = output.getvalue()
+    assert "start     [learner]" in shown and "━" in shown and "0:00:00" in shown
+    # Nothing of it stays but the line.
+    assert "start     [learner] ..." not in shown
+    assert output.getvalue().rstrip().endswith("s in all")

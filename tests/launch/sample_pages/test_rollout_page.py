@@ -1,0 +1,346 @@
+"""One rollout of an environment as a page: what is on it, and what is said where it cannot be made."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_support import trajectory_config
+from page_support import Page
+from transformers import AutoTokenizer
+
+from launch.demo.language_model import make_demo_lm
+from launch.show_sample import ShowOptions, main, show_sample
+from learner.rollout_logs.trajectories import TrajectoryLog
+from learner.rollout_logs.writer import step_path
+from shared.errors import ConfigError, RecordError
+from shared.records import ImageRef
+from shared.trajectory import EnvironmentRollout, TrainingExample
+
+STEP = 7
+READ = False
+"""In place of an advantage."""
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / "lm"
+    make_demo_lm(out, seed=17)
+    return out
+
+
+class Run:
+    """A run's folder with one step of rollouts made by hand."""
+
+    def __init__(self, folder: Path, checkpoint: Path, **changes: Any) -> None:
+        self.folder, self.checkpoint = folder, checkpoint
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(trajectory_config(checkpoint, folder, **changes).model_dump_json())
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+
+    def example(self, *parts: tuple[str, float | bool], **fields: Any) -> TrainingExample:
+        """Of texts, each with the advantage that its tokens have, or READ."""
+        token_ids: list[int] = []
+        mask: list[int] = []
+        advantages: list[float] = []
+        ends: list[int] = []
+        for text, advantage in parts:
+            if advantage is READ and any(mask):
+                ends.append(len(token_ids))
+            of_part = self.tokenizer.encode(text, add_special_tokens=False)
+            token_ids += of_part
+            mask += [int(advantage is not READ)] * len(of_part)
+            advantages += [float(advantage)] * len(of_part)
+        logprobs = [-0.5 if learned else 0.0 for learned in mask]
+        given = {"reward": 0.75, "advantage": 0.5, "token_advantages": advantages, "weight_version": 5, "engine": "actor-2", "steps": (0,)}
+        if len(fields.get("steps", ())) > 1:
+            given["step_ends"] = (*ends, len(token_ids))
+        return TrainingExample(token_ids, logprobs, mask, **{**given, **fields})
+
+    def rollout(self, *examples: TrainingExample, **changes: Any) -> EnvironmentRollout:
+        made = EnvironmentRollout(
+            position=0,
+            example=12,
+            reward=0.75,
+            metrics={"exact": 1.0, "form": 0.25},
+            error=None,
+            is_truncated=False,
+            num_turns=3,
+            num_tokens=8,
+            num_length_limited=0,
+            num_splits=1,
+            examples=examples,
+            prompt=[{"role": "user", "content": "first of 431"}],
+            completion=[{"role": "assistant", "content": "4"}],
+            actor="environment-1",
+            started_s=100.0,
+            generate_s=1.234,
+        )
+        return replace(made, **changes)
+
+    def write(self, *rollouts: EnvironmentRollout) -> None:
+        """At positions from 0."""
+        log = TrajectoryLog(self.folder / "rollouts")
+        log.begin(STEP)
+        for position, rollout in enumerate(rollouts):
+            log.write(replace(rollout, position=position))
+        log.close()
+
+    def page(self, position: int = 0) -> str:
+        path = show_sample(ShowOptions(run=self.folder, step=STEP, position=position))
+        html = path.read_text()
+        Page(html)
+        return html
+
+    def page_of(self, rollout: EnvironmentRollout) -> str:
+        self.write(rollout)
+        return self.page()
+
+
+@pytest.fixture
+def run(tmp_path: Path, language_model: Path) -> Run:
+    return Run(tmp_path / "run", language_model)
+
+
+def merged(run: Run) -> TrainingExample:
+    return run.example(
+        ("<|im_start|>user\nfirst of 431<|im_end|><|im_start|>assistant\n", READ),
+        ("4<|im_end|>", 0.75),
+        ("<|im_start|>user\nlast<|im_end|><|im_start|>assistant\n", READ),
+        ("1", -0.25),
+        ("<|im_end|>", 0.0),
+        steps=(0, 1),
+    )
+
+
+def text_of(html: str) -> str:
+    """What a reader reads, elements apart."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html.partition("</style>")[2]))
+
+
+def tooltips(html: str) -> list[str]:
+    return [title for title in Page(html).titles if re.match(r"token \d+ · id \d+ · ", title)]
+
+
+def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.write(run.rollout(merged(run)))
+    main([f"run={run.folder}", f"step={STEP}", "position=0"])
+    path = run.folder / "samples" / "step_000007_position_000.html"
+    assert capsys.readouterr().out.strip() == str(path)
+    assert path.read_text().startswith("<!doctype html>")
+
+
+def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_bytes(run: Run) -> None:
+    html = run.page_of(run.rollout(merged(run)))
+    assert not re.search(r"(src|href)=", html)
+    assert "http" not in html
+    assert run.page() == html
+
+
+def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run: Run) -> None:
+    text = text_of(run.page_of(run.rollout(merged(run), run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0"), is_truncated=True)))
+    for fact in (
+        "Step 7, position 0",
+        "row 12",
+        "turns 3",
+        "splits 1",
+        "seconds 1.23",
+        "weights v5, v6",
+        "engine actor-0, actor-2",
+        "environment environment-1",
+    ):
+        assert fact in text
+    for figure in ("reward 0.75", "exact 1", "form 0.25"):
+        assert figure in text
+    assert "truncated: it was ended for its length" in text
+    assert "Reward 0.75 for 3 calls of the model: 2 training examples with 5 learned tokens." in text
+    assert str(run.folder) in text
+
+
+def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(run: Run) -> None:
+    prompt = [{"role": "system", "content": "<script>alert(1)</script>"}, {"role": "user", "content": "first\nsecond"}]
+    completion = [{"role": "assistant", "content": "4\ud800 \u202egro\u00dfe"}, {"role": '"><b>', "content": "<hr>"}]
+    html = run.page_of(run.rollout(prompt=prompt, completion=completion))
+    page = Page(html)
+    assert page.texts["who"] == 'systemuserassistant"><b>'
+    assert "script" not in page.tags
+    assert "hr" not in page.tags
+    for text in ("<script>alert(1)</script>", "first↵\nsecond", "4\\ud800 \\u202egroße", "<hr>"):
+        assert text in page.texts["text"]
+    assert page.texts["completion"] == "4\\ud800 \\u202egroße"
+
+
+def test_a_tool_call_is_shown_with_its_arguments_and_its_answer_with_its_call(run: Run) -> None:
+    call = json.dumps({"id": "call_7", "type": "function", "function": {"name": "to_centimetres", "arguments": '{"length": 3, "unit": "<feet>"}'}})
+    completion = [
+        {"role": "assistant", "content": None, "tool_calls": [call, "{broken", json.dumps({"other": 1})]},
+        {"role": "tool", "content": "91.44", "tool_call_id": "call_7", "name": None},
+    ]
+    page = Page(run.page_of(run.rollout(completion=completion)))
+    assert page.texts["call"] == 'to_centimetres {"length": 3, "unit": "<feet>"} call_7{broken{"other": 1}'
+    assert page.texts["field"] == "tool_call_id call_7"
+    assert "91.44" in page.texts["text"]
+
+
+def test_content_in_parts_is_shown_part_by_part_and_what_is_no_text_by_its_type(run: Run) -> None:
+    parts = [{"type": "text", "text": "how many"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "bare", {"odd": 1}]
+    html = run.page_of(run.rollout(prompt=[{"role": "user", "content": parts}]))
+    assert '<div>how many</div><div><b class="code">image_url</b></div><div>bare</div><div>{"odd": 1}</div>' in html
+    assert "base64" not in html
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"), [({"role": "user", "content": ""}, "no content"), ({"content": 5}, "no role"), ({"role": "tool", "tool_calls": "all"}, "all")]
+)
+def test_a_message_of_any_form_is_shown(run: Run, message: dict[str, Any], shown: str) -> None:
+    assert shown in text_of(run.page_of(run.rollout(completion=[message])))
+
+
+def test_of_an_environment_that_completes_text_the_text_is_shown(run: Run) -> None:
+    page = Page(run.page_of(run.rollout(prompt="Once upon", completion=" a <time>")))
+    assert page.texts["who"] == "promptcompletion"
+    assert page.texts["completion"] == " a <time>"
+
+
+def test_every_token_is_there_in_order_and_says_what_it_is_learned_with(run: Run) -> None:
+    example = merged(run)
+    html = run.page_of(run.rollout(example))
+    titles = tooltips(html)
+    assert [title.split(" · ")[:2] for title in titles] == [[f"token {place}", f"id {token_id}"] for place, token_id in enumerate(example.token_ids)]
+    first, last = example.mask.index(1), len(titles) - 2
+    assert titles[0].split(" · ")[2] == "context"
+    assert titles[first].endswith("advantage +0.75 · log-probability -0.500 (probability 0.607) · 4")
+    assert titles[last].endswith("advantage -0.25 · log-probability -0.500 (probability 0.607) · 1")
+    assert titles[-1].split(" · ")[2] == "advantage 0"
+    assert "first of 431<|im_end|>" in Page(html).texts["tokens"]
+
+
+def test_the_colour_of_a_learned_token_is_its_advantage_by_sign_and_size(run: Run) -> None:
+    html = run.page_of(run.rollout(merged(run), run.example(("last", READ), (" of", 0.5))))
+    runs = re.findall(r'<span class="run (\w+)"(?: style="--a:([\d.]+)")?>', html.partition("<h3>")[2])
+    assert runs == [("context", ""), ("up", "0.50"), ("context", ""), ("down", "0.25"), ("level", ""), ("context", ""), ("up", "0.37")]
+    legend = Page(html).texts["legend"]
+    for words in ("up3+0.5 … +0.75learned, and to be made more likely", "down1-0.25learned, and to be made less likely", "level10", "context"):
+        assert words in legend
+    assert "unusable" not in legend
+
+
+def test_each_example_has_its_figures(run: Run) -> None:
+    whole = run.example(("last", READ), (" of", 0.5), token_advantages=None, advantage=-0.5, weight_version=None, engine=None, steps=())
+    text = text_of(run.page_of(run.rollout(merged(run), whole, run.example(("last", READ)))))
+    num_tokens = len(merged(run).token_ids)
+    assert f"0 {num_tokens} 4 one per token -0.500 0, 1 v5 actor-2 1 2 1 -0.5 -0.500 – – – 2 1 0 one per token – 0 v5 actor-2" in text
+
+
+def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run: Run) -> None:
+    html = run.page_of(run.rollout(merged(run), reward=0.75, metrics={"reward": 0.125}))
+    assert re.search(r"reward\b(?! \(metric\)).*0\.75.*reward \(metric\).*0\.125", html, re.DOTALL)
+
+
+def test_the_images_of_each_example_are_counted_where_there_are_any(run: Run) -> None:
+    one, two = (ImageRef(None, data, data.hex()) for data in (b"one", b"two"))
+    shown, text = run.example(("last", READ), (" of", 0.5), images=(one, two)), run.example(("last", READ), (" of", 0.5))
+    with_images, without = (text_of(run.page_of(run.rollout(*examples))) for examples in ((shown, text), (text, text)))
+    assert "example tokens images learned" in with_images
+    assert "0 2 2 1 one per token" in with_images and "1 2 0 1 one per token" in with_images
+    assert "example tokens learned" in without
+
+
+def test_numbers_that_ended_a_run_are_shown(run: Run) -> None:
+    example = run.example(("last", READ), (" of", 0.5), (" of", 0.5), token_advantages=None, advantage=math.nan)
+    unscored = replace(example, logprobs=[0.0, math.inf, -math.inf], advantage=None)
+    html = run.page_of(run.rollout(example, unscored, metrics={"exact": math.nan}))
+    assert "exact nan" in text_of(html)
+    assert "to be learned, but with no advantage that is a number: the run ends here" in html
+    assert any("no advantage · log-probability inf" in title for title in tooltips(html))
+
+
+def test_a_rollout_that_failed_shows_its_error(run: Run) -> None:
+    html = run.page_of(run.rollout(error="ValueError: <no>\ud800", reward=0.0, metrics={}, prompt=None, completion=None))
+    text = text_of(html)
+    assert "Failed after 3 calls of the model: nothing is learned of it." in text
+    assert "ValueError: &lt;no&gt; \\ud800" in text
+    assert "none: it ended before" in text
+    assert "Nothing: it failed." in text
+
+
+def test_a_rollout_without_examples_says_so(run: Run) -> None:
+    assert "Nothing: no call of the model has left tokens." in text_of(run.page_of(run.rollout()))
+
+
+def test_a_reward_function_that_failed_is_told_beside_the_figures_of_the_others(run: Run) -> None:
+    failed = run.rollout(merged(run), reward_errors={"judge": "TimeoutError: 60 s"})
+    assert "judge failed: TimeoutError: 60 s" in text_of(run.page_of(failed))
+
+
+def test_the_objective_is_named(run: Run) -> None:
+    assert "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize step, advantage_epsilon 0.0001)" in run.page_of(
+        run.rollout(merged(run))
+    )
+
+
+def test_what_the_objective_makes_of_the_advantages_is_told(tmp_path: Path, language_model: Path) -> None:
+    run = Run(tmp_path / "run", language_model, objective={"advantage_std": True}, environment__drop_equal_groups=True)
+    flat = run.example(("last", READ), (" of", 0.0), advantage=0.0)
+    run.write(run.rollout(merged(run)), run.rollout(flat))
+    divided, left_out = "advantage_std divides them by the standard deviation", "drop_equal_groups leaves them out of the step"
+    assert divided in run.page(0) and left_out not in run.page(0)
+    assert left_out in run.page(1)
+
+
+@pytest.mark.slow
+def test_a_byte_level_tokenizer_shows_its_tokens_too(tmp_path: Path, demo_checkpoint: Path) -> None:
+    """The tokens of one character are shown by their bytes."""
+    run = Run(tmp_path / "run", demo_checkpoint)
+    example = run.example(("cat ", READ), ("猫", 0.5))
+    html = run.page_of(run.rollout(example))
+    assert len(tooltips(html)) == len(example.token_ids) > 2
+    assert "e7" in Page(html).texts["code"]
+
+
+def test_a_token_outside_the_vocabulary_is_told_of(run: Run) -> None:
+    size = len(run.tokenizer)
+    example = TrainingExample([1, size], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5)
+    with pytest.raises(ConfigError, match=rf"model\.path: .* has no token {size}, which the log has, but {size} of them; restore the folder"):
+        run.page_of(run.rollout(example))
+
+
+def test_a_token_without_a_text_is_one_that_the_embeddings_have_beyond_the_tokenizer(tmp_path: Path, language_model: Path) -> None:
+    shutil.copytree(language_model, tmp_path / "lm")
+    settings = json.loads((tmp_path / "lm" / "config.json").read_text())
+    run = Run(tmp_path / "run", tmp_path / "lm")
+    (tmp_path / "lm" / "config.json").write_text(json.dumps({**settings, "vocab_size": 128}))
+    html = run.page_of(run.rollout(TrainingExample([1, 127], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5)))
+    assert tooltips(html)[1].endswith("· no text")
+
+
+def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(tmp_path: Path, language_model: Path) -> None:
+    shutil.copytree(language_model, tmp_path / "lm")
+    run = Run(tmp_path / "run", tmp_path / "lm")
+    run.write(run.rollout(merged(run)), run.rollout(error="ValueError: no"))
+    shutil.rmtree(tmp_path / "lm")
+    with pytest.raises(ConfigError, match=r"model\.path: .* holds no tokenizer .*; restore the folder"):
+        run.page(0)
+    assert "ValueError: no" in run.page(1)
+
+
+def test_no_such_step_or_position_says_which_there_are(run: Run) -> None:
+    run.write(run.rollout(), run.rollout())
+    with pytest.raises(ConfigError, match=r"step: .* has no step 8; it has 7"):
+        show_sample(ShowOptions(run=run.folder, step=8, position=0))
+    with pytest.raises(ConfigError, match=r"position: step 7 of .* has no position 2; it has 0-1"):
+        show_sample(ShowOptions(run=run.folder, step=STEP, position=2))
+
+
+def test_a_damaged_log_is_an_error_with_its_line(run: Run) -> None:
+    run.write(run.rollout())
+    path = step_path(run.folder / "rollouts", STEP)
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(RecordError, match=r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited"):
+        run.page()

@@ -1,0 +1,308 @@
+"""A learner with LoRA or DoRA: what is trained, what it amounts to merged, and what is written down (DESIGN 9)."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3Config, Qwen3ForCausalLM
+
+from learner.model.adapters import adapted_layers, adapter_files, apply_adapter, embeddings_with_trained_rows, without_adapter
+from learner.model.checkpoint import CheckpointWeights, save_checkpoint
+from shared.config.model import AdapterSection
+from shared.errors import ConfigError
+from shared.tokens.fresh import FreshTokens
+from shared.weight_sync.offer import AdapterTerms
+
+KINDS = ("lora", "dora")
+TOKENS_1T = torch.tensor([[5, 17, 230, 41, 7, 99, 512]])
+
+
+def load(checkpoint: Path):
+    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def adapted(checkpoint: Path, kind: str = "lora", *, seed: int = 3, trained: bool = True, token_ids=(), tied=True, **section):
+    """The demo's model with an adapter that has learned something: noise in place of every trained tensor's start."""
+    model = load(checkpoint)
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(0.5 * model.lm_head.weight.detach())
+        model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+    section = AdapterSection(kind=kind, **{"rank": 4, "alpha": 8.0} | section)
+    apply_adapter(model, section, base_path=str(checkpoint), seed=seed, token_ids=token_ids)
+    if trained:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in trainable(model).values():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def trainable(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=TOKENS_1T, use_cache=False).logits
+
+
+def test_a_text_model_is_adapted_like_a_language_model_beside_a_vision_tower():
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
+    expected = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    apply_adapter(model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path="text", seed=3)
+    assert len(adapted_layers(model)) == 2 * 7
+    assert same(dict(CheckpointWeights(model).tensors()), expected), "merged, and under the same names"
+
+
+def snapshot(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_adapters_of_the_language_models_linear_layers_are_trained(demo_checkpoint, kind):
+    model = adapted(demo_checkpoint, kind)
+    paths = adapted_layers(model)
+    assert len(paths) == 3 * 7
+    assert all(path.startswith("model.language_model.layers.") for path in paths)
+    assert {name.split(".lora_")[0] for name in trainable(model)} == set(paths)
+    assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+
+
+def test_layers_of_the_same_name_outside_the_language_model_stay_as_they_are(demo_checkpoint):
+    model = load(demo_checkpoint)
+    model.model.visual.q_proj = torch.nn.Linear(4, 4)
+    apply_adapter(model, AdapterSection(kind="lora"), base_path="here", seed=0)
+    assert not any("visual" in path for path in adapted_layers(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_adapter_follows_from_the_seed_and_changes_nothing(demo_checkpoint, kind):
+    before = torch.random.get_rng_state()
+    model, again, other = (adapted(demo_checkpoint, kind, seed=seed, trained=False) for seed in (3, 3, 4))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert same(snapshot(model), snapshot(again))
+    assert not same(snapshot(model), snapshot(other))
+    torch.testing.assert_close(logits(model), logits(load(demo_checkpoint)), rtol=0, atol=1e-5)
+
+
+def test_a_name_that_no_layer_has_is_refused_with_those_that_exist(demo_checkpoint):
+    with pytest.raises(
+        ConfigError, match=r"model.adapter.target_modules: .* is called qkv, wq; it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    ):
+        adapted(demo_checkpoint, target_modules=("q_proj", "wq", "qkv"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_equal(demo_checkpoint, kind):
+    model = adapted(demo_checkpoint, kind)
+    before = snapshot(model)
+    merged = dict(CheckpointWeights(model).tensors())
+    assert same(before, snapshot(model))
+    reference = copy.deepcopy(model)
+    for path, layer in adapted_layers(reference).items():
+        layer.merge()
+        assert torch.equal(merged[f"{path}.weight"], layer.base_layer.weight)
+        assert not torch.equal(merged[f"{path}.weight"], before[f"{path}.base_layer.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_adapted_model_does(demo_checkpoint, kind):
+    model, ordinary = adapted(demo_checkpoint, kind), load(demo_checkpoint)
+    merged = list(CheckpointWeights(model).tensors())
+    assert [name for name, _ in merged] == [name for name, _ in ordinary.named_parameters()]
+    before = logits(ordinary)
+    ordinary.load_state_dict(dict(merged), strict=False)
+    ordinary.tie_weights()
+    torch.testing.assert_close(logits(ordinary), logits(model), rtol=0, atol=2e-5)
+    assert (logits(model) - before).abs().max() > 1e-2
+
+
+def test_a_model_without_adapters_offers_its_parameters_as_they_are(demo_checkpoint):
+    model = load(demo_checkpoint)
+    offered = [(name, tensor.data_ptr()) for name, tensor in CheckpointWeights(model).tensors()]
+    assert offered == [(name, parameter.data_ptr()) for name, parameter in model.named_parameters()]
+    assert adapter_files(model) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_specs_are_known_before_anything_is_merged(demo_checkpoint, kind):
+    source = CheckpointWeights(adapted(demo_checkpoint, kind))
+    assert list(source.specs()) == [(name, tensor.dtype, tensor.shape) for name, tensor in source.tensors()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_adapter_loads_in_peft(demo_checkpoint, tmp_path, kind):
+    model = adapted(demo_checkpoint, kind)
+    adapter_files(model).save(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_an_offered_adapter_is_two_files_with_a_digest(demo_checkpoint):
+    model = adapted(demo_checkpoint)
+    files = adapter_files(model)
+    terms = AdapterTerms.make(files, timeout_s=5.0)
+    tensors = safetensors.torch.load(terms.files.tensors)
+    assert len(tensors) == 2 * 3 * 7
+    values = trainable(model)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, values[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")])
+    assert json.loads(terms.files.config)["r"] == 4
+    assert files == adapter_files(model)
+    assert terms.is_intact
+    assert not replace(terms, files=replace(files, tensors=files.tensors[:-1] + b"?")).is_intact
+    assert not replace(terms, files=replace(files, config=files.config + " ")).is_intact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kind):
+    """Embeddings are frozen, so what enters a checkpointed layer needs no gradient, and the layer's adapters do."""
+
+    def gradients(recompute: bool):
+        model = adapted(demo_checkpoint, kind).train()
+        if recompute:
+            model.gradient_checkpointing_enable()
+        model(input_ids=TOKENS_1T, use_cache=False).logits.float().log_softmax(-1)[..., 3].sum().backward()
+        return {name: parameter.grad for name, parameter in trainable(model).items()}
+
+    plain, recomputed = gradients(recompute=False), gradients(recompute=True)
+    assert any(gradient.abs().max() > 0 for gradient in plain.values())
+    assert same(plain, recomputed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(demo_checkpoint, tmp_path, kind):
+    model = adapted(demo_checkpoint, kind)
+    before = snapshot(model)
+    save_checkpoint(model, AutoProcessor.from_pretrained(demo_checkpoint), tmp_path / "saved", adapter=adapter_files(model))
+    assert same(before, snapshot(model))
+    names = {path: set(safetensors.torch.load_file(path / "model.safetensors")) for path in (demo_checkpoint, tmp_path / "saved")}
+    assert names[demo_checkpoint] == names[tmp_path / "saved"]
+    merged, information = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32, output_loading_info=True)
+    assert not any(information.values())
+    torch.testing.assert_close(logits(merged.eval()), logits(model), rtol=0, atol=2e-5)
+    adapter = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "saved" / "adapter").eval()
+    assert torch.equal(logits(adapter), logits(model))
+
+
+@pytest.mark.slow
+def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwards_itself_again(demo_checkpoint):
+    model = adapted(demo_checkpoint)
+    with_it, before = logits(model), snapshot(model)
+    with without_adapter(model):
+        assert torch.equal(logits(model), logits(load(demo_checkpoint)))
+    assert torch.equal(logits(model), with_it)
+    assert not torch.equal(with_it, logits(load(demo_checkpoint)))
+    assert same(snapshot(model), before)
+    assert trainable(model), "what is trained stays trained"
+
+
+FRESH = range(100, 131)
+HEAD = ("model.language_model.embed_tokens.weight", "lm_head.weight")
+
+
+def learn(model):
+    """Take two steps of AdamW over everything that is trained, on text with fresh tokens in it."""
+    ids_1T = torch.tensor([[5, 17, *FRESH, 41, 7]])
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2, weight_decay=0.0)
+    for _ in range(2):
+        logits = model(input_ids=ids_1T, use_cache=False).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, ids_1T[0, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_rows_are_trained_with_the_adapter_and_no_other_row_is(demo_checkpoint, kind, tied):
+    model = adapted(demo_checkpoint, kind, trained=False, token_ids=FRESH, tied=tied)
+    before = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    learn(model)
+    after = dict(CheckpointWeights(model).tensors())
+    assert list(before) == list(after)
+    matrices = HEAD[:1] if tied else HEAD
+    assert {name for name in HEAD if name in after} == set(matrices)
+    for name in matrices:
+        rows = (after[name] != before[name]).any(dim=1).nonzero()[:, 0].tolist()
+        assert rows == list(FRESH), name
+    elsewhere = {name for name in after if not torch.equal(after[name], before[name])} - set(matrices)
+    assert elsewhere == {f"{path}.weight" for path in adapted_layers(model)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_sent_and_saved_of_fresh_rows_is_what_the_learner_computes_with(demo_checkpoint, tmp_path, tied):
+    model = adapted(demo_checkpoint, token_ids=FRESH, tied=tied)
+    ordinary = load(demo_checkpoint)
+    names = [name for name, _ in ordinary.named_parameters()] + ([] if tied else ["lm_head.weight"])
+    source = CheckpointWeights(model)
+    merged = dict(source.tensors())
+    assert list(merged) == names
+    assert list(source.specs()) == [(name, tensor.dtype, tensor.shape) for name, tensor in merged.items()]
+    if not tied:
+        ordinary.lm_head.weight = torch.nn.Parameter(ordinary.lm_head.weight.detach().clone())
+        ordinary.config.tie_word_embeddings = ordinary.config.text_config.tie_word_embeddings = False
+    ordinary.load_state_dict(merged, strict=False)
+    ids_1T = torch.tensor([[5, *FRESH, 7]])
+    with torch.no_grad():
+        expected = model(input_ids=ids_1T, use_cache=False).logits
+        torch.testing.assert_close(ordinary(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_tied_head_has_the_rows_of_the_embedding(demo_checkpoint):
+    model = adapted(demo_checkpoint, token_ids=FRESH)
+    learn(model)
+    assert model.lm_head.token_adapter.base_layer.weight is model.get_input_embeddings().token_adapter.base_layer.weight
+    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+    assert len([name for name in trainable(model) if "trainable_tokens" in name]) == 1
+    assert set(embeddings_with_trained_rows(model)) == {
+        "model.language_model.embed_tokens.token_adapter",
+        "lm_head.token_adapter",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_holds_the_fresh_rows_merged_and_in_the_adapter_to_the_bit(demo_checkpoint, tmp_path, tied):
+    base = load(demo_checkpoint)
+    if not tied:
+        base.lm_head.weight = torch.nn.Parameter(0.5 * base.lm_head.weight.detach())
+        base.config.tie_word_embeddings = base.config.text_config.tie_word_embeddings = False
+    model = adapted(demo_checkpoint, token_ids=FRESH, tied=tied)
+    learn(model)
+    sent = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    fresh = FreshTokens(FRESH[0], len(FRESH))
+    processor = AutoProcessor.from_pretrained(demo_checkpoint)
+    save_checkpoint(model, processor, tmp_path / "saved", adapter=adapter_files(model), fresh=fresh)
+    saved, information = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32, output_loading_info=True)
+    assert not any(information.values())
+    assert same(dict(saved.named_parameters()), sent)
+    assert (saved.lm_head.weight is saved.get_input_embeddings().weight) == tied
+    restored = PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter").eval()
+    assert torch.equal(logits(restored), logits(model))
+    weights = dict(CheckpointWeights(restored.base_model.model).tensors())
+    assert same(weights, sent)
+    assert FreshTokens.of(tmp_path / "saved") == fresh, "who goes on from here trains them too"

@@ -1,0 +1,292 @@
+"""Attention by segments is that of the masked row, and transformers' own where none is packed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_qwen import FAMILIES, HIDDEN, make_stock_model
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import learner.model.attention
+from learner.collate import ModelInputs, collate
+from learner.model.attention import RowBorders, attend_by_segments, attend_in_one_call, segment_attention, segments_or_mask
+from learner.segments import EncodedPrompt, Segment
+from learner.targets import Target, TextWeights, TokenRole
+
+LENGTHS = (9, 4, 13)
+GRIDS = ((1, 8, 12), (1, 10, 14), (1, 8, 8))
+TEXT_MODELS = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
+
+
+def make_model(family: str, folder: Path) -> Any:
+    if family in FAMILIES:
+        stock = make_stock_model(folder / "model", family)
+        return AutoModelForImageTextToText.from_pretrained(stock).train()
+    model, config = TEXT_MODELS[family]
+    torch.manual_seed(3)
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return model(config(vocab_size=64, **shape, **heads)).train()
+
+
+def packed_row(model: Any, *, has_images: bool) -> ModelInputs:
+    """A row of segments, each with an image of its own size where there are images."""
+    config, draw = model.config, np.random.default_rng(0)
+    segments = []
+    for position, (length, grid) in enumerate(zip(LENGTHS, GRIDS, strict=True)):
+        ids = tuple(draw.integers(5, 60, length).tolist())
+        prompt = EncodedPrompt.of_text(ids)
+        if has_images:
+            pads = (config.image_token_id,) * (grid[1] * grid[2] // 4)
+            image = (config.vision_start_token_id, *pads, config.vision_end_token_id)
+            ids = (*ids[:2], *image, *ids[2:])
+            modality = torch.tensor([int(one == config.image_token_id) for one in ids])
+            values = draw.standard_normal((grid[1] * grid[2], 3 * 2 * 8 * 8), dtype=np.float32)
+            patches = torch.from_numpy(values)
+            prompt = EncodedPrompt(ids, ids, modality, patches, torch.tensor([grid]))
+        roles = np.full(3, TokenRole.NEUTRAL, dtype=np.uint8)
+        target = Target("s", (7, 8, 9), roles, (), (), (), sampled_logprobs=(-1.0,) * 3)
+        segments.append(Segment(position, prompt, target))
+    rope = model.model.get_rope_index if has_images or hasattr(model.model, "visual") else None
+    no_text = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
+    return collate(segments, text_weights=no_text, rope_index=rope).inputs
+
+
+def learned(model: Any, inputs: ModelInputs) -> dict[str, torch.Tensor]:
+    """The hidden states of a row, and the gradient by parameter of a mean over its tokens."""
+    model.zero_grad(set_to_none=True)
+    hidden_TD = model.model(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        **inputs.image_arguments(torch.float32),
+    ).last_hidden_state[0]
+    generator = torch.Generator().manual_seed(1)
+    (hidden_TD * torch.rand(hidden_TD.shape, generator=generator)).sum(1).mean().backward()
+    reached = [(name, one.grad) for name, one in model.named_parameters() if one.grad is not None]
+    return {"hidden states": hidden_TD.detach(), **dict(reached)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "has_images", "checkpointing"),
+    [
+        ("qwen2", False, False),
+        ("qwen3", False, False),
+        ("qwen3_vl", False, False),
+        ("qwen3_vl", True, True),
+        *((family, True, False) for family in FAMILIES),
+    ],
+)
+def test_a_packed_row_has_the_values_and_gradients_of_the_masked_one(
+    family: str,
+    has_images: bool,
+    checkpointing: bool,
+    tmp_path: Path,
+) -> None:
+    model = make_model(family, tmp_path)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = packed_row(model, has_images=has_images)
+    masked = learned(model, inputs)
+    attend_by_segments(model)
+    by_segments = learned(model, inputs)
+    assert by_segments.keys() == masked.keys()
+    assert ("model.visual.patch_embed.proj.weight" in masked) == has_images
+    for name, expected in masked.items():
+        torch.testing.assert_close(by_segments[name], expected, atol=1e-5, rtol=1e-5)
+    sizes = [tensor.abs().max() for name, tensor in masked.items() if name != "hidden states"]
+    assert max(sizes) > 0.1, "gradients are so large that 1e-5 says something"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*TEXT_MODELS, *FAMILIES])
+def test_no_layer_of_a_packed_row_is_given_a_mask(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path)
+    attend_by_segments(model)
+    given = []
+
+    def note(layer: Any, arguments: Any, options: dict[str, Any]) -> None:
+        given.append(type(options["attention_mask"]))
+
+    for layer in model.get_decoder().layers:
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    learned(model, packed_row(model, has_images=False))
+    assert given == [RowBorders] * len(model.get_decoder().layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
+def test_generation_with_padding_and_a_cache_is_transformers_own_to_the_bit(
+    family: str,
+    tmp_path: Path,
+) -> None:
+    model = make_model(family, tmp_path).eval()
+    ids_BP = torch.randint(5, 60, (3, 8), generator=torch.Generator().manual_seed(2))
+    mask_BP = torch.ones_like(ids_BP)
+    mask_BP[1, :3], mask_BP[2, :7] = 0, 0
+
+    def generated() -> tuple[torch.Tensor, ...]:
+        output = model.generate(
+            input_ids=ids_BP,
+            attention_mask=mask_BP,
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return (output.sequences, *output.logits)
+
+    before = generated()
+    attend_by_segments(model)
+    assert all(map(torch.equal, generated(), before))
+
+
+def test_a_checkpoint_does_not_name_an_attention_that_others_do_not_have(tmp_path: Path) -> None:
+    model = make_model("qwen3_vl", tmp_path)
+    attend_by_segments(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert "rollmatch" not in (tmp_path / "saved" / "config.json").read_text()
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "attn_implementation" not in json.dumps(config)
+
+
+# What transformers calls once in each forward
+
+
+def same_segment(row: list[int]) -> Callable[..., torch.Tensor]:
+    """The mask of a packed row in transformers' words; `row` names the segment of each token."""
+    of_token = torch.tensor(row)
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, query: Any, key: Any) -> torch.Tensor:
+        return (of_token[query] == of_token[key]) & (key <= query)
+
+    return sees
+
+
+def mask_of(row: list[int], **changes: Any) -> Any:
+    num_tokens = len(row)
+    arguments: dict[str, Any] = {
+        "batch_size": 1,
+        "q_length": num_tokens,
+        "kv_length": num_tokens,
+        "q_offset": 0,
+        "kv_offset": 0,
+        "mask_function": same_segment(row),
+        "allow_is_causal_skip": False,
+        "dtype": torch.float32,
+    }
+    return segments_or_mask(**arguments | changes)
+
+
+def test_a_packed_row_has_borders_in_place_of_a_mask() -> None:
+    segments = mask_of([0, 0, 0, 1, 2, 2])
+    assert isinstance(segments, RowBorders)
+    assert (segments.starts.tolist(), segments.starts.dtype) == ([0, 3, 4, 6], torch.int32)
+    assert segments.longest == 3
+    assert mask_of([0]).starts.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local_size": 4},
+        {"attention_mask": torch.tensor([[False, True, True, True]])},
+        {"batch_size": 2},
+        {"kv_length": 5},
+    ],
+    ids=["a window", "padding", "several rows", "a cache"],
+)
+def test_what_borders_cannot_say_keeps_its_mask(changes: dict[str, Any]) -> None:
+    mask = mask_of([0, 0, 1, 1], mask_function=lambda batch, head, q, k: k <= q, **changes)
+    assert mask.dtype is torch.bool
+    assert mask.shape[-2:] == (4, changes.get("kv_length", 4))
+
+
+def test_one_sequence_needs_no_mask() -> None:
+    assert mask_of([0, 0, 0], allow_is_causal_skip=True) is None
+
+
+# The kernel of a GPU, which is not here
+
+
+def varlen_by_hand(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """What the documentation of `torch.nn.attention.varlen.varlen_attn` says: [T, H, D] of each."""
+    assert window_size in ((-1, 0), (-1, -1))
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert cu_seq_k is not None
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    assert int(cu_seq_q.diff().max()) == max_q == max_k
+    attended = torch.empty_like(query)
+    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
+        causal = window_size == (-1, 0)
+        part = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        attended[start:end] = part.transpose(0, 1)
+    return attended
+
+
+def test_the_stand_in_is_called_as_torchs_own() -> None:
+    def parameters(function: Any) -> list[tuple[Any, ...]]:
+        listed = signature(function).parameters
+        return [(name, one.kind, one.default) for name, one in listed.items()]
+
+    assert parameters(varlen_by_hand) == parameters(varlen_attn)
+
+
+@pytest.mark.parametrize(("causal", "num_kv_heads"), [(True, 2), (True, 4), (False, 4)])
+def test_one_call_for_all_segments_gives_what_one_call_for_each_does(
+    causal: bool,
+    num_kv_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(learner.model.attention, "varlen_attn", varlen_by_hand)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, num_kv_heads, num_kv_heads))
+    segments = RowBorders(torch.tensor([0, 2, 3, 9], dtype=torch.int32), 6)
+    layer: Any = SimpleNamespace(is_causal=causal, num_key_value_groups=4 // num_kv_heads)
+    by_one = attend_in_one_call(query, key, value, segments, scaling=0.3, causal=causal)
+    by_each, _ = segment_attention(layer, query, key, value, segments, scaling=0.3)
+    torch.testing.assert_close(by_one, by_each, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,269 @@
+"""Work on a GPU is queued: what needs it done waits first. The device here notes that it does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from config_support import configuration
+from peft import LoraConfig, inject_adapter_in_model
+from ray.exceptions import ActorDiedError
+from torch import nn
+from torch.distributed import DistBackendError
+
+from launch.runtime import learner_client as remote_learner
+from launch.runtime.learner_client import RemoteLearner, explained
+from learner.model.adapters import NAME
+from learner.model.checkpoint import CheckpointWeights
+from learner.model.ranks import DistributedRanks, LearnerDevice, LearnerPlace, OneRank, ReceiverGroup
+from learner.model.sharding import WholeModel
+from learner.segments import EncodedPrompt
+from learner.weight_sync.canary import Canary
+from learner.weight_sync.publisher import AdapterSender, Sender, WeightPublisher
+from learner.weight_sync.sender import WeightSender
+from shared.config.job import TimeoutsSection
+from shared.errors import CollectiveError, LearnerError
+from shared.weight_sync.transports import Device
+
+CPU = torch.device("cpu")
+
+
+class WatchedDevice(LearnerDevice):
+    """A device that notes when it is waited for."""
+
+    def __init__(self, events: list[str], *, finds: Exception | None = None) -> None:
+        """`finds`: what waiting for it raises."""
+        super().__init__(CPU)
+        self._events = events
+        self._finds = finds
+        self.waited_until_s = 0.0
+
+    def wait(self) -> None:
+        self._events.append("wait")
+        if self._finds is not None:
+            raise self._finds
+        self.waited_until_s = time.time()
+
+
+class WatchedModel(nn.Module):
+    """A model of one adapted layer that notes who looks at its parameters or computes with them."""
+
+    dtype = torch.float32
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+        self.layer = nn.Linear(4, 9)
+        inject_adapter_in_model(LoraConfig(target_modules=["layer"]), self, NAME)
+        events.clear()
+
+    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        self._events.append("read")
+        return super().named_parameters(*arguments, **options)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        self._events.append("read")
+        return super().state_dict(*arguments, **options)
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        self._events.append("canary")
+        return SimpleNamespace(logits=self.layer(torch.ones(1, input_ids.shape[1], 4)))
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        self._events.append("save")
+
+    config: Any = SimpleNamespace(sub_configs=(), save_pretrained=lambda folder: None)
+
+
+Made = tuple[WeightPublisher, list[str]]
+
+
+def full_sender(model: nn.Module) -> Sender:
+    source, receivers = CheckpointWeights(model), (ReceiverGroup(1),)
+    return WeightSender(source, transport="rollmatch_gloo", receivers=receivers, timeout_s=0.5)
+
+
+def sender_to_an_engine_in_this_process(model: nn.Module) -> Sender:
+    return WeightSender(CheckpointWeights(model), transport="inproc", receivers=(), timeout_s=0.5)
+
+
+def adapter_sender(model: nn.Module) -> Sender:
+    return AdapterSender(model, timeout_s=0.5)
+
+
+def publisher(make_sender: Callable[[nn.Module], Sender]) -> Made:
+    events: list[str] = []
+    model = WatchedModel(events)
+    processor = SimpleNamespace(save_pretrained=lambda folder: None)
+    loaded: Any = SimpleNamespace(model=model, processor=processor, device=CPU, fresh_tokens=None)
+    no_images = torch.empty(0, 3, dtype=torch.int64)
+    prompt = EncodedPrompt((1, 2), (1, 2), torch.zeros(2), torch.empty(0, 0), no_images)
+    canary = Canary(loaded, prompt, (), (3, 4), tolerance=1e-4, proves_adapter=False, run_dir=Path("unused"))
+    parallel = WholeModel(model, CheckpointWeights(model), OneRank())
+    device, senders = WatchedDevice(events), (make_sender(model),)
+    return WeightPublisher(OneRank(), device, loaded, parallel, senders, canary), events
+
+
+@pytest.mark.parametrize(
+    ("make_sender", "readers"),
+    [
+        (full_sender, {"read"}),
+        (sender_to_an_engine_in_this_process, {"read", "canary"}),
+        (adapter_sender, {"read", "canary"}),
+    ],
+)
+def test_an_offer_waits_for_the_update_before_weights_adapter_or_canary_are_read(make_sender: Callable[[nn.Module], Sender], readers: set[str]) -> None:
+    made, events = publisher(make_sender)
+    made.offer()
+    made.close()
+    assert events[0] == "wait"
+    assert set(events[1:]) == readers
+
+
+def test_a_checkpoint_waits_for_the_update_before_it_reads(tmp_path: Path) -> None:
+    made, events = publisher(full_sender)
+    made.save(tmp_path / "checkpoint")
+    assert events[0] == "wait"
+    assert {"read", "save"} <= set(events)
+
+
+class FakeGroup:
+    """A process group whose reductions are only queued."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self._events.append("reduce")
+        return SimpleNamespace(wait=lambda: None)
+
+
+def ranks_on(device: LearnerDevice, events: list[str]) -> DistributedRanks:
+    group: Any = FakeGroup(events)
+    return DistributedRanks(0, 2, group, device, timeout_s=7.0, sums_in_backward=False)
+
+
+def test_the_time_of_reducing_gradients_ends_when_the_device_has_reduced_them() -> None:
+    events: list[str] = []
+    device = WatchedDevice(events)
+    ranks = ranks_on(device, events)
+    ranks.sum_gradients([torch.ones(3), torch.ones(2)])
+    assert events == ["reduce", "wait"]
+    (span,) = ranks.take_times()
+    assert (span.name, span.end_s >= device.waited_until_s > 0) == ("reduce gradients", True)
+
+
+def test_a_peer_that_is_lost_in_a_reduction_is_missed_there() -> None:
+    device = WatchedDevice([], finds=DistBackendError("NCCL communicator was aborted"))
+    ranks = ranks_on(device, [])
+    missed = pytest.raises(CollectiveError, match=r"^finish_step .* rank 0 of 2: another one did")
+    with missed, ranks.of_phase("finish_step"):
+        ranks.sum_gradients([torch.ones(3)])
+
+
+def test_a_rank_on_a_gpu_whose_process_has_ended_may_have_lost_a_peer() -> None:
+    """NCCL's watchdog ends the process: there is nobody left to say what it waited for."""
+    error = ActorDiedError()
+    on_gpu = explained(error, "finish_step", "rank 1's", may_have_lost_peer=True)
+    assert isinstance(on_gpu, CollectiveError), "what another rank says of itself says more"
+    assert "rank 1's process has ended" in str(on_gpu)
+    assert "it may have lost a peer" in str(on_gpu)
+    assert "timeouts.learn_s" in str(on_gpu)
+    alone = explained(error, "finish_step", "its", may_have_lost_peer=False)
+    assert type(alone) is LearnerError
+    assert "peer" not in str(alone)
+
+
+class EndingRanks:
+    """In place of Ray, with its clock: ranks that end so many seconds after they are asked."""
+
+    def __init__(self, *ends_s: float) -> None:
+        self.now_s = 0.0
+        self._ends_s = ends_s
+
+    def actors(self) -> list[Any]:
+        def rank(index: int) -> Any:
+            answers = SimpleNamespace(remote=lambda *_: f"answer {index}")
+            return SimpleNamespace(start=answers, open_rendezvous=answers, finish_step=SimpleNamespace(remote=lambda: index))
+
+        return [rank(index) for index in range(len(self._ends_s))]
+
+    def wait(self, refs: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
+        first = min(refs, key=lambda ref: 0.0 if isinstance(ref, str) else self._ends_s[ref])
+        ends_s = 0.0 if isinstance(first, str) else self._ends_s[first]
+        if ends_s > self.now_s + timeout:
+            self.now_s += timeout
+            return [], refs
+        self.now_s = max(self.now_s, ends_s)
+        return [first], [ref for ref in refs if ref != first]
+
+    def get(self, refs: Any) -> Any:
+        if isinstance(refs, int):
+            raise ActorDiedError
+        return refs
+
+
+@pytest.mark.parametrize(
+    ("ends_s", "whose", "is_victim"),
+    [
+        ((40.0, 12.0), "rank 1's", False),  # the other one's limit had not come when it was told
+        ((12.0, 13.0), "rank 0's", False),  # ended by what ended the first
+        ((99.5, 97.5), "rank 1's", True),
+        ((99.0, 88.0), "rank 1's", False),
+    ],
+)
+def test_the_rank_that_ended_long_before_nccl_gave_up_waiting_is_the_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, ends_s: tuple[float, float], whose: str, *, is_victim: bool
+) -> None:
+    ranks = EndingRanks(*ends_s)
+    monkeypatch.setattr(remote_learner, "ray", ranks)
+    monkeypatch.setattr(remote_learner, "time", SimpleNamespace(monotonic=lambda: ranks.now_s))
+    learner = RemoteLearner(ranks.actors(), TimeoutsSection(learn_s=100.0))
+    config = configuration(Path("model"), Path("data"), Path("run"))
+    place = LearnerPlace("nccl", (), device=Device.CUDA, world_size=2)
+    learner.start(config, [replace(place, rank=rank) for rank in (0, 1)])
+    with pytest.raises(LearnerError, match=f"finish_step .*: {whose} process has ended") as caught:
+        learner.finish_step()
+    assert isinstance(caught.value, CollectiveError) == is_victim
+    assert ("lost a peer" in str(caught.value)) == is_victim
+
+
+@pytest.fixture
+def precisions() -> Iterator[Callable[[], set[str]]]:
+    """How a process that multiplied in TF32 multiplies now, on a GPU."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    flags: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    yield lambda: {flag.fp32_precision for flag in flags}
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_on_a_gpu_float32_is_multiplied_in_float32(precisions: Callable[[], set[str]]) -> None:
+    LearnerDevice(CPU).use_full_float32()
+    assert precisions() == {"tf32"}, "a CPU leaves a GPU's settings as they are"
+    LearnerDevice(torch.device("cuda")).use_full_float32()
+    assert precisions() <= {"ieee", "none"}
+    assert not torch.backends.cudnn.allow_tf32, "others can still ask"
+
+
+def test_a_gpu_is_waited_for_on_the_stream_of_the_update_and_a_cpu_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[torch.device] = []
+
+    def current_stream(device: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: waited.append(device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    LearnerDevice(CPU).wait()
+    assert waited == []
+    LearnerDevice(torch.device("cuda", 1)).wait()
+    assert waited == [torch.device("cuda", 1)]

@@ -1,0 +1,100 @@
+"""The model as it is trained: number type, frozen parts, recomputed activations."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from config_support import configuration
+from learner_support import finish_step, make_learner
+from tiny_qwen import make_stock_model
+
+from learner.model.loading import load_model, load_tokens
+from learner.model.optimizer import MasterWeights
+from learner.model.parts import Part, part_of
+from shared.config.pipeline import Channel
+from shared.errors import ConfigError
+from shared.schedule import RunSchedule
+from shared.tokens.fresh import FreshTokens
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "global_max_length": 512,
+    "training__max_steps": 8,
+    "training__effective_batch_size": 8,
+    "stage2_ab__schedule__warmup_steps": 8,
+    "training__learning_rate": 2e-3,
+}
+
+
+@pytest.fixture
+def config(demo_checkpoint, demo_data, tmp_path):
+    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path, **SMALL | changes)
+
+
+def losses(config, steps):
+    learner = make_learner(config)
+    reports = []
+    for plan in list(RunSchedule(config).plans())[:steps]:
+        assert plan.channel is Channel.A
+        learner.next_requests(plan)
+        reports.append(finish_step(learner))
+    return learner, [report.metrics["loss/total"] for report in reports]
+
+
+def test_bfloat16_learns_as_float32_does(config):
+    learner, bf16 = losses(config(model__dtype="bfloat16"), 8)
+    _, fp32 = losses(config(), 8)
+    assert {parameter.dtype for parameter in learner.loaded.model.parameters()} == {torch.bfloat16}
+    assert fp32[-1] < 0.8 * fp32[0]
+    assert bf16 == pytest.approx(fp32, rel=0.03)
+
+
+def test_a_bfloat16_checkpoint_is_saved_in_bfloat16(config, tmp_path):
+    learner, _ = losses(config(model__dtype="bfloat16"), 1)
+    learner.weight_sync.publisher.save(tmp_path / "checkpoint")
+    again = load_model(config(model__path=str(tmp_path / "checkpoint"), model__dtype="bfloat16"), torch.device("cpu")).model
+    for (name, mine), (_, loaded) in zip(learner.loaded.model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(mine, loaded), name
+    assert (tmp_path / "checkpoint" / "model.safetensors").stat().st_size < 2.2 * sum(parameter.numel() for parameter in again.parameters())
+
+
+@pytest.mark.parametrize("frozen", [{}, {"vision_tower": {"frozen": True}}, {"vision_tower": {"frozen": True}, "aligner": {"frozen": True}}])
+def test_recomputed_activations_change_no_bit_frozen_parts_or_not(config, frozen):
+    kept, kept_losses = losses(config(training__parts=frozen), 2)
+    recomputed, recomputed_losses = losses(config(training__parts=frozen, model__gradient_checkpointing=True), 2)
+    assert kept_losses == recomputed_losses
+    pairs = zip(kept.loaded.model.parameters(), recomputed.loaded.model.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+
+
+def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
+    frozen = {"vision_tower": {"frozen": True}}
+    learner, _ = losses(config(training__parts=frozen, training__weight_decay=0.1), 2)
+    start = dict(load_model(config(), torch.device("cpu")).model.named_parameters())
+    moved = {name for name, parameter in learner.loaded.model.named_parameters() if not torch.equal(parameter, start[name])}
+    assert {part_of(name) for name in moved} == {Part.ALIGNER, Part.LANGUAGE_MODEL}
+    assert {name for name in start if part_of(name) is Part.LANGUAGE_MODEL} <= moved
+
+
+def test_float32_has_no_second_copy_of_its_weights(config):
+    assert MasterWeights(load_model(config(), torch.device("cpu")).model.parameters()).own_masters() == []
+
+
+def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, tmp_path):
+    folder = make_stock_model(tmp_path / "stock", "qwen3_vl")
+    with pytest.raises(ConfigError) as caught:
+        load_tokens(config(model__path=str(folder)))
+    lacks = "its tokenizer lacks the coord tokens, which boxes are written in"
+    remedy = "make a checkpoint that has them with `python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLDER`, and set model.path to it"
+    assert str(caught.value) == f"model.path: {folder} does not suit the run: {lacks}; {remedy}"
+
+
+def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(config, demo_checkpoint, tmp_path):
+    folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
+    FreshTokens(first_id=7, count=1_000_000).save(folder)
+    told = r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on, of a "
+    with pytest.raises(ConfigError, match=told):
+        load_model(config(model__path=str(folder)), torch.device("cpu"))

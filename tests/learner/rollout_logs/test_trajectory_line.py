@@ -1,0 +1,167 @@
+"""A line of an environment's rollout log: what is written of a rollout, and what is no such line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.rollout_logs.trajectories import TrajectoryLine, TrajectoryLog, checked_trajectory_line, line_of, read_step
+from learner.rollout_logs.writer import step_path
+from shared.errors import RecordError
+from shared.records import ImageRef
+from shared.trajectory import EnvironmentRollout, ModelCall, TrainingExample
+
+MERGED = TrainingExample(
+    token_ids=[5, 6, 7, 8, 9],
+    logprobs=[0.0, 0.0, -0.5, 0.0, -0.25],
+    mask=[0, 0, 1, 0, 1],
+    reward=0.75,
+    advantage=0.25,
+    weight_version=6,
+    token_advantages=[0.0, 0.0, 0.5, 0.0, -0.25],
+    steps=(0, 2),
+    step_ends=(3, 5),
+    images=(ImageRef(None, b"one", "5e" * 32), ImageRef(None, b"two", "f0" * 32)),
+    engine="actor-2",
+)
+SINGLE = TrainingExample([5, 4], [0.0, -1.5], [0, 1], reward=0.75, advantage=None, steps=(1,))
+ROLLOUT = EnvironmentRollout(
+    position=3,
+    example=12,
+    reward=0.75,
+    metrics={"exact": 1.0, "form": 0.5},
+    error=None,
+    is_truncated=False,
+    num_turns=3,
+    num_tokens=3,
+    num_length_limited=0,
+    num_splits=1,
+    examples=(MERGED, SINGLE),
+    prompt=[{"role": "user", "content": [{"type": "text", "text": "first of 431"}]}],
+    completion=[{"role": "assistant", "content": None, "tool_calls": ['{"id": "a"}']}, {"role": "tool", "content": "4\ud800"}],
+    actor="environment-0",
+    started_s=100.0,
+    generate_s=1.5,
+    reward_errors={"judge": "TimeoutError: \ud800"},
+    calls=(ModelCall("", 0, 2**63 + 1, "actor-2"), ModelCall("/0", 0, 7)),
+)
+FAILED = replace(ROLLOUT, position=4, error="ValueError: no\udcff", reward=0.0, metrics={}, examples=(), prompt=None, completion=None)
+
+
+def logged(folder: Path, *rollouts: EnvironmentRollout) -> list[TrajectoryLine]:
+    log = TrajectoryLog(folder)
+    log.begin(7)
+    for rollout in rollouts:
+        log.write(rollout)
+    log.close()
+    return read_step(step_path(folder, 7))
+
+
+def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
+    line, failed = logged(tmp_path, ROLLOUT, FAILED)
+    assert line == json.loads(json.dumps(line_of(7, ROLLOUT)))
+    assert (line["step"], line["position"], line["example"], line["reward"], line["num_splits"], line["generate_s"]) == (7, 3, 12, 0.75, 1, 1.5)
+    assert (line["prompt"], line["completion"]) == (ROLLOUT.prompt, ROLLOUT.completion)
+    assert (line["metrics"], line["reward_errors"]) == (ROLLOUT.metrics, ROLLOUT.reward_errors)
+    assert line["calls"] == [
+        {"path": "", "turn": 0, "seed": 2**63 + 1, "engine": "actor-2"},
+        {"path": "/0", "turn": 0, "seed": 7, "engine": None},
+    ]
+    assert line["examples"][0] == {
+        "token_ids": [5, 6, 7, 8, 9],
+        "mask": [0, 0, 1, 0, 1],
+        "logprobs": [0.0, 0.0, -0.5, 0.0, -0.25],
+        "reward": 0.75,
+        "advantage": 0.25,
+        "token_advantages": [0.0, 0.0, 0.5, 0.0, -0.25],
+        "weight_version": 6,
+        "engine": "actor-2",
+        "turns": [0, 2],
+        "images": ["5e" * 32, "f0" * 32],
+    }
+    assert line["examples"][1]["images"] == []
+    assert (failed["error"], failed["examples"], failed["completion"]) == ("ValueError: no\udcff", [], None)
+
+
+def test_an_environment_that_completes_text_has_texts_for_messages(tmp_path: Path) -> None:
+    (line,) = logged(tmp_path, replace(ROLLOUT, prompt="Once upon", completion=" a time\ud800"))
+    assert (line["prompt"], line["completion"]) == ("Once upon", " a time\ud800")
+
+
+def test_a_message_may_be_whatever_an_environment_has_made_of_it(tmp_path: Path) -> None:
+    messages = [{"content": 5}, {"role": None, "\ud800": [1, {"more": None}]}]
+    (line,) = logged(tmp_path, replace(ROLLOUT, completion=messages))
+    assert line["completion"] == messages
+
+
+def test_numbers_that_the_learner_refuses_later_are_read_all_the_same(tmp_path: Path) -> None:
+    """The line of the rollout that ended a run is the one that somebody wants to see."""
+    (line,) = logged(tmp_path, replace(ROLLOUT, metrics={"exact": math.inf}, examples=(replace(SINGLE, logprobs=[0.0, math.nan], advantage=math.nan),)))
+    (example,) = line["examples"]
+    assert math.isinf(line["metrics"]["exact"])
+    assert math.isnan(example["logprobs"][1])
+
+
+def test_half_a_line_is_none_and_the_files_of_several_ranks_are_one_step(tmp_path: Path) -> None:
+    log = TrajectoryLog(tmp_path, rank=1)
+    log.begin(7)
+    log.write(FAILED)
+    log.close()
+    assert [line["position"] for line in logged(tmp_path, ROLLOUT)] == [3, 4]
+    path = step_path(tmp_path, 7)
+    path.write_bytes(path.read_bytes() + b'{"step": 7')
+    assert [line["position"] for line in read_step(path)] == [3, 4]
+
+
+@pytest.mark.parametrize("value", [[], "text", {"step": 1}])
+def test_what_is_no_line_is_refused_with_a_remedy(value: Any) -> None:
+    with pytest.raises(RecordError, match=r"^(line|position): .*; a run's log is not to be edited: restore the file, or check out the version"):
+        checked_trajectory_line(value)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "field"),
+    [
+        ("step", -1, "step"),
+        ("position", "3", "position"),
+        ("example", None, "example"),
+        ("more", 1, "more"),
+        ("reward", math.nan, "reward"),
+        ("metrics", {"exact": True}, "metrics.exact"),
+        ("error", 5, "error"),
+        ("error", "ValueError: no", "examples"),
+        ("prompt", 5, "prompt"),
+        ("completion", ["first"], "completion"),
+        ("examples.0.more", 1, "examples[0].more"),
+        ("examples.0.token_ids.1", -1, "examples[0].token_ids[1]"),
+        ("examples.0.token_ids", [5, 6], "examples[0].mask"),
+        ("examples.0.mask", [0, 0, 1, 0], "examples[0].mask"),
+        ("examples.0.mask.2", 2, "examples[0].mask[2]"),
+        ("examples.1.logprobs", [0.0], "examples[1].logprobs"),
+        ("examples.1.logprobs", "-1", "examples[1].logprobs"),
+        ("examples.0.advantage", "1", "examples[0].advantage"),
+        ("examples.1.token_advantages", [], "examples[1].token_advantages"),
+        ("examples.0.turns", [2, 0], "examples[0].turns"),
+        ("examples.0.turns", [0, 3], "examples[0].turns"),
+        ("examples.0.images", [5], "examples[0].images[0]"),
+        ("examples.1.images", None, "examples[1].images"),
+    ],
+)
+def test_a_line_that_was_edited_is_refused_by_file_line_and_field(tmp_path: Path, where: str, value: Any, field: str) -> None:
+    logged(tmp_path, ROLLOUT)
+    path = step_path(tmp_path, 7)
+    line = json.loads(path.read_text())
+    *keys, last = (int(key) if key.isdigit() else key for key in where.split("."))
+    inner = line
+    for key in keys:
+        inner = inner[key]
+    inner[last] = value
+    path.write_text(path.read_text() + json.dumps(line) + "\n")
+    with pytest.raises(RecordError, match=rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"):
+        read_step(path)

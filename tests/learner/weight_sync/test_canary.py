@@ -1,0 +1,236 @@
+"""What the canary of a real model in bfloat16 notices, and what is below its noise (DESIGN 9.3).
+
+A small model learns a language, and then for fifty steps another dialect of it. The engine is the
+same model computed in another precision or by another attention: the noise of bfloat16, without an
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from config_support import configuration
+from learner_support import make_learner
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from learner.learner import Learner
+from shared.errors import WeightSyncError
+from shared.weight_sync.canary import CanaryProbe, Scores
+from shared.weight_sync.differences import NOISE_FILE, Differences
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY, LENGTH = 128, 32
+STEPS = 50
+CONFIG = Qwen3Config(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    tie_word_embeddings=True,
+    max_position_embeddings=256,
+)
+HEAD = "model.embed_tokens.weight"
+Weights = dict[str, torch.Tensor]
+
+
+class Language:
+    """Every token has four successors, of which the first is the most frequent."""
+
+    frequency = torch.tensor([0.6, 0.2, 0.15, 0.05])
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.successors = torch.randint(VOCABULARY, (VOCABULARY, 4), generator=self.generator)
+
+    def change(self) -> None:
+        """A third of the tokens get other successors."""
+        others = torch.randint(VOCABULARY, (VOCABULARY, 4), generator=self.generator)
+        changes = torch.rand(VOCABULARY, 1, generator=self.generator) < 0.3
+        self.successors = torch.where(changes, others, self.successors)
+
+    def sentences(self, count: int) -> torch.Tensor:
+        """int64 [count, LENGTH]"""
+        ids = torch.randint(VOCABULARY, (count, 1), generator=self.generator)
+        while ids.shape[1] < LENGTH:
+            which = torch.multinomial(self.frequency, count, replacement=True, generator=self.generator)
+            ids = torch.cat([ids, self.successors[ids[:, -1], which][:, None]], dim=1)
+        return ids
+
+
+@dataclass(frozen=True)
+class Trained:
+    weights: dict[int, Weights]
+    """In float32, by the number of steps in the second dialect."""
+    ids_T: torch.Tensor
+    """The probe: a sentence, and tokens that follow no rule."""
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, language = Qwen3ForCausalLM(CONFIG), Language(1)
+
+    def learn(steps: int, learning_rate: float) -> Iterator[Weights]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        for _ in range(steps):
+            ids = language.sentences(8)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    (*_, first) = learn(120, 3e-3)
+    language.change()
+    weights = {0: first} | dict(enumerate(learn(STEPS, 3e-5), 1))
+    random = torch.randint(VOCABULARY, (16,), generator=language.generator)
+    torch.set_num_threads(threads)
+    return Trained(weights, torch.cat([language.sentences(1)[0], random]))
+
+
+Engine = Callable[[Qwen3ForCausalLM], None]
+
+
+def in_float32(model: Qwen3ForCausalLM) -> None:
+    model.float()
+
+
+def by_another_attention(model: Qwen3ForCausalLM) -> None:
+    model.set_attn_implementation("eager")
+
+
+@pytest.fixture(params=[in_float32, by_another_attention])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return request.param
+
+
+def logprobs(
+    weights: Mapping[str, torch.Tensor],
+    ids_T: torch.Tensor,
+    engine: Engine | None = None,
+    head: torch.Tensor | None = None,
+) -> tuple[float, ...]:
+    """Return those of the probe's tokens but the first, of weights that were rounded to bfloat16.
+
+    `head` is one that is not the embedding any more.
+    """
+    # Of its own, since the attention is a part of the configuration.
+    model = Qwen3ForCausalLM(deepcopy(CONFIG))
+    model.load_state_dict(weights)
+    if head is not None:
+        model.lm_head.weight = torch.nn.Parameter(head)
+    model.to(torch.bfloat16)
+    if engine is not None:
+        engine(model)
+    with torch.no_grad():
+        logits_TV = model(input_ids=ids_T[None]).logits[0, :-1].float()
+    return tuple(logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0].tolist())
+
+
+def scores(trained: Trained, engine: Engine, weights: Weights, head: torch.Tensor | None = None) -> Scores:
+    return tuple(trained.ids_T.tolist()), logprobs(weights, trained.ids_T, engine, head)
+
+
+def probe_at(trained: Trained, step: int, noise: Differences | None = None) -> CanaryProbe:
+    ids = tuple(trained.ids_T.tolist())
+    expected = logprobs(trained.weights[step], trained.ids_T)
+    return CanaryProbe(ids, (), ids, expected, tolerance=None, noise=noise)
+
+
+@pytest.fixture
+def probe(trained: Trained, engine: Engine) -> CanaryProbe:
+    """Of the last step, with the noise of version 0."""
+    noise = probe_at(trained, 0).measure("actor", scores(trained, engine, trained.weights[0]))
+    assert noise is not None and 0 < noise.mean < 0.02
+    return probe_at(trained, STEPS, noise)
+
+
+def exchanged_layers(trained: Trained, step: int = STEPS) -> Weights:
+    """The second and the third."""
+    names = {".layers.1.": ".layers.2.", ".layers.2.": ".layers.1."}
+
+    def taken_from(name: str) -> str:
+        return next((name.replace(one, other) for one, other in names.items() if one in name), name)
+
+    new = trained.weights[step]
+    return {name: new[taken_from(name)] for name in new}
+
+
+def a_share_left_out(trained: Trained) -> Weights:
+    """Of two tensor-parallel workers the first one's part of every split matrix is old."""
+    found = {}
+    for name, tensor in trained.weights[STEPS].items():
+        found[name] = tensor.clone()
+        if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            found[name][: len(tensor) // 2] = trained.weights[0][name][: len(tensor) // 2]
+        if any(part in name for part in ("o_proj", "down_proj")):
+            found[name][:, : tensor.shape[1] // 2] = trained.weights[0][name][:, : tensor.shape[1] // 2]
+    return found
+
+
+def weights_fifty_steps_old(trained: Trained) -> Weights:
+    """As of an actor that no sync has reached."""
+    return trained.weights[0]
+
+
+@pytest.mark.parametrize("fault", [exchanged_layers, a_share_left_out, weights_fifty_steps_old])
+def test_a_fault_is_noticed_at_bfloat16s_noise(trained: Trained, engine: Engine, probe: CanaryProbe, fault: Callable[[Trained], Weights]) -> None:
+    with pytest.raises(WeightSyncError, match=r"canary on actor: .*weights are not the learner's"):
+        probe.check("actor", *scores(trained, engine, fault(trained)))
+
+
+def test_exchanged_layers_are_noticed_though_the_noise_was_measured_with_them(trained: Trained, engine: Engine) -> None:
+    """As of an engine that loads the checkpoint wrongly, at the start and at every sync."""
+    at_fault = scores(trained, engine, exchanged_layers(trained, 0))
+    noise = probe_at(trained, 0).measure("actor", at_fault)
+    with pytest.raises(WeightSyncError, match=r"canary on actor: .*weights are not the learner's"):
+        probe_at(trained, 0, noise).check("actor", *at_fault)
+
+
+def test_a_stale_tied_head_is_noticed_at_bfloat16s_noise(trained: Trained, engine: Engine, probe: CanaryProbe) -> None:
+    head = trained.weights[0][HEAD]
+    with pytest.raises(WeightSyncError, match=r"canary on actor: .*weights are not the learner's"):
+        probe.check("actor", *scores(trained, engine, trained.weights[STEPS], head.clone()))
+
+
+@pytest.mark.parametrize("step", range(0, STEPS + 1, 10))
+def test_the_learners_own_weights_agree_at_every_version(trained: Trained, engine: Engine, probe: CanaryProbe, step: int) -> None:
+    at_step = probe_at(trained, step, probe.noise)
+    at_step.check("actor", *scores(trained, engine, trained.weights[step]))
+
+
+def test_weights_one_step_old_are_below_the_noise_and_for_checksums_and_versions_to_find(trained: Trained, engine: Engine, probe: CanaryProbe) -> None:
+    probe.check("actor", *scores(trained, engine, trained.weights[STEPS - 1]))
+
+
+# The learner's half
+
+
+@pytest.fixture
+def in_bfloat16(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> Iterator[Learner]:
+    learner = make_learner(configuration(demo_checkpoint, demo_data, tmp_path, model__dtype="bfloat16"))
+    yield learner
+    learner.close()
+
+
+def test_an_offer_says_which_tokens_stand_for_images_and_brings_the_noise_that_a_sync_measured(in_bfloat16: Learner, tmp_path: Path) -> None:
+    publisher = in_bfloat16.publisher
+    question = publisher.canary.question()
+    assert question.placeholder_ids == (in_bfloat16.loaded.model.config.image_token_id,)
+    assert (question.tolerance, question.noise) == (None, None)
+    measured = Differences(mean=0.004, largest=0.03)
+    publisher.done(measured)
+    assert publisher.canary.question().noise == measured
+    publisher.done(None)
+    assert publisher.canary.question().noise == measured, "of all syncs, the first alone measures it"
+    assert not (tmp_path / NOISE_FILE).exists(), "the learner shares no disk with who writes that"
