@@ -163,7 +163,7 @@ def start_engines(model: Path, num_engines: int) -> tuple[ActorPool, list[Any]]:
         kv_cache_memory_bytes=64 << 20,
         worker_extension="benchmarks.unverified_engine.UnverifiedWorker",
     )
-    environment = engine_environment(settings) | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+    environment = engine_environment(settings) | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'fakes'}:{ROOT / 'tests' / 'fixtures'}"}
     make_actor = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": environment})
     names = [f"engine-{i}" for i in range(num_engines)]
     actors = [make_actor.remote(EngineSpec(name, settings, i)) for i, name in enumerate(names)]

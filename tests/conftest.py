@@ -95,13 +95,13 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
 def ray_cluster() -> Iterator[None]:
     """A cluster of this session's own, of 8 CPUs by its own account. A short path, because sockets live in it.
 
-    Its processes find the modules of tests/support: an actor with a `runtime_env` of its own, which would say so too, never gets a process that waits.
+    Its processes find the modules of the tests: an actor with a `runtime_env` of its own, which would say so too, never gets a process that waits.
     """
     import ray
 
     folder = tempfile.mkdtemp(prefix="rm", dir="/tmp")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
+        environment.setenv("PYTHONPATH", os.pathsep.join(str(Path(__file__).parent / folder) for folder in ("fakes", "fixtures")), prepend=os.pathsep)
         ray.init(
             address="local",
             num_cpus=8,

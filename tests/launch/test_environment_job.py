@@ -28,7 +28,7 @@ OBJECTIVE = {
 STEPS = {
     "data__train": None,
     "data__val": None,
-    "environment": {"id": "tests/support/two_lengths.py", "rollouts_per_example": 4, "num_eval_examples": 3},
+    "environment": {"id": "tests/fixtures/two_lengths.py", "rollouts_per_example": 4, "num_eval_examples": 3},
     "custom__trainer_variant": "trajectory_pg",
     "global_max_length": 256,
     "training__max_steps": 2,
@@ -142,7 +142,7 @@ def test_with_staleness_1_the_first_round_of_a_step_is_of_the_weights_before_and
 @pytest.mark.long
 def test_pictures_of_any_turn_are_learned_with_what_was_said_to_them(job):
     """The learner shows its own vision tower the same pictures: another one, or none, would be another probability for every token behind it."""
-    environment = {"id": "tests/support/one_picture.py", "rollouts_per_example": 4, "num_eval_examples": 3, "max_images_per_prompt": 1}
+    environment = {"id": "tests/fixtures/one_picture.py", "rollouts_per_example": 4, "num_eval_examples": 3, "max_images_per_prompt": 1}
     first, second = (job(2, environment=environment) for _ in range(2))
     assert_same(first, second)
     for rollout in what_was_said(first):

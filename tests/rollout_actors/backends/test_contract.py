@@ -21,7 +21,7 @@ import pytest
 import ray
 from backend_support import ModelHost, OfEngines, UnderTest, child_processes, colocated_settings, what_was_said
 from counting_rows import RowsFile
-from engine_support import SUPPORT, TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
+from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from process_family import is_alive
 from serve_process import OneServer, ServeProcess, serve_process
@@ -99,7 +99,7 @@ def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
     settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
     with tempfile.TemporaryDirectory() as name:
         folder, rows = Path(name), RowsFile(Path(name) / "rows")
-        program = [str(SUPPORT / "counting_serve.py")]
+        program = [str(Path(__file__).parents[2] / "fakes" / "counting_serve.py")]
         # Started without the guard: the run brings its rule.
         with serve_process(serve_arguments(replace(settings, repeat_guard=None), port=0), folder, program=program, variables=rows.variables) as process:
             client = ServerClient("server", process.address(), index=0, expected=settings)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from backend_support import ModelHost, colocated_settings, what_was_said
-from engine_support import SUPPORT, TIMEOUTS, SmallLearner
+from engine_support import TEST_MODULES, TIMEOUTS, SmallLearner
 
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
@@ -213,7 +213,7 @@ print("fine")
 @pytest.mark.engine
 @pytest.mark.long
 def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them(demo_checkpoint: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{TEST_MODULES}:{Path(__file__).parents[3]}", "OMP_NUM_THREADS": "1"}
     command = [*warm_python.command(), "-c", RANK, str(demo_checkpoint), str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
     try:

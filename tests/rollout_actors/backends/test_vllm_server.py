@@ -35,7 +35,7 @@ from shared.weight_sync.phases import SyncPhase
 pytestmark = pytest.mark.slow
 
 GUARD = RepeatGuardSettings(64, 32, 16, 4, None)
-SUPPORT = Path(__file__).parents[2] / "support" / "fake_server.py"
+SUPPORT = Path(__file__).parents[2] / "fakes" / "fake_server.py"
 
 
 @pytest.fixture

@@ -391,7 +391,7 @@ def test_an_environment_that_was_closed_is_held_by_nobody():
 
 PROGRAM = """
     import asyncio, os, signal, sys, threading, time
-    sys.path.insert(0, "tests/support")
+    sys.path[:0] = ["tests/fakes", "tests/fixtures"]
     from environment_support import Talk, rows
     from rollout_actors.environments.lifecycle import cleanup, teardown
     from scripted_client import ScriptedClient

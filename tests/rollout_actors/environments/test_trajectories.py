@@ -282,7 +282,7 @@ def test_a_state_with_steps_of_a_users_own_is_rendered_from_its_last_step():
 PROGRAM = """
     import asyncio, signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background inherit as ignored
-    sys.path.insert(0, "tests/support")
+    sys.path[:0] = ["tests/fakes", "tests/fixtures"]
     from environment_support import Talk, rows
     from rollout_actors.environments.lifecycle import cleanup, teardown
     from scripted_client import ScriptedClient
