@@ -21,7 +21,7 @@ from benchmarks.logit_memory import FIRST_COORD, PIPELINE, loss_of, plain_values
 from learner.collate import PackedRow, collate
 from learner.model.attention import attend_by_segments
 from learner.model.loading import project_patches_as_matrix
-from learner.model.optimizer import Updater
+from learner.model.optimizer import Optimizer
 from learner.model.ranks import OneRank
 from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
@@ -148,7 +148,7 @@ def measure_update(model: Any, row: PackedRow, objectives: ChannelObjectives, ar
     """(median seconds of the rows, of the update alone, peak bytes) of whole steps."""
     config = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
     model.zero_grad(set_to_none=True)
-    updater = Updater(model, config, OneRank())
+    updater = Optimizer(model, config, OneRank())
     if row.positions_N.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     rows_s, update_s = [], []

@@ -22,7 +22,7 @@ from launch.demo.model import make_demo_model
 from rollout_actors.engine.settings import EngineSettings, engine_arguments, engine_environment
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.weight_sync.offer import TensorSpec, buckets
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 TEXT_LAYERS, VISION_LAYERS, DEEPSTACK = 36, 24, [5, 11, 17]
 """Qwen3-VL-4B's."""
@@ -59,7 +59,7 @@ def _change(section: Any, values: Mapping[str, Any]) -> None:
 
 def start_engine(folder: Path) -> Any:
     """vLLM's `LLM` over the small checkpoint."""
-    settings = EngineSettings(str(folder), "float32", 512, 2, 0, Transport.GLOO, Device.CPU, 0.5, kv_cache_memory_bytes=1 << 28)
+    settings = EngineSettings(str(folder), "float32", 512, 2, 0, TransportKind.GLOO, Device.CPU, 0.5, kv_cache_memory_bytes=1 << 28)
     os.environ.update(engine_environment(settings))
     import torch
     from vllm import LLM

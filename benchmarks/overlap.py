@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from launch.driver import Queue
-from launch.pipeline import StepRounds, one_ahead, one_at_a_time
+from launch.pipeline import RoundStream, one_ahead, one_at_a_time
 from rollout_actors.backends.scripted import ScriptedBackend
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
@@ -36,7 +36,7 @@ def requests_of(step: int, num_rounds: int) -> list[list[RolloutRequest]]:
     return [requests[i : i + PER_ROUND] for i in range(0, len(requests), PER_ROUND)]
 
 
-def run_steps(queue: Queue, stretches: Sequence[Sequence[int]], num_rounds: int, takes: Seconds) -> tuple[float, list[tuple[int, ...]]]:
+def run_steps(queue: Queue, windows: Sequence[Sequence[int]], num_rounds: int, takes: Seconds) -> tuple[float, list[tuple[int, ...]]]:
     """(seconds of all steps, the responses in the order they were learned). The queue of rounds runs on over the steps of a stretch."""
     backend = ScriptedBackend("scripted", lambda request: [request.step, request.position, request.seed % 1000], latency_s=takes.generate)
     learned: list[tuple[int, ...]] = []
@@ -48,8 +48,8 @@ def run_steps(queue: Queue, stretches: Sequence[Sequence[int]], num_rounds: int,
             return running[0]
 
         started = time.perf_counter()
-        for stretch in stretches:
-            rounds = StepRounds(queue, submit, lambda step: requests_of(step, num_rounds), stretch)
+        for stretch in windows:
+            rounds = RoundStream(queue, submit, lambda step: requests_of(step, num_rounds), stretch)
             for _ in stretch:
                 for done in rounds.of_next_step():
                     time.sleep(takes.learn)
@@ -75,7 +75,7 @@ def main() -> None:
         "queue within a step": (one_ahead, one_by_one),
         "queue across steps (max_staleness: 1)": (one_ahead, [list(steps)]),
     }
-    results = {name: run_steps(queue, stretches, options.rounds, takes) for name, (queue, stretches) in schedules.items()}
+    results = {name: run_steps(queue, windows, options.rounds, takes) for name, (queue, windows) in schedules.items()}
     alternating_s, expected = results["alternating"]
     for name, (seconds, learned) in results.items():
         assert learned == expected, f"{name}: other rollouts"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import binpacking
 import numpy as np
 
-from learner.packing import CarryBuffer, ToCompletion
+from learner.packing import CarryBuffer, PackWithinStep
 
 CAPACITY, SIGMA, WINDOW = 12_000, 0.6, 8
 MEANS, COUNTS = (800, 2_000), (32, 64, 128)
@@ -45,7 +45,7 @@ def whole_step(pieces: Sequence[Piece]) -> Rows:
 
 
 def streaming(pieces: Sequence[Piece]) -> Rows:
-    policy = ToCompletion(CarryBuffer(CAPACITY, len(pieces)), WINDOW)
+    policy = PackWithinStep(CarryBuffer(CAPACITY, len(pieces)), WINDOW)
     rows = [row for piece in pieces for row in policy.add(piece)]
     return rows + policy.finish_step()
 

@@ -27,10 +27,10 @@ from transformers import Qwen2VLImageProcessor
 from launch.cli import CONF, as_mapping, as_schema_overrides
 from launch.demo.model import make_demo_model
 from learner.ahead import Ahead
-from learner.algorithms.rollout_matching import MatchingStep
+from learner.algorithms.rollout_matching import RolloutMatchingStep
 from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder, Segment
-from learner.targets import ground_truth_target, target_rules
+from learner.targets import ground_truth_target, target_settings
 from shared.config import load_config
 from shared.config.pipeline import Channel
 from shared.prompts import DEFAULT_USER_PROMPT
@@ -64,7 +64,7 @@ class Between:
 
 def run_step(way: Any, work: dict[str, Any], samples: list[Sample], rollouts: list[Rollout], device_s: float) -> tuple[float, list[Segment]]:
     """(seconds from the answers to the last row, the segments) of a step."""
-    step = MatchingStep(SimpleNamespace(**work, ahead=way), StepPlan(0, Channel.B, len(samples), 0, False, False), range(len(samples)), samples, Mock())
+    step = RolloutMatchingStep(SimpleNamespace(**work, ahead=way), StepPlan(0, Channel.B, len(samples), 0, False, False), range(len(samples)), samples, Mock())
     time.sleep(device_s)  # engines generate
     started_s = time.perf_counter()
     segments = []
@@ -98,7 +98,7 @@ def main() -> None:
     # The demo's own limits are those of its small pictures.
     tokens.processor.image_processor = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=65_536, max_pixels=2_000_000)
     encoder = PromptEncoder.of(config, tokens.processor)
-    work = {"config": config, "tokens": tokens, "encoder": encoder, "rules": target_rules(config), "log": None}
+    work = {"config": config, "tokens": tokens, "encoder": encoder, "rules": target_settings(config), "log": None}
     samples = [make_sample(number) for number in range(arguments.samples)]
     prompt = encoder.encode(samples[0]).token_ids
     texts = [ground_truth_target(sample, tokens.codec, work["rules"]).token_ids for sample in samples]

@@ -19,7 +19,7 @@ from rollout_actors.engine.settings import EngineSettings, engine_arguments, eng
 from rollout_actors.repeat_guard.rule import guard_call
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 OUT_OF_REACH = 10**9
 
@@ -30,7 +30,7 @@ def settings(*, keys: bool) -> RepeatGuardSettings:
 
 def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tuple[Any, Any]:
     """vLLM's `LLM`, and the class of its guard, whose `spent_s` and `num_steps` grow."""
-    engine = EngineSettings(str(folder), "float32", 512, sequences, 0, Transport.GLOO, Device.CPU, 0.5, kv_cache_memory_bytes=1 << 30)
+    engine = EngineSettings(str(folder), "float32", 512, sequences, 0, TransportKind.GLOO, Device.CPU, 0.5, kv_cache_memory_bytes=1 << 30)
     os.environ.update(engine_environment(engine))
     import torch
     from vllm import LLM

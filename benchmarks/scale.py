@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from launch.runtime.learner_client import RemoteLearner
+from launch.runtime.learner_client import RayLearner
 from launch.runtime.rollout_client import ActorPool, PoolTimeouts
 from learner.actor import STOPPING, LearnerActor
 from rollout_actors.engine.actor import EngineActor
@@ -121,7 +121,7 @@ def main() -> None:
 
 def compare(rank: Any, actors: list[Any], shown: list[ImageRef], decode_batch_size: int, repeats: int) -> None:
     timeouts = TimeoutsSection()
-    learner = RemoteLearner([rank], timeouts)
+    learner = RayLearner([rank], timeouts)
     names = [f"actor-{index}" for index in range(len(actors))]
 
     def pool_of(engines: list[Any]) -> ActorPool:

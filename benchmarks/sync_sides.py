@@ -23,9 +23,9 @@ from shared.rollouts import WeightOffer
 from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import FullTerms
+from shared.weight_sync.offer import FullOffer
 from shared.weight_sync.phases import SendReport
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 NUM_CANARY_TOKENS = 12
 NUM_GREEDY_TOKENS = 12
@@ -106,7 +106,7 @@ class Sender(WeightSender):
 
     parts: Collection[Part] = ALL_PARTS
 
-    def outgoing(self, terms: FullTerms, logprobs: Callable[[], Sequence[float]]) -> ChecksummedWeights:
+    def outgoing(self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]) -> ChecksummedWeights:
         kind = ChecksummedWeights if Part.LEARNER_CHECKSUMS in self.parts else UnverifiedWeights
         return kind(self._source.tensors(), terms, torch, logprobs)
 
@@ -122,7 +122,7 @@ class Learner:
         self._threads = ThreadPoolExecutor(1)
         self.tokens = tuple(torch.randint(300, (NUM_CANARY_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist())
         self.sender = Sender(
-            CheckpointWeights(model), transport=Transport.GLOO, receivers=(ReceiverGroup(num_engines),), timeout_s=timeout_s, bucket_bytes=bucket_bytes
+            CheckpointWeights(model), transport=TransportKind.GLOO, receivers=(ReceiverGroup(num_engines),), timeout_s=timeout_s, bucket_bytes=bucket_bytes
         )
 
     def learn(self) -> None:

@@ -40,7 +40,7 @@ from shared.config.job import TimeoutsSection
 from shared.errors import WeightSyncError
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncReport
 from shared.weight_sync.phases import sync_weights
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 ROOT = Path(__file__).parent.parent
 TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=60.0))
@@ -157,7 +157,7 @@ def start_engines(model: Path, num_engines: int) -> tuple[ActorPool, list[Any]]:
         max_model_len=256,
         max_num_seqs=4,
         seed=0,
-        transport=Transport.GLOO,
+        transport=TransportKind.GLOO,
         device=Device.CPU,
         gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=64 << 20,

@@ -18,13 +18,13 @@ from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
 from launch.checks.servers import instead_of_servers
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
-from launch.runtime.learner_client import RemoteLearner
+from launch.runtime.learner_client import RayLearner
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, nodes_there
 from launch.runtime.rollout_client import ActorPool, EnvironmentPool, PoolTimeouts, RankRollouts
 from launch.runtime.telemetry import StartUp
 from learner.actor import STOPPING, LearnerActor
-from learner.model.ranks import LearnerPlace, ReceiverGroup
+from learner.model.ranks import RankTopology, ReceiverGroup
 from rollout_actors.backends.http import server_addresses
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
@@ -34,10 +34,10 @@ from rollout_actors.environments.training.runner import RunnerSettings
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
-from shared.config.derive import EnginePlace, actor_name, engines_in, environment_name, rank_name, rollout_servers, server_name
+from shared.config.derive import EngineLocation, actor_name, engines_in, environment_name, rank_name, rollout_servers, server_name
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
-from shared.errors import ConfigError, Limit
+from shared.errors import ConfigError, Timeout
 from shared.protocols import MakeBackend
 from shared.rollouts import TRIES
 from shared.trajectory import ExampleCounts
@@ -80,7 +80,7 @@ class Cluster:
         # A stack, so that an end that fails does not keep the others from theirs.
         self._ends.close()
 
-    def start(self) -> tuple[RemoteLearner, Rollouts]:
+    def start(self) -> tuple[RayLearner, Rollouts]:
         """Place and start every learner rank and every engine.
 
         Raises:
@@ -92,14 +92,14 @@ class Cluster:
         group = self._reserve(placement)
         learner = self._place_learner(placement, group)
         match engines_in(self._config):
-            case EnginePlace.RANKS:
+            case EngineLocation.RANKS:
                 return learner, self._start_in_ranks(placement, learner)
-            case EnginePlace.ACTORS:
+            case EngineLocation.ACTORS:
                 return learner, self._start_with_actors(placement, group, learner)
-            case EnginePlace.SERVERS:
+            case EngineLocation.SERVERS:
                 return learner, self._start_with_servers(placement, learner)
 
-    def _start_in_ranks(self, placement: Placement, learner: RemoteLearner) -> RankRollouts:
+    def _start_in_ranks(self, placement: Placement, learner: RayLearner) -> RankRollouts:
         """One wait for both: a rank loads its engine when it has loaded its model, whose device the two share."""
         config = self._config
         with self._start_up.stage(f"{_who(placement)} with an engine"):
@@ -107,7 +107,7 @@ class Cluster:
         size, devices = config.rollout_matching.decode_batch_size, placement.devices_per_engine
         return RankRollouts(learner, num_ranks=config.learner.world_size, devices_per_rank=devices, decode_batch_size=size)
 
-    def _start_with_actors(self, placement: Placement, group: PlacementGroup, learner: RemoteLearner) -> ActorPool | EnvironmentPool:
+    def _start_with_actors(self, placement: Placement, group: PlacementGroup, learner: RayLearner) -> ActorPool | EnvironmentPool:
         """The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created before that, start meanwhile."""
         pool = self._place_actors(placement, group)
         workers = len(placement.engines) * placement.devices_per_engine
@@ -116,7 +116,7 @@ class Cluster:
         self._start(pool)
         return self._with_environments(pool, placement)
 
-    def _start_with_servers(self, placement: Placement, learner: RemoteLearner) -> ActorPool | EnvironmentPool:
+    def _start_with_servers(self, placement: Placement, learner: RayLearner) -> ActorPool | EnvironmentPool:
         """The servers are waited for first: only they know how many devices are going to receive what the learner sends."""
         section = rollout_servers(self._config)
         assert section is not None
@@ -135,7 +135,7 @@ class Cluster:
         self._start(pool)
         return pool
 
-    def _place_learner(self, placement: Placement, group: PlacementGroup) -> RemoteLearner:
+    def _place_learner(self, placement: Placement, group: PlacementGroup) -> RayLearner:
         actors = [
             self._create(
                 ray.remote(concurrency_groups={STOPPING: 1})(LearnerActor),
@@ -149,7 +149,7 @@ class Cluster:
             )
             for rank, resources in enumerate(placement.ranks)
         ]
-        learner = RemoteLearner(actors, self._config.timeouts)
+        learner = RayLearner(actors, self._config.timeouts)
         self._ends.callback(learner.close)
         return learner
 
@@ -274,7 +274,7 @@ def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Seq
 
 def environment_timeouts(timeouts: TimeoutsSection) -> PoolTimeouts:
     """Of the pool over the environments. A part of a round has several calls behind each other, and an engine that is late is to be told of first, by name."""
-    generate = Limit(2 * timeouts.generate_s, "2 x timeouts.generate_s")
+    generate = Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s")
     return PoolTimeouts(timeouts.limit("start_s"), generate, timeouts.limit("sync_phase_s"), check=IN_ENVIRONMENTS)
 
 
@@ -283,8 +283,8 @@ def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTi
     of its own."""
     key, limit_s = "rollout_matching.vllm.server", section.infer_timeout_s
     return PoolTimeouts(
-        start=Limit(section.timeout_s + timeouts.start_s, f"{key}.timeout_s + timeouts.start_s"),
-        generate=Limit(TRIES * limit_s + GRACE_S, f"{TRIES} x {key}.infer_timeout_s + {GRACE_S:g}") if limit_s is not None and limit_s > 0 else None,
+        start=Timeout(section.timeout_s + timeouts.start_s, f"{key}.timeout_s + timeouts.start_s"),
+        generate=Timeout(TRIES * limit_s + GRACE_S, f"{TRIES} x {key}.infer_timeout_s + {GRACE_S:g}") if limit_s is not None and limit_s > 0 else None,
         sync_phase=timeouts.limit("sync_phase_s"),
         join=section.join_limit,
     )
@@ -304,9 +304,9 @@ def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrate
     return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
 
 
-def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[LearnerPlace]:
+def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[RankTopology]:
     return [
-        LearnerPlace(placement.transport, receivers if rank == 0 else (), device=placement.learner_device, rank=rank, world_size=len(placement.ranks))
+        RankTopology(placement.transport, receivers if rank == 0 else (), device=placement.learner_device, rank=rank, world_size=len(placement.ranks))
         for rank in range(len(placement.ranks))
     ]
 

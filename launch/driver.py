@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-from launch.pipeline import Queue, StepRounds
+from launch.pipeline import Queue, RoundStream
 from launch.runtime.checkpoints import Checkpoints
 from launch.runtime.telemetry import Telemetry
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport
-from shared.protocols import ByRank
+from shared.protocols import PerRank
 from shared.schedule import RunSchedule, StepPlan
 from shared.weight_sync.phases import SendsWeights, TakesWeights, sync_weights
 
@@ -18,15 +18,15 @@ from shared.weight_sync.phases import SendsWeights, TakesWeights, sync_weights
 class HasHeldOut(Protocol):
     """Who has the held-out samples."""
 
-    def held_out_requests(self, step: int) -> ByRank: ...
-    def score(self, done: ByRank) -> list[Any]: ...
+    def held_out_requests(self, step: int) -> PerRank: ...
+    def score(self, done: PerRank) -> list[Any]: ...
 
 
 class DrivesLearner(HasHeldOut, SendsWeights, Protocol):
     """The learner as the driver sees it."""
 
-    def next_requests(self, plan: StepPlan) -> ByRank: ...
-    def accumulate(self, done: ByRank) -> None: ...
+    def next_requests(self, plan: StepPlan) -> PerRank: ...
+    def accumulate(self, done: PerRank) -> None: ...
     def finish_step(self) -> StepReport: ...
 
 
@@ -35,29 +35,29 @@ class DrivesRollouts(TakesWeights, Protocol):
 
     @property
     def version(self) -> int: ...
-    def split(self, requests: ByRank) -> list[ByRank]: ...
-    def generate(self, round_: ByRank) -> Any: ...
+    def split(self, requests: PerRank) -> list[PerRank]: ...
+    def generate(self, round_: PerRank) -> Any: ...
 
 
 def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry, checkpoints: Checkpoints) -> None:
     """Every step of the run. Engines take weights while nothing is generated: a round that `max_staleness` lets run beside an update is waited for first."""
 
-    def rounds_of(plan: StepPlan) -> list[ByRank]:
+    def rounds_of(plan: StepPlan) -> list[PerRank]:
         return rollouts.split(learner.next_requests(plan))
 
     def report_held_out(step: int) -> None:
         checkpoints.after_report(step, telemetry.evaluation(evaluate(learner, rollouts, step, queue)))
 
     telemetry.sync(sync_weights(learner, rollouts))
-    for stretch in schedule.stretches():
-        rounds = StepRounds(queue, rollouts.generate, rounds_of, stretch)
+    for stretch in schedule.windows():
+        rounds = RoundStream(queue, rollouts.generate, rounds_of, stretch)
         for plan in stretch:
             if plan.evaluate_before:
                 report_held_out(plan.step)
             with telemetry.step(plan) as record:
                 for done in rounds.of_next_step():
                     learner.accumulate(done)
-                record.queue_wait_s = rounds.take_wait_s()
+                record.queue_wait_s = rounds.pop_wait_s()
                 record.report = learner.finish_step()
                 if plan.sync_after:
                     record.sync = sync_weights(learner, rollouts)

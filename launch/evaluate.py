@@ -42,7 +42,7 @@ from shared.config.base import ConfigPath, Section, refusal
 from shared.config.job import TimeoutsSection
 from shared.errors import ENGINES, ConfigError, RolloutError, late
 from shared.grounding.evaluation import Scene
-from shared.protocols import ByRank
+from shared.protocols import PerRank
 from shared.sent_requests import PictureShelf
 from shared.weight_sync.transports import Sharing, choose_transport
 
@@ -265,11 +265,11 @@ class LocalHeldOut:
         self._held_out, self._limit, self._fetch = held_out, timeouts.limit("generate_s"), fetch
         self._shelf = PictureShelf(ray.put)
 
-    def held_out_requests(self, step: int) -> ByRank:
+    def held_out_requests(self, step: int) -> PerRank:
         """Of one rank."""
         return [self._shelf.put_each(self._held_out.requests(step))]
 
-    def score(self, done: ByRank) -> list[Scene]:
+    def score(self, done: PerRank) -> list[Scene]:
         """As `HeldOut.score`. RolloutError also where the rollouts do not arrive."""
         (rollouts,) = done
         try:

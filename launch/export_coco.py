@@ -57,7 +57,7 @@ class _Metadata(_Part):
     """Of the COCO data set; data from `launch.import_coco` have it."""
 
 
-class _Row(_Part):
+class _ExportRow(_Part):
     width: Annotated[int, Field(ge=2)]
     height: Annotated[int, Field(ge=2)]
     metadata: _Metadata
@@ -91,7 +91,7 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        row = parse_json(path, _Row.model_validate_json, line, line=number, remedies=_REMEDIES).predictions()
+        row = parse_json(path, _ExportRow.model_validate_json, line, line=number, remedies=_REMEDIES).predictions()
         if row.image_id in found:
             raise RecordError(f"{row.image_id} is there twice", field="metadata.image_id", remedy="keep one row per image", file=str(path), line=number)
         found[row.image_id] = row

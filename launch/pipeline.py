@@ -33,7 +33,7 @@ def one_at_a_time(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterat
         yield submit(round_).result()
 
 
-class StepRounds:
+class RoundStream:
     """The finished rounds of some steps in a row, which go through one queue.
 
     With several steps and `one_ahead`, a step's last round is handed out while the first of the next is being produced. So the consumer must be able to
@@ -65,7 +65,7 @@ class StepRounds:
             yield done
         del self._left[0]
 
-    def take_wait_s(self) -> float:
+    def pop_wait_s(self) -> float:
         """Seconds for which the consumer has waited for rounds since this was asked last."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s

@@ -38,7 +38,7 @@ from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
 from learner.model.loading import checkpoint_problems
-from learner.model.parts import Part, part_of
+from learner.model.parts import ModelPart, model_part
 from rollout_actors.engine.settings import EngineSettings
 from shared.config import RunConfig, load_config
 from shared.config.derive import actor_name, engine_devices, environment_name, num_b_steps, rank_name, remarks, rollout_servers
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Findings:
+class PreflightReport:
     """What is printed: first what was found, then what is wrong."""
 
     lines: list[str] = field(default_factory=list)
@@ -99,12 +99,12 @@ def preflight(
     nodes_of: Callable[[RunConfig], list[Resources]] = cluster_nodes,
     memory_of: Callable[[Device], DeviceMemory | None] = device_memory,
     waits_for_servers: bool = False,
-) -> Findings:
+) -> PreflightReport:
     """Everything that can be known before a start. The configuration itself is sound already. What the cluster and this machine have, they are asked.
 
     With `waits_for_servers` one that does not answer yet is no problem: a run waits for it.
     """
-    findings = Findings()
+    findings = PreflightReport()
     if engine_devices(config) is not None:
         findings.lines += batch_algebra(config).describe()
     findings.lines += (f"note      {remark}" for remark in remarks(config))
@@ -134,7 +134,7 @@ def preflight(
     return findings
 
 
-def _data(config: RunConfig, findings: Findings) -> DataFacts | None:
+def _data(config: RunConfig, findings: PreflightReport) -> DataFacts | None:
     """What the learner would find in samples, or in the environment and the checkpoint; None where they are not sound."""
     if config.environment is not None:
         facts = findings.attempt(lambda: check_data(config))
@@ -201,7 +201,7 @@ def _adapter(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     smaller_sides: dict[str, int] = {}
     for name, sizes in shape.parameters.items():
         layer = name.split(".")[-2]
-        if len(sizes) == 2 and part_of(name) is Part.LANGUAGE_MODEL and layer not in ("embed_tokens", "lm_head"):
+        if len(sizes) == 2 and model_part(name) is ModelPart.LANGUAGE_MODEL and layer not in ("embed_tokens", "lm_head"):
             smaller_sides[layer] = max(min(sizes), smaller_sides.get(layer, 0))
     if unknown := sorted(set(adapter.target_modules) - smaller_sides.keys()):
         has = f"no linear layer of the language model in {config.model.path} is called {', '.join(unknown)}"
@@ -223,7 +223,7 @@ def _positions(config: RunConfig) -> Iterator[str]:
         yield f"{key}: {longest} tokens are more than the {positions} positions of {config.model.path} (max_position_embeddings); lower it"
 
 
-def _servers(config: RunConfig, expected: EngineSettings | None, findings: Findings, *, waits: bool) -> Iterator[str]:
+def _servers(config: RunConfig, expected: EngineSettings | None, findings: PreflightReport, *, waits: bool) -> Iterator[str]:
     """What the servers say, and what that makes of the run's rounds. What is expected of them, as `ask_servers` wants it."""
     section = rollout_servers(config)
     if section is None:
@@ -262,7 +262,7 @@ def _devices(placement: Placement) -> str:
     return "1 device" if placement.devices_per_engine == 1 else f"{placement.devices_per_engine} devices"
 
 
-def _memory(config: RunConfig, placement: Placement, shape: ModelShape, there: DeviceMemory | None, num_nodes: int, findings: Findings) -> Iterator[str]:
+def _memory(config: RunConfig, placement: Placement, shape: ModelShape, there: DeviceMemory | None, num_nodes: int, findings: PreflightReport) -> Iterator[str]:
     """What the processes need, against the memory of this machine's devices as far as these are theirs."""
     learner = learner_estimate(config, shape, placement.learner_device, placement.transport)
     needs = Needs(learner, len(placement.ranks), synced=synced_bytes(config, placement, shape))

@@ -34,7 +34,7 @@ from shared.errors import ConfigError, RolloutError, ended
 from shared.protocols import CLOSED_S
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
-from shared.weight_sync.transports import Device, Sharing, Transport, choose_transport
+from shared.weight_sync.transports import Device, Sharing, TransportKind, choose_transport
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -148,7 +148,7 @@ def settings_of(options: ServeOptions) -> EngineSettings:
     if options.token_env is not None and not os.environ.get(options.token_env):
         problems.append(f"token_env: the environment variable {options.token_env} is not set; export a token in it")
     device = device_here() if options.device == "auto" else Device(options.device)
-    transport = Transport.GLOO
+    transport = TransportKind.GLOO
     try:
         transport = choose_transport(options.transport, device, device, Sharing.NOTHING, key="transport")
     except ConfigError as error:

@@ -26,8 +26,8 @@ from launch.sample_pages.rollout import RolloutPage, advantages
 from learner.image_files import image_size
 from learner.rollout_logs import samples as rollout_log
 from learner.rollout_logs import trajectories as trajectory_log
-from learner.rollout_logs.samples import RolloutLine
-from learner.rollout_logs.trajectories import TrajectoryLine
+from learner.rollout_logs.samples import RolloutRecord
+from learner.rollout_logs.trajectories import TrajectoryRecord
 from learner.rollout_logs.writer import step_path
 from learner.samples import load_samples
 from shared.config import RunConfig
@@ -53,7 +53,7 @@ class ShowOptions(Section):
     """HTML file to write; without it `samples/step_..._position_....html` in the run's folder."""
 
 
-Line = TypeVar("Line", RolloutLine, TrajectoryLine)
+RecordT = TypeVar("RecordT", RolloutRecord, TrajectoryRecord)
 
 
 def show_sample(options: ShowOptions) -> Path:
@@ -97,7 +97,7 @@ def _rollout_page(options: ShowOptions, config: RunConfig) -> RolloutPage:
     )
 
 
-def _find_line(options: ShowOptions, config: RunConfig, read_step: Callable[[Path], list[Line]]) -> Line:
+def _find_line(options: ShowOptions, config: RunConfig, read_step: Callable[[Path], list[RecordT]]) -> RecordT:
     folder = options.run / "rollouts"
     path = step_path(folder, options.step)
     try:
@@ -117,7 +117,7 @@ def _find_line(options: ShowOptions, config: RunConfig, read_step: Callable[[Pat
     return found
 
 
-def _find_sample(config: RunConfig, line: RolloutLine) -> Sample:
+def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
     """With its images' bytes. Only they are read, whatever `data.check_images` says: one page needs no check of the whole file."""
     assert config.data.train is not None, "runs of environments have other pages"
     unchecked = config.model_copy(update={"data": config.data.model_copy(update={"check_images": False})})
@@ -149,7 +149,7 @@ def _load_tokenizer(config: RunConfig) -> Any:
         raise ConfigError(f"model.path: the tokenizer of {path} cannot be loaded ({error}); restore the folder that the run began from") from error
 
 
-def _codec(config: RunConfig, tokenizer: Any, line: RolloutLine) -> HFTokenCodec:
+def _codec(config: RunConfig, tokenizer: Any, line: RolloutRecord) -> HFTokenCodec:
     """ConfigError where the tokens of the log are not this tokenizer's."""
     problem = f"model.path: the tokenizer of {config.model.path} is not the one of the run"
     remedy = "restore the folder that the run began from"
@@ -164,7 +164,7 @@ def _codec(config: RunConfig, tokenizer: Any, line: RolloutLine) -> HFTokenCodec
     return codec
 
 
-def _pieces(config: RunConfig, line: TrajectoryLine) -> dict[int, bytes]:
+def _pieces(config: RunConfig, line: TrajectoryRecord) -> dict[int, bytes]:
     """The text of every token of the line's examples. ConfigError where one is not of this model."""
     token_ids = sorted({token_id for example in line["examples"] for token_id in example["token_ids"]})
     if not token_ids:
@@ -201,7 +201,7 @@ def _objective(config: RunConfig, channel: Channel) -> tuple[str, ...]:
     return tuple(described)
 
 
-def _notes(config: RunConfig, sample: Sample, line: RolloutLine) -> tuple[str, ...]:
+def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str, ...]:
     used = [(truth["kind"], tuple(truth["bins"]), truth["desc"]) for truth in line["ground_truth"]]
     notes = []
     if [(object_.kind, object_.bins, object_.desc) for object_ in sample.objects] != used:
@@ -211,7 +211,7 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutLine) -> tuple[str, .
     return tuple(notes)
 
 
-def _rollout_notes(config: RunConfig, line: TrajectoryLine) -> tuple[str, ...]:
+def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]:
     assert config.environment is not None, "runs of samples have other pages"
     notes = []
     if any(isinstance(entry, PolicyGradientEntry) and entry.config.advantage_std for entry in config.rollout_matching.pipeline.active(Channel.B)):

@@ -19,7 +19,7 @@ from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.sweep import is_sweep, run_trial
 from launch.runtime.telemetry import StartUp
 from shared.config import RunConfig, load_config
-from shared.config.derive import EnginePlace, engine_devices, engines_in, remarks
+from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
 from shared.errors import ConfigError
 
 
@@ -72,7 +72,7 @@ def run(config: RunConfig, console: Console) -> None:
             _print(console, algebra.describe())
         telemetry.placed(algebra, rollouts.names, learner_threads=learner.num_threads)
         who = ", ".join(rollouts.names)
-        in_ranks = engines_in(config) is EnginePlace.RANKS
+        in_ranks = engines_in(config) is EngineLocation.RANKS
         ready = f"{who}, which {'generates' if len(rollouts.names) == 1 else 'generate'} too," if in_ranks else f"{who} and the learner"
         console.print(f"ready     {ready} after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}", highlight=False)
         checkpoints = Checkpoints(config, learner, telemetry)

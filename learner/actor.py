@@ -14,7 +14,7 @@ import torch
 
 from learner.learner import Learner
 from learner.model.offload import offloaded, require_offload
-from learner.model.ranks import LearnerPlace
+from learner.model.ranks import RankTopology
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # What a learner rank offers to a backend that lives in its process.
 
 
-class LearnerHost:
+class EngineHost:
     """`shared.protocols.BackendHost` of one rank."""
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
@@ -57,7 +57,7 @@ class LearnerHost:
     def processor(self) -> Any:
         return self._learner.loaded.processor
 
-    def require_going_on(self) -> None:
+    def raise_if_stopping(self) -> None:
         if self._learner.is_told_to_stop:
             raise RolloutError("told to stop, because the run is being ended", actor=self.name, phase="generate")
 
@@ -94,7 +94,7 @@ class LearnerActor:
         self._rendezvous = Rendezvous(_node_address(config))
         return self._rendezvous.endpoint
 
-    def start(self, config: RunConfig, place: LearnerPlace, make_backend: MakeBackend | None, examples: ExampleCounts | None) -> int:
+    def start(self, config: RunConfig, place: RankTopology, make_backend: MakeBackend | None, examples: ExampleCounts | None) -> int:
         """Load model and data; the number of torch's threads. Not in the constructor, whose exceptions Ray turns into a dead actor."""
         # Here and not above: the driver imports this module, and need not pay for torch, transformers and peft.
         import torch
@@ -103,7 +103,7 @@ class LearnerActor:
 
         self._learner = Learner(config, replace(place, address=_node_address(config)), self._rendezvous, examples)
         if make_backend is not None:
-            self._backend = make_backend(LearnerHost(config, self._learner))
+            self._backend = make_backend(EngineHost(config, self._learner))
         return torch.get_num_threads()
 
     def next_requests(self, plan: StepPlan) -> int:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from learner.checks import check_prompt
 from learner.model.loading import LoadedTokens
 from learner.segments import PromptEncoder
-from learner.targets import target_rules
+from learner.targets import target_settings
 from shared.config import RunConfig
 from shared.config.derive import num_b_steps
 from shared.dataset import Dataset, note_skipped
@@ -70,7 +70,7 @@ class HeldOut:
             encoder,
             tokens.codec,
             replace(decode, mode=DecodeMode.GREEDY, temperature=0.0, top_p=1.0, top_k=-1, num_beams=1, return_logprobs=score_by == "coord_probability"),
-            target_rules(config).geometry,
+            target_settings(config).geometry,
             config.training.seed,
             score_by,
         )

@@ -28,7 +28,7 @@ QUICK_S = 1.0
 _FORMAT = ["2", PIL.__version__]
 """Version of the kept facts. Change it together with what `image_size` refuses, which Pillow has a part in."""
 
-Report = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """A function of the number of images checked so far, and of all."""
 Fingerprint = tuple[int, int, int]
 """Size in bytes, and when contents and inode last changed, in nanoseconds: whoever copies a file can set the first time, and not the second."""
@@ -44,7 +44,7 @@ def image_size(data: bytes) -> tuple[int, int]:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def known_images(data_file: Path, names: set[str], report: Report | None = None) -> dict[str, ImageFacts]:
+def known_images(data_file: Path, names: set[str], report: ReportProgress | None = None) -> dict[str, ImageFacts]:
     """Facts of the sound images among `names`, which are paths relative to `data_file` as its rows write them.
 
     Decoded are those that are new or have changed since they were last decoded. `report` is called for every image after `QUICK_S`.

@@ -2,7 +2,7 @@
 
     next_requests -> accumulate (per round) -> finish_step
 
-What is drawn, asked for and made of the answers is the business of a `Work`: samples with ground truth, or an environment's examples. A channel-A step is a
+What is drawn, asked for and made of the answers is the business of a `Algorithm`: samples with ground truth, or an environment's examples. A channel-A step is a
 step without requests: its targets need no rollouts, so `finish_step` makes and learns them.
 
 With several ranks every rank is such a learner, and every method of it is called on all of them, in the same order: each draws the same samples and keeps its
@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from learner.algorithms.base import StepWork, Work
-from learner.algorithms.rollout_matching import MatchingWork
-from learner.algorithms.trajectories import TrajectoryWork
+from learner.algorithms.base import Algorithm, AlgorithmStep
+from learner.algorithms.rollout_matching import RolloutMatching
+from learner.algorithms.trajectories import Trajectories
 from learner.model.loading import LoadedModel
-from learner.model.optimizer import Updater
-from learner.model.ranks import LearnerDevice, LearnerPlace, Ranks, Rendezvous, join_ranks
+from learner.model.optimizer import Optimizer
+from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
 from learner.packing import Row, row_policy
 from learner.segments import Segment
 from learner.step import RowLearner
-from learner.step_metrics import StepTally
+from learner.step_metrics import StepMetrics
 from learner.weight_sync.canary import Canary
 from learner.weight_sync.publisher import WeightPublisher, make_senders
 from shared.config import RunConfig
@@ -53,8 +53,8 @@ class StepInProgress:
     """One rank's part of a step."""
 
     plan: StepPlan
-    work: StepWork
-    tally: StepTally
+    work: AlgorithmStep
+    tally: StepMetrics
     track: str
     """Of the rank's spans."""
     generate_s: float = 0.0
@@ -79,12 +79,12 @@ class StepInProgress:
         totals = self.tally.totals
         self.tally.finish(denominator)
         totals.add("packing/num_carried", num_carried)
-        totals.raise_to("time/learn_s", self.learn_s)
+        totals.add_max("time/learn_s", self.learn_s)
         if waits:
-            totals.raise_to("time/reduce_s", sum(wait.duration_s for wait in waits))
+            totals.add_max("time/reduce_s", sum(wait.duration_s for wait in waits))
         self.spans += [replace(wait, args={"step": self.plan.number}) for wait in waits]
         if self.plan.channel is Channel.B:
-            totals.raise_to("time/generate_s", self.generate_s)
+            totals.add_max("time/generate_s", self.generate_s)
         return RankReport(self.plan.step, self.plan.channel, version, totals, step_metrics, tuple(self.spans))
 
 
@@ -99,7 +99,7 @@ class Learner:
     and `finish_step` belong to the oldest.
     """
 
-    def __init__(self, config: RunConfig, place: LearnerPlace, rendezvous: Rendezvous | None = None, examples: ExampleCounts | None = None) -> None:
+    def __init__(self, config: RunConfig, place: RankTopology, rendezvous: Rendezvous | None = None, examples: ExampleCounts | None = None) -> None:
         """With several ranks it returns when all have come this far; rank 0 brings the rendezvous that `place` names. `examples` are those of the run's
         environment, where it has one.
 
@@ -122,7 +122,7 @@ class Learner:
         self.work = _work(config, self.loaded, decode, self._ranks, examples)
         self._row_learner = RowLearner(config, self.loaded, self.parallel, decode)
         self._rows = row_policy(config)
-        self.updater = Updater(self.loaded.model, config.training, self._ranks)
+        self.updater = Optimizer(self.loaded.model, config.training, self._ranks)
         fixed = self.work.fixed
         response = fixed.target.token_ids[:_CANARY_TOKENS]
         senders = make_senders(config, place, self.loaded, self.parallel)
@@ -159,7 +159,7 @@ class Learner:
         started_s = time.time()
         # A row of one segment is not underfilled where nothing is packed.
         min_fill_ratio = self._config.training.packing_min_fill_ratio if self._config.training.packing else 0.0
-        tally = StepTally(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio)
+        tally = StepMetrics(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio)
         step = StepInProgress(plan, self.work.begin_step(plan, tally), tally, self._track)
         self.steps.append(step)
         if len(self.steps) == 1:
@@ -197,7 +197,7 @@ class Learner:
             self.steps.popleft()
             if self.steps:
                 self._current.work.become_current()
-            waits = self._ranks.take_times()
+            waits = self._ranks.pop_spans()
             return step.report(self.publisher.version, update.metrics(), waits, denominator=denominator, num_carried=self._rows.num_carried)
 
     def stop(self) -> None:
@@ -270,8 +270,8 @@ class Learner:
         return CollectiveError("another learner rank left the step; check the rank that failed first", phase=phase)
 
 
-def _work(config: RunConfig, loaded: LoadedModel, decode: DecodeSettings, ranks: Ranks, examples: ExampleCounts | None) -> Work:
+def _work(config: RunConfig, loaded: LoadedModel, decode: DecodeSettings, ranks: Ranks, examples: ExampleCounts | None) -> Algorithm:
     if config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG:
-        return MatchingWork(config, loaded, decode, ranks)
+        return RolloutMatching(config, loaded, decode, ranks)
     assert examples is not None, "whoever starts the learner has loaded the environment"
-    return TrajectoryWork(config, loaded, decode, ranks, examples)
+    return Trajectories(config, loaded, decode, ranks, examples)

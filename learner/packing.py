@@ -153,7 +153,7 @@ class CarryBuffer:
 Row = list[Segment]
 
 
-class RowPolicy(Protocol):
+class PackingPolicy(Protocol):
     """Takes a step's segments in position order and answers with the rows that are due."""
 
     def add(self, segment: Segment) -> list[Row]: ...
@@ -173,7 +173,7 @@ class RowPolicy(Protocol):
         ...
 
 
-class Unpacked:
+class NoPacking:
     """`training.packing: false`: one segment per row."""
 
     carries = False
@@ -186,7 +186,7 @@ class Unpacked:
         return []
 
 
-class ToCompletion:
+class PackWithinStep:
     """Step mode: full rows after every window of segments, and where the buffer is full; the rest at the step's end. Nothing is carried."""
 
     carries = False
@@ -213,7 +213,7 @@ class ToCompletion:
         return self._buffer.flush()
 
 
-class Carry:
+class CarryOver:
     """`stage2_rollout_aligned`: one row after every micro-step's segments; what does not fit waits for a later row, of a later step if need be."""
 
     carries = True
@@ -238,13 +238,13 @@ class Carry:
         return []
 
 
-def row_policy(config: RunConfig) -> RowPolicy:
+def row_policy(config: RunConfig) -> PackingPolicy:
     """The policy of a run. ConfigError where rows are packed and `binpacking` is not installed."""
     training = config.training
     match row_rule(config):
         case RowRule.SEGMENT:
-            return Unpacked()
+            return NoPacking()
         case RowRule.STEP:
-            return ToCompletion(CarryBuffer(config.global_max_length, training.packing_buffer), training.packing_window)
+            return PackWithinStep(CarryBuffer(config.global_max_length, training.packing_buffer), training.packing_window)
         case RowRule.CARRY:
-            return Carry(CarryBuffer(config.global_max_length, training.packing_buffer), training.per_device_train_batch_size)
+            return CarryOver(CarryBuffer(config.global_max_length, training.packing_buffer), training.per_device_train_batch_size)

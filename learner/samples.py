@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from learner.image_files import Report, image_size, known_images
-from learner.targets import target_rules
+from learner.image_files import ReportProgress, image_size, known_images
+from learner.targets import target_settings
 from shared.config import RunConfig
 from shared.dataset import Dataset, image_names, load_dataset
 
 
-def load_samples(config: RunConfig, path: Path, report: Report | None = None) -> Dataset:
+def load_samples(config: RunConfig, path: Path, report: ReportProgress | None = None) -> Dataset:
     """The rows of `data.train` or `data.val` as the configuration wants them. Raises RecordError as `load_dataset` does. `report` hears of the images that
     are being checked, where that takes its time."""
     data = config.data
@@ -22,7 +22,7 @@ def load_samples(config: RunConfig, path: Path, report: Report | None = None) ->
         on_bad_row=data.on_bad_row,
         sort_objects=data.sort_objects,
         check_images=data.check_images,
-        geometry=target_rules(config).geometry,
+        geometry=target_settings(config).geometry,
         image_size=image_size,
         known_images=known_images(path, image_names(path), report) if data.check_images else {},
     )

@@ -28,7 +28,7 @@ from shared.config.pipeline import Channel
 from shared.rollouts import DecodeSettings
 
 if TYPE_CHECKING:
-    from learner.step_metrics import StepTally
+    from learner.step_metrics import StepMetrics
 
 
 # The logits of one packed row, reduced to what its objectives ask: a chunk of positions at a time, because all at once fill gigabytes.
@@ -211,7 +211,7 @@ class RowLearner:
         self._compares_logprobs = compares_logprobs(decode)
         self._tolerance = LogprobTolerance.of(config)
 
-    def learn(self, segments: Row, channel: Channel, tally: StepTally, *, version: int) -> None:
+    def learn(self, segments: Row, channel: Channel, tally: StepMetrics, *, version: int) -> None:
         """Add the row's gradient, and count it. `version` is of the weights that learn. RolloutError where an engine's log-probabilities are of others."""
         segments = [_comparable(segment, version) for segment in segments]
         row = self._collate(segments, channel)

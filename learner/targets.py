@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from learner.algorithms.advantages import NO_CREDIT, Credit
+from learner.algorithms.advantages import NO_CREDIT, TokenAdvantages
 from learner.ot_targets import OTSettings, slot_targets
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
@@ -35,10 +35,10 @@ from shared.tokens.vocabulary import TokenCodec
 # What the configuration says about targets and about one channel, as the values the learner computes with.
 
 
-def target_rules(config: RunConfig) -> TargetRules:
+def target_settings(config: RunConfig) -> TargetSettings:
     """How targets are made, whatever the channel."""
     matching = config.rollout_matching
-    return TargetRules(
+    return TargetSettings(
         geometry=config.geometry,
         field_order=config.custom.object_field_order,
         matching=MatchSettings(
@@ -112,7 +112,7 @@ class MatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRules:
+class TargetSettings:
     geometry: frozenset[GeometryKind]
     field_order: str
     matching: MatchSettings
@@ -121,7 +121,7 @@ class TargetRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParsedAndMatched:
     """What was made of one rollout on the way to its target. Predictions are indices into `parsed.objects`."""
 
     parsed: ParsedRollout
@@ -156,9 +156,9 @@ class Target:
     """The first of the four slots of each supervised box whose ground truth is a box, into [S], ascending."""
     sampled_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `sampled_positions`; empty in channel A."""
-    reading: Reading | None = None
+    reading: ParsedAndMatched | None = None
     """How the rollout was read; None in channel A."""
-    credit: Credit = NO_CREDIT
+    credit: TokenAdvantages = NO_CREDIT
     """Sampled tokens that are learned by their advantage: of trajectories alone."""
 
     @property
@@ -176,7 +176,7 @@ class Target:
         assert all(0 <= position < length for position in self.credit.positions), "a sampled token lies outside the target"
 
 
-def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
+def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetSettings) -> Target:
     """Makes the target of channel A: the sample's objects in record order."""
     text = layout_objects(sample.objects, field_order=rules.field_order)
     draft = _Draft(codec.encode(text.text), codec)
@@ -185,7 +185,7 @@ def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetRules) -
     return draft.target(sample.sample_id)
 
 
-def rollout_target(rollout: Rollout, sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
+def rollout_target(rollout: Rollout, sample: Sample, codec: TokenCodec, rules: TargetSettings) -> Target:
     """Makes the target of channel B: matched slots are moved to the ground truth, what was missed is appended."""
     parsed = parse_rollout(rollout.response_token_ids, codec, geometry=rules.geometry)
     target = parsed_target(parsed, sample, codec, rules)
@@ -197,7 +197,7 @@ def rollout_target(rollout: Rollout, sample: Sample, codec: TokenCodec, rules: T
     return replace(target, sampled_logprobs=rollout.logprobs[:num_sampled])
 
 
-def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rules: TargetRules) -> Target:
+def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rules: TargetSettings) -> Target:
     """Makes the target of a rollout that was parsed already.
 
     A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and its ground truth is appended.
@@ -232,7 +232,7 @@ def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rule
     draft.add_serialized(text, objects, offset=num_prefix_bytes)
 
     excluded = tuple(pair for pair in match.pairs if pair not in supervised)
-    reading = Reading(parsed, match, tuple(supervised), excluded, appended, text.text, num_kept, num_prefix)
+    reading = ParsedAndMatched(parsed, match, tuple(supervised), excluded, appended, text.text, num_kept, num_prefix)
     return replace(draft.target(sample.sample_id), reading=reading)
 
 
@@ -348,7 +348,7 @@ class _Draft:
         return slice(first, bisect_left(self._spans, stop, lo=first, key=lambda token: token[0]))
 
 
-def _aims(prediction: ParsedObject, truth: GroundTruthObject, parsed: ParsedRollout, codec: TokenCodec, rules: TargetRules) -> tuple[float, ...] | None:
+def _aims(prediction: ParsedObject, truth: GroundTruthObject, parsed: ParsedRollout, codec: TokenCodec, rules: TargetSettings) -> tuple[float, ...] | None:
     """Where each slot of a matched prediction should point, 0..999; None where its slots are not sure or no aim can be computed."""
     return slot_targets(prediction, truth, rules.transport) if _are_slots(prediction, parsed, codec) else None
 

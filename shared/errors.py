@@ -14,14 +14,14 @@ LEARNER, ENGINES = "learner", "rollout engines"
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class Timeout:
     """The longest that a wait may take, and what the configuration calls it."""
 
     seconds: float
     key: str
 
 
-def late(who: str, limit: Limit, check: str) -> str:
+def late(who: str, limit: Timeout, check: str) -> str:
     """What is said of a wait that came to its limit."""
     return f"no answer from {who} after {limit.key} = {round(limit.seconds, 1):g} s; check {check}"
 

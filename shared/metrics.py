@@ -190,7 +190,7 @@ def metric_of(name: str) -> Metric | None:
     return BY_NAME[f"{REWARD_FAMILY}<function>"] if name.startswith(REWARD_FAMILY) else BY_NAME.get(name)
 
 
-class MetricTotals:
+class MetricAccumulator:
     """The numbers of a step while it runs; those of several ranks can be merged before they are read.
 
     An unknown name, or one of another reduction, is a programmer's error.
@@ -204,16 +204,16 @@ class MetricTotals:
         """To a SUM."""
         self._fold(name, value, Reduction.SUM)
 
-    def add_to_mean(self, name: str, total: float, count: float) -> None:
+    def add_mean(self, name: str, total: float, count: float) -> None:
         """`count` values of a MEAN that total `total`."""
         self._fold(name, total, Reduction.MEAN)
         self._counts[name] = self._counts[name] + count if name in self._counts else count
 
-    def raise_to(self, name: str, value: float) -> None:
+    def add_max(self, name: str, value: float) -> None:
         """A MAX, to at least `value`."""
         self._fold(name, value, Reduction.MAX)
 
-    def merge(self, others: Iterable[MetricTotals]) -> None:
+    def merge(self, others: Iterable[MetricAccumulator]) -> None:
         """Fold in the totals of other ranks."""
         for other in others:
             for name, total in other._totals.items():
@@ -286,7 +286,7 @@ class RankReport:
     channel: Channel
     weight_version: int
     """Of the learner's weights when it took the step."""
-    totals: MetricTotals
+    totals: MetricAccumulator
     """What this rank did, to be merged with the others' before it is read."""
     step_metrics: Mapping[str, float]
     """What is the same on every rank."""
@@ -317,7 +317,7 @@ def merge_reports(reports: Sequence[RankReport]) -> StepReport:
     first = reports[0]
     kinds = {(report.step, report.channel, report.weight_version) for report in reports}
     assert len(kinds) == 1, f"the learner ranks report different steps: {sorted(kinds)}"
-    totals = MetricTotals()
+    totals = MetricAccumulator()
     totals.merge(report.totals for report in reports)
     spans = tuple(span for report in reports for span in report.spans)
     return StepReport(first.step, first.channel, first.weight_version, {**totals.as_dict(), **first.step_metrics}, spans)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.phases import SyncPhase
 
-ByRank = list[list[Any]]
+PerRank = list[list[Any]]
 """References to requests (`RequestRef`), or to rollouts, of a step or of one of its rounds: those of each learner rank, in position order."""
 
 CLOSE_S = 15.0
@@ -83,7 +83,7 @@ class BackendHost(Protocol):
     @property
     def processor(self) -> Any: ...
 
-    def require_going_on(self) -> None:
+    def raise_if_stopping(self) -> None:
         """To be called between tokens, in the thread that generates: RolloutError(phase="generate") once the run is being ended. Nobody waits for the
         rollouts then, and the learner's weights, which the same thread saves, are waited for.
         """

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shared.records import ImageRef
 from shared.weight_sync.differences import Differences
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 MAX_TEMPERATURE = 2.0
 """vLLM takes no higher one."""
@@ -111,7 +111,7 @@ class WeightOffer:
     @property
     def sends_adapter(self) -> bool:
         """Rather than full weights."""
-        return self.transport == Transport.ADAPTER
+        return self.transport == TransportKind.ADAPTER
 
 
 @dataclass(frozen=True, slots=True)

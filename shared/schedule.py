@@ -46,7 +46,7 @@ class RunSchedule:
     def plans(self) -> Iterator[StepPlan]:
         return (self.plan(step) for step in range(self.max_steps))
 
-    def stretches(self) -> Iterator[list[StepPlan]]:
+    def windows(self) -> Iterator[list[StepPlan]]:
         """The steps in order, in stretches over which the queue of rounds runs on: single steps, or under `max_staleness` all channel-B steps in a row."""
         stretch: list[StepPlan] = []
         for plan in self.plans():

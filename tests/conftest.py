@@ -81,10 +81,10 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     from rollout_actors.engine.settings import EngineSettings, engine_environment
-    from shared.weight_sync.transports import Device, Transport
+    from shared.weight_sync.transports import Device, TransportKind
 
     settings = EngineSettings(
-        "any", "float32", max_model_len=1, max_num_seqs=1, seed=0, transport=Transport.GLOO, device=Device.CPU, gpu_memory_utilization=0.5
+        "any", "float32", max_model_len=1, max_num_seqs=1, seed=0, transport=TransportKind.GLOO, device=Device.CPU, gpu_memory_utilization=0.5
     )
     folder = Path(os.environ[warm_python.FOLDER])
     with warm_python.connect(folder, os.environ | engine_environment(settings)):

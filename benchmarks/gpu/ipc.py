@@ -18,7 +18,7 @@ from benchmarks.gpu.probe import median_s, options
 from learner.model.ranks import LearnerDevice
 from rollout_actors.backends.ipc_handles import CudaDevice, SharingDevice, packed_buckets
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.offer import FullTerms, TensorSpec
+from shared.weight_sync.offer import FullOffer, TensorSpec
 
 NUM_SYNCS = 20
 LIMIT_S = 120.0
@@ -75,7 +75,7 @@ def main() -> None:
     sharing: SharingDevice = CudaDevice(0) if device.type == "cuda" else HostDevice()
     weights = [(f"w{number}", torch.zeros(size, device=device)) for number in range(5)]
     specs = tuple(TensorSpec(name, "float32", (size,), tensor.nbytes) for name, tensor in weights)
-    terms = FullTerms((), LIMIT_S, 2 * specs[0].num_bytes - 1, specs)  # two tensors to a bucket
+    terms = FullOffer((), LIMIT_S, 2 * specs[0].num_bytes - 1, specs)  # two tensors to a bucket
     context = mp.get_context("spawn")
     here, there = context.Pipe()
     receiver = context.Process(target=receive, args=(there,), daemon=True)

@@ -16,7 +16,7 @@ from benchmarks.learner_step import make_model, make_segment
 from benchmarks.logit_memory import FIRST_COORD, PIPELINE
 from learner.collate import collate
 from learner.model.checkpoint import CheckpointWeights
-from learner.model.ranks import DistributedRanks, LearnerDevice, LearnerPlace, Rendezvous, open_group
+from learner.model.ranks import DistributedRanks, LearnerDevice, RankTopology, Rendezvous, open_group
 from learner.model.sharding import ShardedModel
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
@@ -24,7 +24,7 @@ from learner.step import backward_row
 from learner.targets import TextWeights
 from shared.config.pipeline import Channel
 from shared.tokens.vocabulary import NUM_BINS
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 GRADIENT_OF = "model.language_model.norm.weight"
 
@@ -44,7 +44,7 @@ def main() -> None:
     parts = copy.deepcopy(whole)
     meeting = Rendezvous("127.0.0.1")
     here = {"device": Device(device.type), "rendezvous": meeting.endpoint}
-    place = LearnerPlace(Transport.GLOO, (), **here)  # nothing is sent
+    place = RankTopology(TransportKind.GLOO, (), **here)  # nothing is sent
     group = open_group(place, meeting.store, timedelta(seconds=60))
     ranks = DistributedRanks(0, 1, group, LearnerDevice(device), timeout_s=60.0, sums_in_backward=True)
     source = CheckpointWeights(parts)

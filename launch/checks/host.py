@@ -14,7 +14,7 @@ from launch.checks.memory import BYTES, ModelShape, in_gib
 from rollout_actors.engine.vllm_import import REMEDY, require_installed
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 LONGEST_SOCKET_PATH = 107
 """Bytes; the kernel's limit."""
@@ -99,7 +99,7 @@ def starts_engines(config: RunConfig) -> bool:
     return config.rollout_matching.rollout_backend == "vllm" and rollout_servers(config) is None
 
 
-def require_vllm(config: RunConfig, transport: Transport | None = None) -> None:
+def require_vllm(config: RunConfig, transport: TransportKind | None = None) -> None:
     """Raise ConfigError where this machine's part of the run needs vLLM and has none. Imports
     nothing.
 
@@ -109,7 +109,7 @@ def require_vllm(config: RunConfig, transport: Transport | None = None) -> None:
     """
     if starts_engines(config):
         require_installed(f"rollout_matching.vllm.mode: {config.rollout_matching.vllm.mode}")
-    elif transport is Transport.NCCL:
+    elif transport is TransportKind.NCCL:
         require_installed("a learner that sends weights over NCCL")
 
 

@@ -28,7 +28,7 @@ from shared.config.derive import (
 )
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
-from shared.weight_sync.transports import BUCKET_BYTES, Device, Transport
+from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CACHE_BLOCK = 128
@@ -41,7 +41,7 @@ cuBLAS, cuDNN and NCCL. Not measured here."""
 BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
 """Tokens of a forward of an engine, at the most, by `rollout_matching.vllm.mode`: what vLLM 0.32
 gives an `LLM` on its large GPUs, and an `AsyncLLM`, where nothing else is asked for."""
-COPIES = {Transport.NCCL: 2, Transport.IPC: 1, Transport.GLOO: 0, Transport.INPROC: 0}
+COPIES = {TransportKind.NCCL: 2, TransportKind.IPC: 1, TransportKind.GLOO: 0, TransportKind.INPROC: 0}
 """Of a bucket of weights on the GPU of either end, by transport: one under way and one that is
 packed or loaded; or the shared one, and the engine's."""
 CONTEXT, BUCKETS = "CUDA context", "buckets of a sync"
@@ -172,7 +172,7 @@ def _embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[in
     return [sizes for name, sizes in shape.parameters.items() if name.split(".")[-2] in ("embed_tokens", "lm_head")]
 
 
-def learner_estimate(config: RunConfig, shape: ModelShape, device: Device = Device.CPU, transport: Transport = Transport.GLOO) -> Estimate:
+def learner_estimate(config: RunConfig, shape: ModelShape, device: Device = Device.CPU, transport: TransportKind = TransportKind.GLOO) -> Estimate:
     """One learner rank on such a device, whose weights go to engines by this transport."""
     trainable = num_trainable(config, shape)
     size, tokens = BYTES[config.model.dtype], config.global_max_length
@@ -242,7 +242,7 @@ def _mask_bytes(config: RunConfig, shape: ModelShape) -> int:
     return tokens * tokens * (1 + size) + layers * (softmax + repeated)
 
 
-def _copied_bytes(config: RunConfig, shape: ModelShape, transport: Transport) -> int:
+def _copied_bytes(config: RunConfig, shape: ModelShape, transport: TransportKind) -> int:
     """Of the buckets that one end of a sync holds beside the weights. A bucket is closed by the
     tensor that takes it past its size."""
     size = BYTES[config.model.dtype]
@@ -250,7 +250,9 @@ def _copied_bytes(config: RunConfig, shape: ModelShape, transport: Transport) ->
     return COPIES[transport] * min(full, shape.num_parameters * size) if may_send_full(config) else 0
 
 
-def engine_estimate(config: RunConfig, shape: ModelShape, devices: int, device: Device, device_bytes: int, transport: Transport = Transport.GLOO) -> Estimate:
+def engine_estimate(
+    config: RunConfig, shape: ModelShape, devices: int, device: Device, device_bytes: int, transport: TransportKind = TransportKind.GLOO
+) -> Estimate:
     """One device of a vLLM engine of so many devices with so much memory each, to which weights
     come by this transport.
 
@@ -297,7 +299,9 @@ def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int
     return (blocks + 1) * CACHE_BLOCK * 2 * shape.layers * heads * shape.head_dim * BYTES[config.model.dtype]
 
 
-def shared_device_estimate(config: RunConfig, shape: ModelShape, learner: Estimate, engine: Estimate, transport: Transport = Transport.INPROC) -> Estimate:
+def shared_device_estimate(
+    config: RunConfig, shape: ModelShape, learner: Estimate, engine: Estimate, transport: TransportKind = TransportKind.INPROC
+) -> Estimate:
     """A learner rank and an engine on the same GPU, at the time when the two need most.
 
     While the rank learns, an engine that sleeps has given its memory back, but for what CUDA takes.
@@ -344,7 +348,7 @@ def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> 
     """Bytes of memory that the learner keeps for its syncs beside its weights: all of them, merged, where engines of its own machine read them there."""
     section = rollout_servers(config)
     reads_here = bool(placement.engines) if section is None else any(server.is_loopback for server in section.servers)
-    shares = reads_here and placement.transport == Transport.GLOO and may_send_full(config)
+    shares = reads_here and placement.transport == TransportKind.GLOO and may_send_full(config)
     return shape.num_parameters * BYTES[config.model.dtype] if shares else 0
 
 

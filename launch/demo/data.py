@@ -56,7 +56,7 @@ class Digit:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DigitPlacement:
     """A digit on the canvas. Pixels; its box is that of its scan, half-open, `[left, left + size) x [top, top + size)`."""
 
     digit: Digit
@@ -64,7 +64,7 @@ class Placement:
     top: int
     size: int
 
-    def overlaps(self, other: Placement) -> bool:
+    def overlaps(self, other: DigitPlacement) -> bool:
         apart_x = self.left + self.size <= other.left or other.left + other.size <= self.left
         apart_y = self.top + self.size <= other.top or other.top + other.size <= self.top
         return not (apart_x or apart_y)
@@ -107,11 +107,11 @@ def load_handwriting() -> tuple[list[Digit], list[Digit]]:
     return digits[:NUM_TRAIN_DIGITS], digits[NUM_TRAIN_DIGITS:]
 
 
-def arrange_scene(digits: Sequence[Digit], rng: np.random.Generator) -> list[Placement]:
+def arrange_scene(digits: Sequence[Digit], rng: np.random.Generator) -> list[DigitPlacement]:
     """1 to `MAX_DIGITS` digits at free places of the canvas, in reading order."""
     count = int(rng.integers(1, MAX_DIGITS + 1))
     while True:
-        scene: list[Placement] = []
+        scene: list[DigitPlacement] = []
         for _ in range(PLACEMENT_ATTEMPTS):
             placement = _place_anywhere(digits[int(rng.integers(len(digits)))], rng)
             if not any(placement.overlaps(other) for other in scene):
@@ -120,13 +120,13 @@ def arrange_scene(digits: Sequence[Digit], rng: np.random.Generator) -> list[Pla
                 return sorted(scene, key=lambda placed: (placed.top, placed.left))
 
 
-def _place_anywhere(digit: Digit, rng: np.random.Generator) -> Placement:
+def _place_anywhere(digit: Digit, rng: np.random.Generator) -> DigitPlacement:
     size = int(rng.choice(SIZES))
     left, top = (int(rng.integers((CANVAS - size) // GRID + 1)) * GRID for _ in range(2))
-    return Placement(digit=digit, left=left, top=top, size=size)
+    return DigitPlacement(digit=digit, left=left, top=top, size=size)
 
 
-def draw_scene(scene: Sequence[Placement]) -> Image.Image:
+def draw_scene(scene: Sequence[DigitPlacement]) -> Image.Image:
     canvas = Image.new("L", (CANVAS, CANVAS))
     for placed in scene:
         canvas.paste(placed.picture(), (placed.left, placed.top))

@@ -14,7 +14,7 @@ from shared.rollouts import FinishReason
 # The one figure of a held-out report that a run is about: it closes the run, and checkpoints are kept by it.
 
 
-class Headline(NamedTuple):
+class PrimaryMetric(NamedTuple):
     name: str
     """`F1@0.5`, `mean reward`"""
     value: float
@@ -39,7 +39,7 @@ class WorstScene:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DetectionReport:
     subject: str
     """What was evaluated, in words."""
     evaluation: Evaluation[Scene]
@@ -95,8 +95,8 @@ class Report:
         return {name: value for name, value in values.items() if value is not None}
 
     @property
-    def headline(self) -> Headline:
-        return Headline(f"F1@{self.iou_threshold:g}", self.counts.f1)
+    def headline(self) -> PrimaryMetric:
+        return PrimaryMetric(f"F1@{self.iou_threshold:g}", self.counts.f1)
 
     def describe(self) -> str:
         """The figures at the first threshold, and what was wrong with answers, in a line."""
@@ -167,14 +167,14 @@ class Report:
         }
 
 
-def make_report(evaluation: Evaluation[Scene], config: RunConfig, *, subject: str) -> Report:
+def make_report(evaluation: Evaluation[Scene], config: RunConfig, *, subject: str) -> DetectionReport:
     """The report on all scenes, as `config.evaluation` wants it."""
     settings = config.evaluation
     detection = summarise(evaluation.outcomes, settings.iou_thresholds)
     worst = tuple(
         _worst(evaluation.outcomes[index], detection.scene_f1[index], settings.iou_thresholds[0]) for index in worst_scenes(detection, settings.worst_scenes)
     )
-    return Report(subject, evaluation, config, detection, coco_scores(evaluation.outcomes), worst)
+    return DetectionReport(subject, evaluation, config, detection, coco_scores(evaluation.outcomes), worst)
 
 
 def _worst(scene: Scene, f1: float, iou_threshold: float) -> WorstScene:
@@ -198,12 +198,12 @@ class Table:
     """As wide as the head; the first column is a name, the others are numbers."""
 
 
-def report_tables(report: Report) -> list[Table]:
+def report_tables(report: DetectionReport) -> list[Table]:
     tables = [_detection(report), _coco(report), _classes(report), _dropped(report), _answers(report)]
     return [table for table in tables if table.rows]
 
 
-def _detection(report: Report) -> Table:
+def _detection(report: DetectionReport) -> Table:
     rows = []
     for at in report.detection.thresholds:
         # Where only equal names can be a pair, how many are equal says nothing.
@@ -214,7 +214,7 @@ def _detection(report: Report) -> Table:
     return Table("Detection", note, ("", "precision", "recall", "F1", "equal names among pairs"), tuple(rows))
 
 
-def _coco(report: Report) -> Table:
+def _coco(report: DetectionReport) -> Table:
     names = {IouType.BBOX: "boxes", IouType.SEGM: "masks"}
     by_class = [(f"{names[type_]}, by class", *_ap(scores)) for type_, scores in report.coco.by_class.items()]
     any_class = [(f"{names[type_]}, any class", *_ap(scores)) for type_, scores in report.coco.any_class.items()]
@@ -235,7 +235,7 @@ def _ap(scores: CocoAP) -> tuple[str, ...]:
     return tuple(map(_number, (scores.ap, scores.ap50, scores.ap75, scores.ar)))
 
 
-def _classes(report: Report) -> Table:
+def _classes(report: DetectionReport) -> Table:
     rows = [
         (
             name,
@@ -249,12 +249,12 @@ def _classes(report: Report) -> Table:
     return Table("Classes", note, ("name", "ground truths", "predictions", "precision", "recall", "F1", "AP"), tuple(rows))
 
 
-def _dropped(report: Report) -> Table:
+def _dropped(report: DetectionReport) -> Table:
     rows = tuple((str(reason), str(count)) for reason, count in report.detection.dropped.items())
     return Table("Dropped entries", "Complete entries that are no valid objects, by the first reason that holds.", ("reason", "entries"), rows)
 
 
-def _answers(report: Report) -> Table:
+def _answers(report: DetectionReport) -> Table:
     rows = tuple((what, str(number)) for what, number in report.faults().items() if number)
     note = f"Of {len(report.evaluation.outcomes)}. Objects are read from the JSON object that an answer begins with, up to its last complete entry."
     return Table("Incomplete answers", note, ("", "answers"), rows)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launch.reports.detection import Report, Table, WorstScene, answer_line, report_tables
+from launch.reports.detection import DetectionReport, Table, WorstScene, answer_line, report_tables
 from launch.reports.pictures import draw_scene
 from launch.sample_pages.html import attribute, inline
 from shared.errors import StorageError
@@ -35,7 +35,7 @@ MAX_CHARACTERS = 600
 """Of an answer's text on the page."""
 
 
-def page(report: Report) -> str:
+def page(report: DetectionReport) -> str:
     evaluation, counts = report.evaluation, report.counts
     facts = [
         f"{len(evaluation.outcomes)} scenes",
@@ -63,7 +63,7 @@ def _table(table: Table) -> str:
     )
 
 
-def _answers(report: Report) -> str:
+def _answers(report: DetectionReport) -> str:
     if not report.incomplete:
         return ""
     shown = "".join(f"<p>{inline(answer_line(scene, MAX_CHARACTERS))}</p>" for scene in report.incomplete)
@@ -109,7 +109,7 @@ def _figure(worst: WorstScene) -> str:
 # pictures/          the worst scenes
 
 
-def write_report(folder: Path, report: Report) -> None:
+def write_report(folder: Path, report: DetectionReport) -> None:
     """Writes `folder`, which must not exist: complete, or not there at all.
 
     Raises:

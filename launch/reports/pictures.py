@@ -20,7 +20,7 @@ _LINE = 2
 _BAND = 24
 
 Colour: TypeAlias = tuple[int, int, int]
-Point: TypeAlias = tuple[float, float]
+PixelPoint: TypeAlias = tuple[float, float]
 TRUTH: Colour = (0, 150, 50)
 FOUND: Colour = (20, 105, 245)
 OTHER_NAME: Colour = (215, 110, 0)
@@ -96,12 +96,12 @@ class _Pen:
             self._draw.text((x, top + 4), text, fill=colour, font=self._font)
             x += self._draw.textlength(text, font=self._font) + 14
 
-    def _ring(self, shape: Shape) -> list[Point]:
+    def _ring(self, shape: Shape) -> list[PixelPoint]:
         points = [pixels_of(point, width=self._width, height=self._height) for point in vertices(shape)]
         return [(x * self._scale, y * self._scale) for x, y in points]
 
 
-def _dashes(start: Point, end: Point) -> list[tuple[Point, Point]]:
+def _dashes(start: PixelPoint, end: PixelPoint) -> list[tuple[PixelPoint, PixelPoint]]:
     length = math.dist(start, end)
     if not length:
         return [(start, end)]

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.reports.detection import Headline
+from launch.reports.detection import PrimaryMetric
 from launch.reports.page import whole_folder
 from learner.rollout_logs.trajectories import line_of
 from rollout_actors.environments.datasets import mean
@@ -31,8 +31,8 @@ class RewardReport:
         return sum(rollout.error is not None for rollout in self.evaluation.outcomes)
 
     @property
-    def headline(self) -> Headline:
-        return Headline("mean reward", self.reward)
+    def headline(self) -> PrimaryMetric:
+        return PrimaryMetric("mean reward", self.reward)
 
     def describe(self) -> str:
         values = ", ".join(f"{name} {value:.3f}" for name, value in self._functions().items())

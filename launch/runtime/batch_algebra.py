@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shared.chunking import rank_rounds, rank_share, round_chunk, split_over
 from shared.config.algorithm import TrainerVariant
 from shared.config.derive import (
-    EnginePlace,
+    EngineLocation,
     RowRule,
     accumulation_steps,
     effective_batch_size,
@@ -130,7 +130,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     chunk = round_chunk(decode_batch_size, devices, world_size, together=together)
     of_rounds = rank_rounds(share_per_rank, chunk, together=together)
     rounds = [[share[part.start : part.stop] for share, part in zip(of_ranks, round_, strict=True)] for round_ in of_rounds]
-    in_ranks = engines_in(run) is EnginePlace.RANKS
+    in_ranks = engines_in(run) is EngineLocation.RANKS
     is_aligned = variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED
     b_steps = num_b_steps(run)
     return BatchAlgebra(

@@ -12,7 +12,7 @@ from launch.runtime.placement import Placement
 from rollout_actors.engine import warm_python
 from rollout_actors.engine.settings import EngineSettings, neighbour_runtime_env
 from shared.config import RunConfig
-from shared.config.derive import EnginePlace, engines_in
+from shared.config.derive import EngineLocation, engines_in
 from shared.weight_sync.transports import Device
 
 
@@ -49,7 +49,7 @@ def neighbour_env(config: RunConfig, placement: Placement, images: ImageNeeds, *
     then it is only forked where one is there already.
     """
     variables |= {"HF_HUB_OFFLINE": "1"}
-    has_server = engines_in(config) is EnginePlace.ACTORS or warm_python.FOLDER in os.environ
+    has_server = engines_in(config) is EngineLocation.ACTORS or warm_python.FOLDER in os.environ
     if placement.learner_device is Device.CPU and has_server:
         return neighbour_runtime_env(settings_of_run(config, placement, images), **variables)
     return {"env_vars": variables}

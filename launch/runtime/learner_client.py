@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from learner.model.ranks import LearnerPlace
+from learner.model.ranks import RankTopology
 from shared.config import RunConfig
 from shared.config.derive import resolved_sync_mode
 from shared.config.job import TimeoutsSection
-from shared.errors import CollectiveError, LearnerError, Limit, ended, late
+from shared.errors import CollectiveError, LearnerError, Timeout, ended, late
 from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport, StepReport, merge_reports
-from shared.protocols import CLOSED_S, ByRank, MakeBackend
+from shared.protocols import CLOSED_S, MakeBackend, PerRank
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
 from shared.sent_requests import REQUESTS_TOGETHER, RequestRef, in_objects
@@ -39,7 +39,7 @@ WATCHDOG_SHARE = 0.9
 watchdog."""
 
 
-class RemoteLearner:
+class RayLearner:
     """All ranks as the driver uses them (`launch.driver.DrivesLearner`). A list over ranks is in rank order."""
 
     def __init__(self, actors: Sequence[Any], timeouts: TimeoutsSection) -> None:
@@ -59,7 +59,7 @@ class RemoteLearner:
         self.received_version = 0
         """Of the weights that the ranks' backends took last; 0 before the first sync."""
 
-    def start(self, config: RunConfig, places: Sequence[LearnerPlace], make_backend: MakeBackend | None = None, examples: ExampleCounts | None = None) -> None:
+    def start(self, config: RunConfig, places: Sequence[RankTopology], make_backend: MakeBackend | None = None, examples: ExampleCounts | None = None) -> None:
         """Returns when every rank has loaded model and data and, where there is one, its backend. Raises what a rank finds wrong with them. `examples` are
         those of the run's environment, where it has one."""
         self._has_backends = make_backend is not None
@@ -72,20 +72,20 @@ class RemoteLearner:
         refs = [actor.start.remote(config, place, make_backend, examples) for actor, place in zip(self._actors, places, strict=True)]
         self.num_threads = self._wait("start", limit, refs)[0]
 
-    def next_requests(self, plan: StepPlan) -> ByRank:
+    def next_requests(self, plan: StepPlan) -> PerRank:
         return self._requests(self._learn("next_requests", lambda rank: self._actors[rank].next_requests.remote(plan)))
 
-    def accumulate(self, done: ByRank) -> None:
+    def accumulate(self, done: PerRank) -> None:
         self._learn("accumulate", lambda rank: self._actors[rank].accumulate.remote(*done[rank]))
 
     def finish_step(self) -> StepReport:
         reports: list[RankReport] = self._learn("finish_step", lambda rank: self._actors[rank].finish_step.remote())
         return merge_reports(reports)
 
-    def held_out_requests(self, step: int) -> ByRank:
+    def held_out_requests(self, step: int) -> PerRank:
         return self._requests(self._learn("held_out_requests", lambda rank: self._actors[rank].held_out_requests.remote(step)))
 
-    def score(self, done: ByRank) -> list[Outcome]:
+    def score(self, done: PerRank) -> list[Outcome]:
         return list(itertools.chain(*self._learn("score", lambda rank: self._actors[rank].score.remote(*done[rank]))))
 
     def offer_weights(self) -> WeightOffer:
@@ -96,7 +96,7 @@ class RemoteLearner:
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         """Rank 0 sends, and keeps the limits of a sync's phases itself: it takes part in two, and says first what was late."""
         ref = self._actors[0].send_weights.remote(offer)
-        limit = Limit(sender_s(offer), "the limits of joining and sending (timeouts.sync_phase_s)")
+        limit = Timeout(sender_s(offer), "the limits of joining and sending (timeouts.sync_phase_s)")
         return self._threads.submit(lambda: self._wait("send_weights", limit, [ref])[0])
 
     def sync_done(self, noise: Differences | None) -> None:
@@ -116,12 +116,12 @@ class RemoteLearner:
         """
         # Not waited for by itself: a rank that has not been told does not become free, and the limit is one for both.
         self._together(lambda: [actor.stop.remote() for actor in self._actors])
-        num_updates: int = self._all("stop", Limit(timeout_s, "timeouts.interrupt_s"), lambda rank: self._actors[rank].num_updates.remote())[0]
+        num_updates: int = self._all("stop", Timeout(timeout_s, "timeouts.interrupt_s"), lambda rank: self._actors[rank].num_updates.remote())[0]
         return num_updates
 
     def save(self, folder: Path, *, timeout_s: float | None = None) -> None:
         """Every rank takes part; rank 0 writes. Raises StorageError. `timeout_s`: what is left of timeouts.interrupt_s when a run is being ended."""
-        limit = self._timeouts.limit("learn_s") if timeout_s is None else Limit(timeout_s, "timeouts.interrupt_s")
+        limit = self._timeouts.limit("learn_s") if timeout_s is None else Timeout(timeout_s, "timeouts.interrupt_s")
         self._all("save", limit, lambda rank: self._actors[rank].save.remote(folder))
 
     def close(self) -> None:
@@ -131,11 +131,11 @@ class RemoteLearner:
 
     # Where the ranks generate their own rollouts
 
-    def generate(self, round_: ByRank) -> Future[ByRank]:
+    def generate(self, round_: PerRank) -> Future[PerRank]:
         """Each rank generates what it is going to learn. The future holds, for each rank, references to its rollouts."""
         sent = self._together(lambda: {rank: self._send(rank, requests) for rank, requests in enumerate(round_) if requests})
 
-        def collect() -> ByRank:
+        def collect() -> PerRank:
             self._wait("generate", self._timeouts.limit("generate_s"), [count for _, count in sent.values()])
             return [[sent[rank][0]] if rank in sent else [] for rank in range(len(round_))]
 
@@ -146,7 +146,7 @@ class RemoteLearner:
         shared_offer = ray.put(offer)
         refs = self._together(lambda: [actor.receive_weights.remote(shared_offer) for actor in self._actors])
         # A backend waits for nobody and keeps no limits of its own: this one bounds the whole sync.
-        limit = Limit(all_phases_s(self._timeouts.sync_phase_s), f"{len(SyncPhase)} x timeouts.sync_phase_s")
+        limit = Timeout(all_phases_s(self._timeouts.sync_phase_s), f"{len(SyncPhase)} x timeouts.sync_phase_s")
 
         def collect() -> SyncReport:
             report = SyncReport.of_slowest(self._wait("receive_weights", limit, refs))
@@ -155,11 +155,11 @@ class RemoteLearner:
 
         return self._threads.submit(collect)
 
-    def _requests(self, counts: list[int]) -> ByRank:
+    def _requests(self, counts: list[int]) -> PerRank:
         """References to each rank's requests, which are not waited for: the engines of the first round begin when theirs have been made."""
 
-        def ask() -> ByRank:
-            refs: ByRank = [[] for _ in counts]
+        def ask() -> PerRank:
+            refs: PerRank = [[] for _ in counts]
             for first in range(0, max(counts), REQUESTS_TOGETHER):
                 for rank, count in enumerate(counts):
                     num = len(range(first, min(first + REQUESTS_TOGETHER, count)))
@@ -185,7 +185,7 @@ class RemoteLearner:
     def _sync(self, phase: str, ask: Callable[[int], Any]) -> list[Any]:
         return self._all(phase, self._timeouts.limit("sync_phase_s"), ask)
 
-    def _all(self, phase: str, limit: Limit, ask: Callable[[int], Any]) -> list[Any]:
+    def _all(self, phase: str, limit: Timeout, ask: Callable[[int], Any]) -> list[Any]:
         return self._wait(phase, limit, self._together(lambda: [ask(rank) for rank in range(len(self._actors))]))
 
     def _together(self, ask: Callable[[], T]) -> T:
@@ -194,7 +194,7 @@ class RemoteLearner:
         """
         return self._asking.submit(ask).result()
 
-    def _wait(self, phase: str, limit: Limit, refs: list[Any]) -> list[Any]:
+    def _wait(self, phase: str, limit: Timeout, refs: list[Any]) -> list[Any]:
         """Every rank's answer, or the error that says most."""
         started = time.monotonic()
         deadline = started + limit.seconds

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from rollout_actors.backends.colocate import colocate_tensor_parallel
 from shared.config import RunConfig
-from shared.config.derive import EnginePlace, engines_in
+from shared.config.derive import EngineLocation, engines_in
 from shared.errors import ConfigError
-from shared.weight_sync.transports import Device, Sharing, Transport, choose_transport
+from shared.weight_sync.transports import Device, Sharing, TransportKind, choose_transport
 
 _ACTORS = "rollout_matching.vllm.actors"
 
@@ -51,7 +51,7 @@ class Placement:
     """Tensor-parallel devices of each engine that the run starts."""
     engine_device: Device
     learner_device: Device
-    transport: Transport
+    transport: TransportKind
 
     @property
     def bundles(self) -> list[Resources]:
@@ -74,11 +74,11 @@ def plan_placement(config: RunConfig, nodes: Sequence[Resources], *, learns: boo
         return _fitting(config, _with_actors(config, (), has_gpus), nodes)
     ranks = (_rank(config, has_gpus),) * config.learner.world_size
     match engines_in(config):
-        case EnginePlace.RANKS:
+        case EngineLocation.RANKS:
             placement = _in_ranks(config, ranks, nodes)
-        case EnginePlace.ACTORS:
+        case EngineLocation.ACTORS:
             placement = _with_actors(config, ranks, has_gpus)
-        case EnginePlace.SERVERS:
+        case EngineLocation.SERVERS:
             device = _device(ranks[0])
             # Servers live where the learner does: on GPUs or on CPUs.
             placement = Placement((), ranks, 1, device, device, choose_transport(config.rollout_matching.vllm.sync.transport, device, device, Sharing.NOTHING))
@@ -110,7 +110,7 @@ def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool
 def _in_ranks(config: RunConfig, ranks: tuple[Resources, ...], nodes: Sequence[Resources]) -> Placement:
     device = _device(ranks[0])
     if config.rollout_matching.rollout_backend == "hf":
-        return Placement((), ranks, 1, device, device, Transport.INPROC)
+        return Placement((), ranks, 1, device, device, TransportKind.INPROC)
     visible = _gpus_per_rank(nodes, len(ranks)) if device is Device.CUDA else 1
     devices = colocate_tensor_parallel(config.rollout_matching.vllm.tensor_parallel_size, visible)
     if device is Device.CUDA:

@@ -11,13 +11,13 @@ from typing import Any
 
 import ray
 
-from launch.runtime.learner_client import RemoteLearner
-from rollout_actors.engine.ray_calls import Asked, Call, all_answers, next_answer, value_of
+from launch.runtime.learner_client import RayLearner
+from rollout_actors.engine.ray_calls import PendingCall, RayCall, all_answers, next_answer, value_of
 from shared.chunking import RoundPart, chunk_size, cut_rounds, round_chunk, round_parts
 from shared.config.derive import rank_name
 from shared.config.job import TimeoutsSection
-from shared.errors import ConfigError, Limit, RolloutError, UnreachableError, WeightSyncError
-from shared.protocols import CLOSED_S, ByRank
+from shared.errors import ConfigError, RolloutError, Timeout, UnreachableError, WeightSyncError
+from shared.protocols import CLOSED_S, PerRank
 from shared.rollouts import TRIES, SyncReport, WeightOffer
 from shared.sent_requests import in_objects
 from shared.weight_sync.phases import POOL_MARGIN_S, SyncPhase
@@ -29,12 +29,12 @@ _LOGGER = logging.getLogger(__name__)
 class PoolTimeouts:
     """Of a pool's waits."""
 
-    start: Limit
-    generate: Limit | None
+    start: Timeout
+    generate: Timeout | None
     """None: the engines keep a limit of their own."""
-    sync_phase: Limit
+    sync_phase: Timeout
     """Of each phase of a sync."""
-    join: Limit | None = None
+    join: Timeout | None = None
     """Of the phase that joins the engines to the sender, where it has a limit of its own; None: as
     of any other."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
@@ -99,7 +99,7 @@ class ActorPool:
 
         Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round, or one server has two names.
         """
-        call = Call("start", self._timeouts.start, "the engine's log for what it is loading, and the machine's free memory", RolloutError)
+        call = RayCall("start", self._timeouts.start, "the engine's log for what it is loading, and the machine's free memory", RolloutError)
         started = all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()])
         self.devices = tuple(devices for devices, _ in started)
         _require_several([process for _, process in started])
@@ -118,7 +118,7 @@ class ActorPool:
         return self._actors
 
     @property
-    def call_limit(self) -> Limit | None:
+    def call_limit(self) -> Timeout | None:
         """Of one call that generates; None: the engines keep a limit of their own."""
         return self._timeouts.generate
 
@@ -127,11 +127,11 @@ class ActorPool:
         """The version that every engine serves; 0 before the first sync."""
         return self._version
 
-    def split(self, requests: ByRank) -> list[ByRank]:
+    def split(self, requests: PerRank) -> list[PerRank]:
         """The rounds of a step, as few as the decode batches allow."""
         return cut_rounds(requests, self._chunk())
 
-    def generate(self, round_: ByRank) -> Future[ByRank]:
+    def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round.
 
         The future holds, for each learner rank, references to its rollouts in position order, each to a `list[Rollout]`: the payload stays where it
@@ -164,16 +164,16 @@ class ActorPool:
         assert self.devices, "start comes first"
         return chunk_size(self._decode_batch_size, self.devices, self._learner_ranks)
 
-    def _collect(self, round_: ByRank) -> ByRank:
-        call = Call("generate", self._timeouts.generate, self._timeouts.check, RolloutError)
+    def _collect(self, round_: PerRank) -> PerRank:
+        call = RayCall("generate", self._timeouts.generate, self._timeouts.check, RolloutError)
         queue = RoundQueue(list(map(len, round_)), self.devices, decode_batch_size=self._decode_batch_size)
         sent: dict[Any, _Sent] = {}
-        asked: dict[Any, Asked] = {}
+        asked: dict[Any, PendingCall] = {}
         done: list[_Sent] = []
         while True:
             deadline = call.deadline()
             for one in [self._send(part, round_) for part in queue.take()]:
-                sent[one.count], asked[one.count] = one, Asked(self._names[one.part.engine], deadline)
+                sent[one.count], asked[one.count] = one, PendingCall(self._names[one.part.engine], deadline)
             if not asked:
                 break
             answer = next_answer(call, asked)
@@ -190,7 +190,7 @@ class ActorPool:
         done.sort(key=lambda one: one.part.requests.start)
         return [[one.rollouts for one in done if one.part.rank == rank] for rank in range(len(round_))]
 
-    def _send(self, part: RoundPart, round_: ByRank) -> _Sent:
+    def _send(self, part: RoundPart, round_: PerRank) -> _Sent:
         objects, places = in_objects(round_[part.rank][part.requests.start : part.requests.stop])
         # What Ray's dashboard calls it.
         task = f"generate {len(places)} for learner rank {part.rank}"
@@ -210,7 +210,7 @@ class ActorPool:
         # Phase by phase over all engines: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
             own_limit = self._timeouts.join if phase is SyncPhase.RENDEZVOUS else None
-            call = Call(phase, own_limit or self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
+            call = RayCall(phase, own_limit or self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
             answers = all_answers(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
         self._version = offer.version
         return SyncReport.of_slowest(answers)
@@ -275,7 +275,7 @@ class RoundQueue:
 class RankRollouts:
     """What `launch.runtime.rollout_client.ActorPool` is, where each rank generates what it learns. Generation and learning then alternate."""
 
-    def __init__(self, learner: RemoteLearner, *, num_ranks: int, devices_per_rank: int, decode_batch_size: int) -> None:
+    def __init__(self, learner: RayLearner, *, num_ranks: int, devices_per_rank: int, decode_batch_size: int) -> None:
         self._learner = learner
         self._chunk = decode_batch_size * devices_per_rank
         self.names = tuple(rank_name(rank, num_ranks) for rank in range(num_ranks))
@@ -286,11 +286,11 @@ class RankRollouts:
         """The version that every rank's engine serves; 0 before the first sync."""
         return self._learner.received_version
 
-    def split(self, requests: ByRank) -> list[ByRank]:
+    def split(self, requests: PerRank) -> list[PerRank]:
         """The rounds of a step, as few as the decode batches allow."""
         return cut_rounds(requests, self._chunk)
 
-    def generate(self, round_: ByRank) -> Future[ByRank]:
+    def generate(self, round_: PerRank) -> Future[PerRank]:
         return self._learner.generate(round_)
 
     def settle(self) -> None:
@@ -325,11 +325,11 @@ class EnvironmentPool:
         """The version that every engine serves; 0 before the first sync."""
         return self._engines.version
 
-    def split(self, requests: ByRank) -> list[ByRank]:
+    def split(self, requests: PerRank) -> list[PerRank]:
         """The rounds of a step, as few as the decode batches allow; of whole examples."""
         return cut_rounds(requests, self._chunk)
 
-    def generate(self, round_: ByRank) -> Future[ByRank]:
+    def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round. The future holds, for each learner rank, references to its groups of rollouts in position order; it fails with RolloutError naming
         the engine, or the actor whose environments are late."""
         return self._environments.generate(round_)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launch.checks.host import run_folder_problem
-from launch.reports.detection import Headline, Report, make_report
+from launch.reports.detection import DetectionReport, PrimaryMetric, make_report
 from launch.reports.page import write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
@@ -59,7 +59,7 @@ class HeldOutFigure:
     """What the run's closing line needs of a report."""
 
     step: int | None
-    headline: Headline
+    headline: PrimaryMetric
 
 
 class Telemetry:
@@ -187,7 +187,7 @@ class Telemetry:
         self._step_done(record.report, record.sync, record.queue_wait_s, Span(TRACK, f"step {plan.number} ({plan.channel})", started_s, time.time()))
 
     def sync(self, report: SyncReport) -> None:
-        """Report a sync outside any step, that ended now, and record the noise that it measured.
+        """DetectionReport a sync outside any step, that ended now, and record the noise that it measured.
 
         Raises StorageError.
         """
@@ -201,7 +201,7 @@ class Telemetry:
         )
 
     def evaluation(self, evaluation: Evaluation[Any]) -> float:
-        """Report on it, in a folder and in a line. Returns the headline's value."""
+        """DetectionReport on it, in a folder and in a line. Returns the headline's value."""
         self._trace_spans([_span_until_now("held-out report", evaluation.wall_s)])
         report = self._report(evaluation)
         self.evaluations.append(HeldOutFigure(evaluation.step, report.headline))
@@ -212,7 +212,7 @@ class Telemetry:
         self._console.print(f"held out  after {evaluation.step} steps, {len(evaluation.outcomes)} samples: {report.describe()}", markup=False, highlight=False)
         return report.headline.value
 
-    def _report(self, evaluation: Evaluation[Any]) -> Report | RewardReport:
+    def _report(self, evaluation: Evaluation[Any]) -> DetectionReport | RewardReport:
         """Written into a folder of its own."""
         folder = self._config.telemetry.run_dir / "evaluations" / f"step_{evaluation.step:06d}"
         if self._config.environment is not None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from PIL import Image
 
 from launch.sample_pages.html import LegendRow, attribute, chip_row, count, document, header, inline, legend, marked_token, section, strength, token
-from learner.rollout_logs.samples import GroundTruthEntry, ObjectEntry, ReadingEntry, RolloutEntry, RolloutLine, TargetEntry
+from learner.rollout_logs.samples import GroundTruthEntry, ObjectEntry, ReadingEntry, RolloutEntry, RolloutRecord, TargetEntry
 from learner.targets import TokenRole
 from shared.prompts import on_white
 from shared.records import GeometryKind
@@ -33,7 +33,7 @@ _ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DrawnObject:
     """One object to draw."""
 
     kind: str
@@ -64,7 +64,7 @@ class Canvas:
         )
         return f'<svg width="0" height="0" class="definitions" aria-hidden="true"><defs>{images}</defs></svg>'
 
-    def panel(self, image: int, shapes: Sequence[Shape], caption: str) -> str:
+    def panel(self, image: int, shapes: Sequence[DrawnObject], caption: str) -> str:
         drawn = "".join(self._draw(shape) for shape in shapes)
         small = ' class="pixels"' if self.width < _SHOWN_WIDTH else ""
         return (
@@ -72,7 +72,7 @@ class Canvas:
             f'<use href="#image{image}"/>{drawn}</svg><figcaption>{inline(caption)}</figcaption></figure>'
         )
 
-    def _draw(self, shape: Shape) -> str:
+    def _draw(self, shape: DrawnObject) -> str:
         points = _outline(shape, self.width, self.height)
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         dash = ' stroke-dasharray="5 4"' if shape.dashed else ""
@@ -80,7 +80,7 @@ class Canvas:
         lines = f'<polygon points="{path}" class="halo"/><polygon points="{path}" stroke="{shape.colour}"{dash}/>'
         return f"<g><title>{inline(shape.title)}</title>{lines}{self._label(shape, points)}</g>"
 
-    def _label(self, shape: Shape, points: Sequence[tuple[float, float]]) -> str:
+    def _label(self, shape: DrawnObject, points: Sequence[tuple[float, float]]) -> str:
         if not shape.label:
             return ""
         unit = self.width / _SHOWN_WIDTH
@@ -89,7 +89,7 @@ class Canvas:
         return f'<text x="{x:.2f}" y="{y:.2f}" font-size="{14 * unit:.2f}" stroke-width="{4 * unit:.2f}" fill="{shape.colour}">{inline(shape.label)}</text>'
 
 
-def _outline(shape: Shape, width: int, height: int) -> list[tuple[float, float]]:
+def _outline(shape: DrawnObject, width: int, height: int) -> list[tuple[float, float]]:
     """Vertices in pixels, at pixel centres: bin k of an axis of length W is pixel `k / 999 * (W - 1)`."""
     bins = shape.bins
     if shape.kind == GeometryKind.BBOX:
@@ -223,7 +223,7 @@ class SamplePage:
     """What the page shows."""
 
     run: str
-    line: RolloutLine
+    line: RolloutRecord
     canvas: Canvas
     prompt: str
     """As the chat template writes it, one placeholder per image."""
@@ -244,7 +244,7 @@ class SamplePage:
         return document(_heading(line), self.run, sections, definitions=self.canvas.definitions())
 
 
-def _heading(line: RolloutLine) -> str:
+def _heading(line: RolloutRecord) -> str:
     return f"Step {line['step']}, position {line['position']}"
 
 
@@ -271,7 +271,7 @@ def _warnings(reading: ReadingEntry) -> list[str]:
     return [warning for warning, holds in found.items() if holds]
 
 
-def _summary(line: RolloutLine) -> str:
+def _summary(line: RolloutRecord) -> str:
     reading, num_truths = line["reading"], len(line["ground_truth"])
     if reading is None:
         return f"Teacher-forced on the ground truth: {count(num_truths, 'object')}, {count(len(line['target']['token_ids']), 'target token')}."
@@ -309,7 +309,7 @@ def _prediction_colours(reading: ReadingEntry) -> dict[int, str]:
     return dict.fromkeys(range(len(reading["objects"])), UNMATCHED_PREDICTION) | {pair["prediction"]: colour for pair, colour in pairs}
 
 
-def _truth_colours(line: RolloutLine) -> dict[int, str]:
+def _truth_colours(line: RolloutRecord) -> dict[int, str]:
     """Of every ground truth."""
     colours = dict.fromkeys(range(len(line["ground_truth"])), UNMATCHED_TRUTH)
     reading = line["reading"]
@@ -318,23 +318,23 @@ def _truth_colours(line: RolloutLine) -> dict[int, str]:
     return colours | {pair["ground_truth"]: colour for pair, colour in zip(reading["pairs"], _pair_colours(reading), strict=True)}
 
 
-def _truth_shapes(line: RolloutLine) -> Iterator[Shape]:
+def _truth_shapes(line: RolloutRecord) -> Iterator[DrawnObject]:
     colours, appended = _truth_colours(line), [] if line["reading"] is None else line["reading"]["appended"]
     for i, truth in enumerate(line["ground_truth"]):
-        yield Shape(truth["kind"], truth["bins"], f"G{i}", f"G{i} {truth['desc']}", colours[i], dashed=i in appended)
+        yield DrawnObject(truth["kind"], truth["bins"], f"G{i}", f"G{i} {truth['desc']}", colours[i], dashed=i in appended)
 
 
-def _prediction_shapes(reading: ReadingEntry) -> Iterator[Shape]:
+def _prediction_shapes(reading: ReadingEntry) -> Iterator[DrawnObject]:
     colours, matches = _prediction_colours(reading), {pair["prediction"]: pair["ground_truth"] for pair in reading["pairs"]}
     for i, object_ in enumerate(reading["objects"]):
         label = f"P{i}→G{matches[i]}" if i in matches else f"P{i}"
-        yield Shape(object_["kind"], object_["bins"], label, f"P{i} {object_['key']}: {object_['desc']}", colours[i], dashed=i not in matches)
+        yield DrawnObject(object_["kind"], object_["bins"], label, f"P{i} {object_['key']}: {object_['desc']}", colours[i], dashed=i not in matches)
 
 
 # Objects: what was predicted, what is there, and what became of it
 
 
-def _objects(line: RolloutLine) -> str:
+def _objects(line: RolloutRecord) -> str:
     reading = line["reading"]
     if reading is None:
         head = '<tr><th colspan="2">ground truth</th><th>what happens</th></tr>'
@@ -358,7 +358,7 @@ def _cells(label: str, colour: str, content: str) -> str:
     return f'<td class="mark"><span style="color:{colour}">{label}</span></td><td>{content}</td>'
 
 
-def _prediction_rows(line: RolloutLine, reading: ReadingEntry) -> Iterator[str]:
+def _prediction_rows(line: RolloutRecord, reading: ReadingEntry) -> Iterator[str]:
     pairs, colours = {pair["prediction"]: pair for pair in reading["pairs"]}, _prediction_colours(reading)
     for i, object_ in enumerate(reading["objects"]):
         prediction = _cells(f"P{i}", colours[i], _predicted(object_))
@@ -378,14 +378,14 @@ def _dropped_rows(reading: ReadingEntry) -> Iterator[str]:
         yield _row(_cells("–", UNMATCHED_PREDICTION, inline(dropped["key"])), "", "", f"dropped: {dropped['reason']}")
 
 
-def _appended_rows(line: RolloutLine, reading: ReadingEntry) -> Iterator[str]:
+def _appended_rows(line: RolloutRecord, reading: ReadingEntry) -> Iterator[str]:
     colours = _truth_colours(line)
     first = 1 if reading["max_object_index"] is None else reading["max_object_index"] + 1
     for number, i in enumerate(reading["appended"], first):
         yield _row("", _cells(f"G{i}", colours[i], _true(line["ground_truth"][i])), "", f"appended as object_{number}")
 
 
-def _taught_rows(line: RolloutLine) -> Iterator[str]:
+def _taught_rows(line: RolloutRecord) -> Iterator[str]:
     colours = _truth_colours(line)
     for i, truth in enumerate(line["ground_truth"]):
         yield f"<tr>{_cells(f'G{i}', colours[i], _true(truth))}<td>taught as object_{i + 1}</td></tr>"

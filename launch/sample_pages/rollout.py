@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from launch.sample_pages.html import LegendRow, chip_row, count, document, header, inline, legend, section, strength, token
-from learner.rollout_logs.trajectories import ExampleEntry, Messages, TrajectoryLine
+from learner.rollout_logs.trajectories import ExampleEntry, LoggedMessages, TrajectoryRecord
 
 # The tokens of an environment's rollout, coloured by what they are learned with: the hue is the sign of the advantage, the strength of the colour its size.
 
@@ -137,7 +137,7 @@ class RolloutPage:
     """What the page shows."""
 
     run: str
-    line: TrajectoryLine
+    line: TrajectoryRecord
     pieces: Mapping[int, bytes]
     """The text of every token of the examples, by its id."""
     objective: tuple[str, ...]
@@ -155,7 +155,7 @@ class RolloutPage:
         return document(heading, self.run, sections)
 
 
-def _summary(line: TrajectoryLine) -> str:
+def _summary(line: TrajectoryRecord) -> str:
     calls = count(line["num_turns"], "call") + " of the model"
     if line["error"] is not None:
         return f"Failed after {calls}: nothing is learned of it."
@@ -163,7 +163,7 @@ def _summary(line: TrajectoryLine) -> str:
     return f"Reward {line['reward']:.4g} for {calls}: {count(len(line['examples']), 'training example')} with {count(num_learned, 'learned token')}."
 
 
-def _facts(line: TrajectoryLine) -> str:
+def _facts(line: TrajectoryRecord) -> str:
     examples = line["examples"]
     facts = {"row": str(line["example"]), "turns": str(line["num_turns"]), "splits": str(line["num_splits"]), "seconds": f"{line['generate_s']:.2f}"}
     versions = sorted({example["weight_version"] for example in examples if example["weight_version"] is not None})
@@ -175,7 +175,7 @@ def _facts(line: TrajectoryLine) -> str:
     return chip_row(facts, [warning for warning, holds in found.items() if holds])
 
 
-def _metrics(line: TrajectoryLine) -> str:
+def _metrics(line: TrajectoryRecord) -> str:
     metrics = {name if name != "reward" else "reward (metric)": f"{value:.4g}" for name, value in line["metrics"].items()}
     failed = [f"{name} failed: {told}" for name, told in line["reward_errors"].items()]
     return chip_row({"reward": f"{line['reward']:.4g}"} | metrics, failed)
@@ -184,12 +184,12 @@ def _metrics(line: TrajectoryLine) -> str:
 # The dialogue: a row of two cells for each message, who and what
 
 
-def _dialogue(line: TrajectoryLine) -> str:
+def _dialogue(line: TrajectoryRecord) -> str:
     rows = [*_rows(line["prompt"], "prompt"), '<div class="border">what follows is the rollout</div>', *_rows(line["completion"], "completion")]
     return section("Dialogue", f'<div class="dialogue">{"".join(rows)}</div>')
 
 
-def _rows(messages: Messages | None, name: str) -> Iterator[str]:
+def _rows(messages: LoggedMessages | None, name: str) -> Iterator[str]:
     """`name` is what a text is called."""
     if messages is None:
         yield _row(name, "", '<span class="soft">none: it ended before</span>')

@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from launch.checks.environment import EnvironmentKeys, loaded_environment
 from launch.cli import EXPLAINED, end_on_signals, explained
 from launch.vf_eval.arguments import read_options
-from launch.vf_eval.record import Evaluation, read_evaluation
+from launch.vf_eval.record import EvaluationSettings, read_evaluation
 from launch.vf_eval.run import EvalRun
 from rollout_actors.environments.clients import openai as client
 from rollout_actors.environments.concurrency import THREADS
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with explained(console):
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         _log(options.verbose)
-        evaluation = Evaluation.of(options) if options.resume is None else read_evaluation(options.resume).resumed(options, options.resume)
+        evaluation = EvaluationSettings.of(options) if options.resume is None else read_evaluation(options.resume).resumed(options, options.resume)
         run = EvalRun(options, evaluation, loaded_environment(evaluation.environment, evaluation.env_args, KEYS))
         with _kept(run), logging_redirect_tqdm(), _retries_said(options.verbose):
             _Interruptible(run).evaluate()

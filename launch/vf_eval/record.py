@@ -29,7 +29,7 @@ def _some_or_all(number: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
-class Evaluation:
+class EvaluationSettings:
     """All that decides what its rollouts are. How many at a time, and where the endpoint is, do not."""
 
     environment: str
@@ -46,7 +46,7 @@ class Evaluation:
     state_columns: tuple[str, ...]
 
     @classmethod
-    def of(cls, options: EvalOptions) -> Evaluation:
+    def of(cls, options: EvalOptions) -> EvaluationSettings:
         """A new one."""
         assert options.environment is not None, "without a folder to resume it is required"
         return cls(
@@ -61,7 +61,7 @@ class Evaluation:
             state_columns=options.state_columns or (),
         )
 
-    def resumed(self, options: EvalOptions, folder: Path) -> Evaluation:
+    def resumed(self, options: EvalOptions, folder: Path) -> EvaluationSettings:
         """This one, with what may be said anew. ConfigError with everything that was said and is another than it was."""
         says_sampling = options.sampling_args is not None or options.tokens
         said: list[tuple[str, Any, Any]] = [
@@ -82,7 +82,7 @@ class Evaluation:
             rollouts_per_example=options.rollouts_per_example or self.rollouts_per_example,
         )
 
-    def no_smaller_than(self, other: Evaluation) -> Evaluation:
+    def no_smaller_than(self, other: EvaluationSettings) -> EvaluationSettings:
         sizes = (self.num_examples, other.num_examples)
         return replace(
             self,
@@ -104,7 +104,7 @@ class Evaluation:
             ) from error
 
 
-def read_evaluation(folder: Path) -> Evaluation:
+def read_evaluation(folder: Path) -> EvaluationSettings:
     """Raises ConfigError where the folder has none, RecordError where it is broken."""
     path = folder / NAME
     try:
@@ -122,7 +122,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     try:
         # Strict but for tuples, which JSON writes as lists.
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
-        return Evaluation(**fields)
+        return EvaluationSettings(**fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RecordError(first["msg"], field=".".join(map(str, first["loc"])), remedy=_REMEDY, file=str(path)) from error
@@ -131,7 +131,7 @@ def read_evaluation(folder: Path) -> Evaluation:
 _REMEDY = "start a new evaluation without --resume"
 
 
-def new_folder(output: Path, evaluation: Evaluation) -> Path:
+def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
     """Of nobody else: `ENVIRONMENT--MODEL/DATE-TIME`."""
     environment, model = Path(evaluation.environment).name.removesuffix(".py"), str(evaluation.model)
     # Servers of ours and of vLLM call a model by its path, if nothing else is said.

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from launch.cli import EXPLAINED
 from launch.vf_eval.arguments import OUTPUT, EvalOptions, sampling_of
 from launch.vf_eval.endpoint import Endpoint, check_there, checked_model, endpoint_of, watch
-from launch.vf_eval.record import Evaluation, missing_places, new_folder, read_evaluation
+from launch.vf_eval.record import EvaluationSettings, missing_places, new_folder, read_evaluation
 from launch.vf_eval.results_file import NAME, FinishedRollout, ResultsFile
 from launch.vf_eval.summary import RolloutNotes, results_of, show_rollout, summary_tables
 from rollout_actors.environments.datasets import RESULTS, Examples, digest, present
@@ -34,7 +34,7 @@ Place = tuple[int, int]
 class EvalRun:
     """One call of the command."""
 
-    def __init__(self, options: EvalOptions, evaluation: Evaluation, environment: Environment) -> None:
+    def __init__(self, options: EvalOptions, evaluation: EvaluationSettings, environment: Environment) -> None:
         self._options, self._evaluation, self._environment = options, evaluation, environment
         self._began_s, self._date = time.perf_counter(), datetime.now().astimezone().isoformat(timespec="seconds")
         self._num_examples = 0
@@ -75,7 +75,7 @@ class EvalRun:
                     notes = RolloutNotes(file, places, digests, self._evaluation.state_columns, self.say)
                     await self._generate(client, sampling, examples.select([example for example, _ in places]), notes)
 
-    def _noted(self) -> Evaluation:
+    def _noted(self) -> EvaluationSettings:
         """What the folder is of. Asking for less of what is there, and of what is still missing, makes it no smaller."""
         return self._evaluation if self._options.resume is None else self._evaluation.no_smaller_than(read_evaluation(self._options.resume))
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launch.vf_eval.record import Evaluation
+from launch.vf_eval.record import EvaluationSettings
 from launch.vf_eval.results_file import FinishedRollout, ResultsFile
 from rollout_actors.environments.clients.openai import merged
 from rollout_actors.environments.datasets import GenerateMetadata, GenerateOutputs, mean
@@ -51,7 +51,7 @@ class RolloutNotes:
             self.warn(f"-C: the first rollout has no {', '.join(absent)}; its state has {', '.join(map(str, state))}")
 
 
-def results_of(rollouts: Sequence[FinishedRollout], evaluation: Evaluation, environment: Environment, *, wall_s: float, date: str) -> GenerateOutputs:
+def results_of(rollouts: Sequence[FinishedRollout], evaluation: EvaluationSettings, environment: Environment, *, wall_s: float, date: str) -> GenerateOutputs:
     """What `Environment.evaluate` would have returned; states hold what was kept of them."""
     states = [one.state() for one in rollouts]
     groups: dict[str, list[State]] = {}
@@ -105,7 +105,7 @@ _ERRORS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreSummary:
     """Of a reward or a metric."""
 
     mean: float
@@ -115,7 +115,7 @@ class Score:
     most: float
 
     @classmethod
-    def of(cls, values: Sequence[Sequence[float]]) -> Score:
+    def of(cls, values: Sequence[Sequence[float]]) -> ScoreSummary:
         """Of each example, the values of its rollouts, at least one in all. Examples may have none:
         their rollouts failed, or are of another environment of a group."""
         flat = [value for own in values for value in own]
@@ -142,9 +142,11 @@ def summary_tables(rollouts: Sequence[FinishedRollout], *, solved_at: float, wal
     scores = {}
     if any(one.error is None for one in rollouts):
         rewards = [[one.reward or 0.0 for one in own if one.error is None] for own in examples]
-        scores["reward"] = Score.of(rewards)
+        scores["reward"] = ScoreSummary.of(rewards)
     for name in dict.fromkeys(name for one in rollouts for name in one.metrics):
-        scores[name if name != "reward" else "reward (metric)"] = Score.of([[one.metrics[name] for one in own if name in one.metrics] for own in examples])
+        scores[name if name != "reward" else "reward (metric)"] = ScoreSummary.of(
+            [[one.metrics[name] for one in own if name in one.metrics] for own in examples]
+        )
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for head in ("mean", "std. error", "least", "most"):

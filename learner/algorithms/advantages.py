@@ -29,7 +29,7 @@ from shared.trajectory import TrainingExample
 
 
 @dataclass(frozen=True, slots=True)
-class Credit:
+class TokenAdvantages:
     """The sampled tokens of a target, a column per field. Shape legend: M of them."""
 
     positions: tuple[int, ...]
@@ -47,11 +47,11 @@ class Credit:
         assert all(a < b for a, b in pairwise(self.positions))
 
 
-NO_CREDIT = Credit((), (), (), ())
+NO_CREDIT = TokenAdvantages((), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
-class CreditRule:
+class AdvantageEstimator:
     """How the tokens of an example are credited with what became of it."""
 
     normalize: Literal["step", "rollout", "constant"]
@@ -61,12 +61,12 @@ class CreditRule:
     """Added to the standard deviation that advantages are divided by; None: not divided."""
 
     @classmethod
-    def of(cls, config: PolicyGradientConfig, *, max_new_tokens: int) -> CreditRule:
+    def of(cls, config: PolicyGradientConfig, *, max_new_tokens: int) -> AdvantageEstimator:
         std_epsilon = config.advantage_epsilon if config.advantage_std else None
         return cls(config.normalize, max_new_tokens, std_epsilon)
 
-    def credit(self, example: TrainingExample, *, start: int, num_of_rollout: int) -> Credit:
-        """Credit the example's learned tokens, all of which are at `start` or later.
+    def credit(self, example: TrainingExample, *, start: int, num_of_rollout: int) -> TokenAdvantages:
+        """TokenAdvantages the example's learned tokens, all of which are at `start` or later.
 
         Args:
             num_of_rollout: learned tokens of its rollout, in all of the rollout's examples.
@@ -79,7 +79,7 @@ class CreditRule:
         advantages, logprobs = example.advantages(std_epsilon=self.std_epsilon), example.logprobs
         _require_finite(example, "advantage", advantages, positions, "its reward functions must return finite numbers")
         _require_finite(example, "log-probability", logprobs, positions, "the endpoint must return finite ones")
-        return Credit(
+        return TokenAdvantages(
             tuple(place - start for place in positions),
             tuple(logprobs[place] for place in positions),
             tuple(advantages[place] for place in positions),

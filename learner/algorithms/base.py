@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from learner.segments import Segment
-from learner.step_metrics import StepTally
+from learner.step_metrics import StepMetrics
 from shared.records import ImageRef
 from shared.run_files import Span
 from shared.schedule import StepPlan
 
 
-class StepWork(Protocol):
+class AlgorithmStep(Protocol):
     """One rank's part of one step. Everything is in the order of positions."""
 
     def requests(self) -> list[Any]:
@@ -41,7 +41,7 @@ class StepWork(Protocol):
         ...
 
 
-class Work(Protocol):
+class Algorithm(Protocol):
     """Where a rank's steps come from. Every rank has the same, and takes its share."""
 
     @property
@@ -54,7 +54,7 @@ class Work(Protocol):
         """Of its prompt."""
         ...
 
-    def begin_step(self, plan: StepPlan, tally: StepTally) -> StepWork:
+    def begin_step(self, plan: StepPlan, tally: StepMetrics) -> AlgorithmStep:
         """Draw the step's samples or examples; what becomes of them is counted in `tally`."""
         ...
 

@@ -14,8 +14,8 @@ from learner.model.ranks import Ranks
 from learner.rollout_logs.samples import RolloutLog
 from learner.samples import load_samples
 from learner.segments import PromptEncoder, Segment
-from learner.step_metrics import StepTally
-from learner.targets import Target, ground_truth_target, rollout_target, target_rules, text_weights
+from learner.step_metrics import StepMetrics
+from learner.targets import Target, ground_truth_target, rollout_target, target_settings, text_weights
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
@@ -70,14 +70,14 @@ def _digest(samples: Sequence[Sample]) -> int:
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
-class MatchingWork:
+class RolloutMatching:
     """`learner.algorithms.base.Work` of the samples of `data`."""
 
     def __init__(self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks) -> None:
         """Reads the files of `data`. Raises ConfigError and RecordError for what is wrong with them."""
         self.config, self.tokens, self.decode = config, tokens, decode
         self._ranks = ranks
-        self.rules = target_rules(config)
+        self.rules = target_settings(config)
         self.data = LearnerData(config, tokens)
         self.encoder = self.data.encoder
         self.ahead = Ahead()
@@ -86,9 +86,9 @@ class MatchingWork:
         self.fixed_images: tuple[ImageRef, ...] = first.images
         self.log = RolloutLog(config.telemetry.run_dir / "rollouts", tokens.codec, rank=ranks.rank) if config.telemetry.rollouts else None
 
-    def begin_step(self, plan: StepPlan, tally: StepTally) -> MatchingStep:
+    def begin_step(self, plan: StepPlan, tally: StepMetrics) -> RolloutMatchingStep:
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
-        return MatchingStep(self, plan, share, self.data.draw(plan.num_samples, share), tally)
+        return RolloutMatchingStep(self, plan, share, self.data.draw(plan.num_samples, share), tally)
 
     def held_out_requests(self, step: int) -> list[RolloutRequest]:
         held_out = self.data.held_out
@@ -108,10 +108,10 @@ class MatchingWork:
             self.log.close()
 
 
-class MatchingStep:
+class RolloutMatchingStep:
     """`learner.algorithms.base.StepWork` of a step's samples."""
 
-    def __init__(self, work: MatchingWork, plan: StepPlan, share: range, samples: list[Sample], tally: StepTally) -> None:
+    def __init__(self, work: RolloutMatching, plan: StepPlan, share: range, samples: list[Sample], tally: StepMetrics) -> None:
         """`samples` are those at the positions of `share`."""
         self._work, self._plan, self.share, self._tally = work, plan, share, tally
         self.samples = samples

@@ -17,13 +17,13 @@ import torch
 from PIL import Image
 
 from learner.ahead import Ahead
-from learner.algorithms.advantages import Credit, CreditRule
+from learner.algorithms.advantages import AdvantageEstimator, TokenAdvantages
 from learner.checks import check_weight_versions
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
 from learner.rollout_logs.trajectories import TrajectoryLog
 from learner.segments import EncodedPrompt, ImageEncoder, PromptEncoder, Segment
-from learner.step_metrics import StepTally
+from learner.step_metrics import StepMetrics
 from learner.targets import Target, TokenRole
 from shared.chunking import rank_share
 from shared.config import RunConfig
@@ -46,7 +46,7 @@ class TrajectoryTarget(NamedTuple):
     """From there to the last token that is learned; between the turns of a merged example, with what is only read."""
 
 
-def trajectory_target(example: TrainingExample, rule: CreditRule, *, num_of_rollout: int) -> TrajectoryTarget | None:
+def trajectory_target(example: TrainingExample, rule: AdvantageEstimator, *, num_of_rollout: int) -> TrajectoryTarget | None:
     """Make the prompt and target of an example; None where no token of it is learned.
 
     Args:
@@ -54,7 +54,7 @@ def trajectory_target(example: TrainingExample, rule: CreditRule, *, num_of_roll
 
     Raises:
         ValueError: the first token is to be learned, which no model predicts, or what
-            `CreditRule.credit` raises.
+            `AdvantageEstimator.credit` raises.
     """
     learned = np.flatnonzero(example.mask)
     if not len(learned):
@@ -81,7 +81,7 @@ def trajectory_target(example: TrainingExample, rule: CreditRule, *, num_of_roll
     )
 
 
-Answer = Sequence[EnvironmentRollout]
+ExampleRollouts = Sequence[EnvironmentRollout]
 """To one request, in the order of positions: in training the rollouts of one example."""
 
 _NUM_FIXED = 40
@@ -90,7 +90,7 @@ _FIXED_SIDE = 64
 """Pixels of the fixed image's width and height."""
 
 
-class TrajectoryWork:
+class Trajectories:
     """`learner.algorithms.base.Work` of an environment's examples."""
 
     def __init__(self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks, examples: ExampleCounts) -> None:
@@ -101,17 +101,17 @@ class TrajectoryWork:
         self._stream = SampleStream(examples.train, seed=config.training.seed, shuffle=config.data.shuffle)
         self._num_held_out = examples.held_out
         objective = next(entry for entry in config.rollout_matching.pipeline.active(Channel.B) if isinstance(entry, PolicyGradientEntry))
-        self.rule = CreditRule.of(objective.config, max_new_tokens=config.rollout_matching.max_new_tokens)
+        self.rule = AdvantageEstimator.of(objective.config, max_new_tokens=config.rollout_matching.max_new_tokens)
         self.images = ImageEncoder(tokens.processor) if self.environment.max_images_per_prompt else None
         self.fixed_images: tuple[ImageRef, ...] = (_fixed_image(),) if self.images is not None else ()
         self.fixed = _fixed(config, tokens, self.fixed_images)
         self.log = TrajectoryLog(config.telemetry.run_dir / "rollouts", rank=ranks.rank) if config.telemetry.rollouts else None
 
-    def begin_step(self, plan: StepPlan, tally: StepTally) -> TrajectoryStep:
+    def begin_step(self, plan: StepPlan, tally: StepMetrics) -> TrajectoryBatch:
         size = self.environment.rollouts_per_example
         drawn = self._stream.take(plan.num_samples // size)
         share = rank_share(plan.num_samples, self.ranks.world_size, self.ranks.rank, together=size)
-        return TrajectoryStep(self, plan, share, [drawn[position // size] for position in share[::size]], tally)
+        return TrajectoryBatch(self, plan, share, [drawn[position // size] for position in share[::size]], tally)
 
     def held_out_requests(self, step: int) -> list[EnvironmentRequest]:
         greedy = replace(self.decode, mode=DecodeMode.GREEDY, temperature=0.0)
@@ -123,7 +123,7 @@ class TrajectoryWork:
             for start in range(0, len(groups), size)
         ]
 
-    def score(self, answers: Sequence[Answer]) -> list[EnvironmentRollout]:
+    def score(self, answers: Sequence[ExampleRollouts]) -> list[EnvironmentRollout]:
         """They come with their rewards."""
         outcomes = [rollout for answer in answers for rollout in answer]
         for rollout in outcomes:
@@ -139,10 +139,10 @@ class TrajectoryWork:
             self.log.close()
 
 
-class TrajectoryStep:
+class TrajectoryBatch:
     """`learner.algorithms.base.StepWork` of a step's examples."""
 
-    def __init__(self, work: TrajectoryWork, plan: StepPlan, share: range, examples: list[int], tally: StepTally) -> None:
+    def __init__(self, work: Trajectories, plan: StepPlan, share: range, examples: list[int], tally: StepMetrics) -> None:
         """`examples` are the rows whose rollouts have the positions of `share`."""
         self._work, self._plan, self._share, self._examples, self._tally = work, plan, share, examples, tally
         self._num_taken = self._num_failed = 0
@@ -157,14 +157,14 @@ class TrajectoryStep:
         if self._work.log is not None:
             self._work.log.begin(self._plan.number)
 
-    def generation_spans(self, answers: Sequence[Answer]) -> list[Span]:
+    def generation_spans(self, answers: Sequence[ExampleRollouts]) -> list[Span]:
         """One per environment actor's part of the round."""
         rollouts: dict[str, list[EnvironmentRollout]] = {}
         for rollout in (rollout for answer in answers for rollout in answer):
             rollouts.setdefault(rollout.actor, []).append(rollout)
         return [self._span(actor, of_actor) for actor, of_actor in rollouts.items()]
 
-    def segments(self, answers: Sequence[Answer], *, version: int) -> Iterator[Segment]:
+    def segments(self, answers: Sequence[ExampleRollouts], *, version: int) -> Iterator[Segment]:
         """The examples of each rollout in order: one where its calls extend each other, none where it failed."""
         # All of the round at once: it is of one version, whichever environments and engines it came from.
         rollouts = [rollout for group in answers for rollout in group]
@@ -266,7 +266,7 @@ class _Sampled(NamedTuple):
         return cls(str(rollout.example), example.engine or rollout.actor, example.weight_version)
 
 
-def _has_own_advantages(group: Answer) -> bool:
+def _has_own_advantages(group: ExampleRollouts) -> bool:
     """Whether a rubric has given other advantages than equal rewards come to, which is 0 everywhere."""
     examples = [example for rollout in group for example in rollout.examples]
     return any(example.advantage != 0 or any(example.token_advantages or ()) for example in examples)
@@ -290,7 +290,7 @@ def _fixed(config: RunConfig, tokens: LoadedTokens, images: tuple[ImageRef, ...]
         prompt = PromptEncoder.of(config, tokens.processor).encode(Sample("fixed", images, _FIXED_SIDE, _FIXED_SIDE, (), {}))
     response = tuple(ids[num_prompt:])
     zeros, weights = (0.0,) * len(response), (1.0 / len(response),) * len(response)
-    credit = Credit(tuple(range(len(response))), zeros, zeros, weights)
+    credit = TokenAdvantages(tuple(range(len(response))), zeros, zeros, weights)
     roles = np.full(len(response), TokenRole.NEUTRAL, dtype=np.uint8)
     return Segment(0, prompt, Target("fixed", response, roles, (), (), (), credit=credit))
 

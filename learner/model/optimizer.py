@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from learner.model.parts import Part, section_of, trained_parameters
+from learner.model.parts import ModelPart, part_settings, trained_parameters
 from learner.model.ranks import Ranks
 from shared.config.training import TrainingSection
 from shared.errors import LearnerError
@@ -77,7 +77,7 @@ class UpdateResult:
     """Before clipping. Not finite where the update was skipped."""
     learning_rate: float
     """Of parts without one of their own."""
-    part_learning_rates: dict[Part, float]
+    part_learning_rates: dict[ModelPart, float]
     """Of the trained parts that have one of their own."""
     skipped: bool = False
     """The gradient was not finite: nothing has changed but the step's number."""
@@ -96,15 +96,15 @@ class UpdateResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ParameterGroup:
     """Parameters that are updated alike: one of AdamW's parameter groups."""
 
-    part: Part
+    part: ModelPart
     decays: bool
     """Matrices do. Norms and biases do not: to pull a scale towards zero is no regularisation."""
 
 
-class Updater:
+class Optimizer:
     """AdamW with a schedule; `update` is called once a step.
 
     Parameters that are not in float32 have float32 masters, and their gradients of a step are summed in float32 (`MasterWeights`).
@@ -115,9 +115,9 @@ class Updater:
         """Trains what has a gradient (`learner.model.parts.freeze_parts`)."""
         self._ranks = ranks
         self._config = config
-        trained = [(_Group(part, parameter.ndim > 1), parameter) for part, parameter in trained_parameters(model)]
+        trained = [(_ParameterGroup(part, parameter.ndim > 1), parameter) for part, parameter in trained_parameters(model)]
         self._weights = MasterWeights(parameter for _, parameter in trained)
-        groups: dict[_Group, list[torch.Tensor]] = {}
+        groups: dict[_ParameterGroup, list[torch.Tensor]] = {}
         for (group, _), master in zip(trained, self.masters, strict=True):
             groups.setdefault(group, []).append(master)
         self._groups = list(groups)
@@ -181,12 +181,16 @@ class Updater:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self.masters if master.grad is not None]
 
-    def _own_rates(self, step: int) -> dict[Part, float]:
-        own = [part for part in Part if section_of(part, self._config.parts).learning_rate is not None and any(group.part is part for group in self._groups)]
+    def _own_rates(self, step: int) -> dict[ModelPart, float]:
+        own = [
+            part
+            for part in ModelPart
+            if part_settings(part, self._config.parts).learning_rate is not None and any(group.part is part for group in self._groups)
+        ]
         return {part: learning_rate_at(step, self._config, self._peak(part)) for part in own}
 
-    def _peak(self, part: Part) -> float:
-        return section_of(part, self._config.parts).learning_rate or self._config.learning_rate
+    def _peak(self, part: ModelPart) -> float:
+        return part_settings(part, self._config.parts).learning_rate or self._config.learning_rate
 
     def _no_more(self, step: int, grad_norm: float) -> str:
         allowed = self._config.max_nonfinite_updates

@@ -15,10 +15,10 @@ from torch.distributed import AllreduceOptions, DistError, PrefixStore, ProcessG
 
 from shared.chunking import cut_past
 from shared.config.derive import rank_name
-from shared.errors import CollectiveError, LearnerError, Limit, late
+from shared.errors import CollectiveError, LearnerError, Timeout, late
 from shared.run_files import Span
 from shared.weight_sync.gloo import gloo_options
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 # What a learner rank is told of its place in the run. Not configuration: it follows from the cluster.
 
@@ -33,10 +33,10 @@ class ReceiverGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class LearnerPlace:
+class RankTopology:
     """Where one learner rank is, and who is around it."""
 
-    transport: Transport
+    transport: TransportKind
     """Of the weight sync (`WeightOffer.transport`)."""
     receivers: tuple[ReceiverGroup, ...]
     """One for all rollout actors, or one for each server; none where the engine lives in the learner's process."""
@@ -125,7 +125,7 @@ class Ranks(Protocol):
         """A context: a LearnerError that leaves it says which rank it is of, other errors stay as they are, and a lost or late peer is a CollectiveError."""
         ...
 
-    def take_times(self) -> list[Span]:
+    def pop_spans(self) -> list[Span]:
         """What `meet` and `sum_gradients` took since the last call."""
         ...
 
@@ -161,7 +161,7 @@ class OneRank:
     def of_phase(self, phase: str) -> Iterator[None]:
         yield
 
-    def take_times(self) -> list[Span]:
+    def pop_spans(self) -> list[Span]:
         return []
 
 
@@ -239,7 +239,7 @@ class DistributedRanks:
             told = f"another one did not answer within timeouts.learn_s = {self._timeout_s:g} s, or its connection broke; check the rank that failed first"
             raise CollectiveError(f"rank {self.rank} of {self.world_size}: {told} ({error})", phase=phase) from error
 
-    def take_times(self) -> list[Span]:
+    def pop_spans(self) -> list[Span]:
         times, self._times = self._times, []
         return times
 
@@ -279,7 +279,7 @@ class Rendezvous:
 
 
 def join_ranks(
-    place: LearnerPlace,
+    place: RankTopology,
     rendezvous: Rendezvous | None,
     device: LearnerDevice,
     *,
@@ -304,7 +304,7 @@ def join_ranks(
         group = open_group(place, store, timeout)
     except (DistError, RuntimeError) as error:
         others = f"the other learner ranks at {place.rendezvous}"
-        told = late(others, Limit(timeout_s, "timeouts.learn_s"), "the rank that failed first, and whether nodes reach each other")
+        told = late(others, Timeout(timeout_s, "timeouts.learn_s"), "the rank that failed first, and whether nodes reach each other")
         raise CollectiveError(f"rank {place.rank} of {place.world_size}: {told} ({error})", phase="start") from error
     return DistributedRanks(
         place.rank,
@@ -316,7 +316,7 @@ def join_ranks(
     )
 
 
-def open_group(place: LearnerPlace, store: Any, timeout: timedelta) -> ProcessGroup:
+def open_group(place: RankTopology, store: Any, timeout: timedelta) -> ProcessGroup:
     """Gloo for what lies in host memory, NCCL for what lies on a GPU. The latter was not run on a GPU."""
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO

@@ -17,7 +17,7 @@ from learner.model.checkpoint import CheckpointWeights, WeightSource
 from learner.model.loading import DTYPES, LoadedModel, load_model
 from learner.model.ranks import DistributedRanks, Ranks
 from shared.config import RunConfig
-from shared.config.derive import EnginePlace, engines_in, is_sharded
+from shared.config.derive import EngineLocation, engines_in, is_sharded
 from shared.errors import CollectiveError, LearnerError
 from shared.weight_sync.checksum import BucketChecksum
 
@@ -270,5 +270,5 @@ def load_parallel(config: RunConfig, device: torch.device, ranks: Ranks) -> tupl
     assert isinstance(ranks, DistributedRanks)
     dtype = DTYPES[config.model.dtype]
     source = CheckpointWeights(loaded.model)
-    parallel = ShardedModel(loaded.model, source, ranks, device=device, dtype=dtype, every_rank_sends=engines_in(config) is EnginePlace.RANKS)
+    parallel = ShardedModel(loaded.model, source, ranks, device=device, dtype=dtype, every_rank_sends=engines_in(config) is EngineLocation.RANKS)
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
 
 from learner.rollout_logs.writer import StepLog, Text, checked, read_lines
-from learner.targets import Reading, Target, TokenRole
+from learner.targets import ParsedAndMatched, Target, TokenRole
 from shared.config.pipeline import Channel
 from shared.records import GeometryKind, Sample
 from shared.rollouts import Rollout
@@ -135,7 +135,7 @@ class TargetEntry(TypedDict):
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
-class RolloutLine(TypedDict):
+class RolloutRecord(TypedDict):
     """One sample of one step."""
 
     step: int
@@ -151,15 +151,15 @@ class RolloutLine(TypedDict):
     target: TargetEntry
 
 
-_LINE = TypeAdapter(RolloutLine)
+_LINE = TypeAdapter(RolloutRecord)
 
 
-def checked_line(value: Any) -> RolloutLine:
+def checked_line(value: Any) -> RolloutRecord:
     """What a line's JSON says, if it is the line of a rollout log. RecordError, not located, with the field that it is not for."""
     return checked(value, _LINE, _consistent)
 
 
-def _consistent(line: RolloutLine) -> dict[str, bool]:
+def _consistent(line: RolloutRecord) -> dict[str, bool]:
     """What readers rely on beyond the types: fields, and whether they fit the others."""
     reading, target = line["reading"], line["target"]
     edges = [0, *(stop for _, stop, _, _ in target["supervision"])]
@@ -187,7 +187,7 @@ def _has_arity(shape: GroundTruthEntry | ObjectEntry) -> bool:
 
 # `rollouts/step_000123.jsonl`: what became of every sample of a step, a line of JSON for each (issue 3, "Bad input"; `telemetry.rollouts`).
 #
-# Lines are in the order of positions, and a line is there as soon as its target is made. `RolloutLine` (learner.rollout_logs.samples) is the format: everything about the
+# Lines are in the order of positions, and a line is there as soon as its target is made. `RolloutRecord` (learner.rollout_logs.samples) is the format: everything about the
 # engine's answer is under `rollout`, everything the parser and the matching made of it under `reading` (both null in a channel-A step), and what
 # the sample trains on under `target`. Files and ranks: `learner.rollout_logs.writer`. The step's positions are in rank order. Nodes need not share a disk: then each has
 # the files of its ranks, and `read_step` shows those that lie beside rank 0's.
@@ -215,7 +215,7 @@ class RolloutLog:
     def write(self, rollout: Rollout | None, sample: Sample, target: Target, weights_L: np.ndarray, position: int) -> None:
         """One sample; `rollout` is None exactly in channel A. `weights_L`: float32 [L], `TextWeights.of(target.roles)`. Raises StorageError."""
         assert (rollout is None) == (target.reading is None), "a reading is of a rollout"
-        line: RolloutLine = {
+        line: RolloutRecord = {
             "step": self._step,
             "position": position,
             "channel": self._channel,
@@ -231,7 +231,7 @@ class RolloutLog:
         self._lines.close()
 
 
-def read_step(path: Path) -> list[RolloutLine]:
+def read_step(path: Path) -> list[RolloutRecord]:
     """`learner.rollout_logs.writer.read_lines` of a file of `RolloutLog`. Raises OSError, and RecordError with file and line for a line that this version did not
     write."""
     return read_lines(path, checked_line)
@@ -251,7 +251,7 @@ def _rollout_entry(rollout: Rollout, codec: TokenCodec) -> RolloutEntry:
     }
 
 
-def _reading_entry(reading: Reading, codec: TokenCodec) -> ReadingEntry:
+def _reading_entry(reading: ParsedAndMatched, codec: TokenCodec) -> ReadingEntry:
     parsed, match = reading.parsed, reading.match
     excluded = [pair.prediction for pair in reading.excluded]
     return {

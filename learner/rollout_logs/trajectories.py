@@ -30,7 +30,7 @@ def _messages(value: Any) -> Any:
     raise PydanticCustomError("messages", "input should be a list of messages, or a text")
 
 
-Messages = Annotated[Sequence[Mapping[str, Any]] | str, PlainValidator(_messages)]
+LoggedMessages = Annotated[Sequence[Mapping[str, Any]] | str, PlainValidator(_messages)]
 """A conversation; or a text, where an environment completes text. What is in a message is up to the environment; each tool call is a text, JSON as a rule."""
 
 
@@ -72,7 +72,7 @@ class CallEntry(TypedDict):
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
-class TrajectoryLine(TypedDict):
+class TrajectoryRecord(TypedDict):
     """One rollout."""
 
     step: _Count | None
@@ -101,18 +101,18 @@ class TrajectoryLine(TypedDict):
     """In whose process the environment ran."""
     generate_s: float
     """Until its end, scoring included."""
-    prompt: Messages | None
+    prompt: LoggedMessages | None
     """Null where it ended before it had any."""
-    completion: Messages | None
+    completion: LoggedMessages | None
     """All that came after the prompt, likewise."""
     examples: Sequence[ExampleEntry]
     """In order; none of a rollout that failed, and of a held-out one."""
 
 
-_LINE = TypeAdapter(TrajectoryLine)
+_LINE = TypeAdapter(TrajectoryRecord)
 
 
-def line_of(step: int | None, rollout: EnvironmentRollout) -> TrajectoryLine:
+def line_of(step: int | None, rollout: EnvironmentRollout) -> TrajectoryRecord:
     return {
         "step": step,
         "position": rollout.position,
@@ -133,7 +133,7 @@ def line_of(step: int | None, rollout: EnvironmentRollout) -> TrajectoryLine:
     }
 
 
-def checked_trajectory_line(value: Any) -> TrajectoryLine:
+def checked_trajectory_line(value: Any) -> TrajectoryRecord:
     """What a line's JSON says, if it is the line of an environment's rollout log. RecordError, not located, with the field that it is not for."""
     return checked(value, _LINE, _consistent)
 
@@ -153,7 +153,7 @@ def _entry(example: TrainingExample) -> ExampleEntry:
     }
 
 
-def _consistent(line: TrajectoryLine) -> dict[str, bool]:
+def _consistent(line: TrajectoryRecord) -> dict[str, bool]:
     fits = {"examples": line["error"] is None or not line["examples"]}
     for number, example in enumerate(line["examples"]):
         length, by_token, turns = len(example["token_ids"]), example["token_advantages"], example["turns"]
@@ -167,7 +167,7 @@ def _consistent(line: TrajectoryLine) -> dict[str, bool]:
 
 
 # What became of every rollout of an environment: a line each in `rollouts/step_000123.jsonl` (`learner.rollout_logs.writer`), in the order of positions.
-# `TrajectoryLine` (learner.rollout_logs.trajectories) is the format.
+# `TrajectoryRecord` (learner.rollout_logs.trajectories) is the format.
 #
 # jq -c 'select(.error != null) | [.position, .error]' step_000123.jsonl
 # jq -r 'select(.reward == 1) | .completion[] | "\(.role): \(.content)"' step_000123.jsonl
@@ -192,7 +192,7 @@ class TrajectoryLog:
         self._lines.close()
 
 
-def read_step(path: Path) -> list[TrajectoryLine]:
+def read_step(path: Path) -> list[TrajectoryRecord]:
     """`learner.rollout_logs.writer.read_lines` of a file of `TrajectoryLog`. Raises OSError, and RecordError with file and line for a line that this version did not
     write."""
     return read_lines(path, checked_trajectory_line)

@@ -22,7 +22,7 @@ REMEDY = "a run's log is not to be edited: restore the file, or check out the ve
 Text = InstanceOf[str]
 """What a model wrote may hold half of a surrogate pair, which pydantic does not take for text."""
 
-Line = TypeVar("Line")
+LineT = TypeVar("LineT")
 """A format of lines."""
 
 
@@ -58,7 +58,7 @@ def step_path(folder: Path, step: int, rank: int = 0) -> Path:
     return folder / (f"step_{step:06d}.rank{rank}.jsonl" if rank else f"step_{step:06d}.jsonl")
 
 
-def checked(value: Any, kind: TypeAdapter[Line], consistent: Callable[[Line], Mapping[str, bool]]) -> Line:
+def checked(value: Any, kind: TypeAdapter[LineT], consistent: Callable[[LineT], Mapping[str, bool]]) -> LineT:
     """What a line's JSON says, if it is a line of this kind. RecordError, not located, with the field that it is not for.
 
     Args:
@@ -75,7 +75,7 @@ def checked(value: Any, kind: TypeAdapter[Line], consistent: Callable[[Line], Ma
     return line
 
 
-def read_lines(path: Path, checked_line: Callable[[Any], Line]) -> list[Line]:
+def read_lines(path: Path, checked_line: Callable[[Any], LineT]) -> list[LineT]:
     """The whole lines of a step, in the order of positions. `path` is rank 0's file, and those of other ranks are looked for beside it.
 
     Half a line at a file's end is what a run that died left, and no line. Raises OSError, and with file and line the RecordError of `checked_line`, which says
@@ -88,8 +88,8 @@ def read_lines(path: Path, checked_line: Callable[[Any], Line]) -> list[Line]:
     return lines
 
 
-def _read_file(path: Path, checked_line: Callable[[Any], Line]) -> list[Line]:
-    lines: list[Line] = []
+def _read_file(path: Path, checked_line: Callable[[Any], LineT]) -> list[LineT]:
+    lines: list[LineT] = []
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             lines.append(checked_line(json.loads(text)))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from learner.model.adapters import adapter_files
 from learner.model.checkpoint import save_checkpoint
 from learner.model.loading import LoadedModel
-from learner.model.ranks import LearnerDevice, LearnerPlace, Ranks
+from learner.model.ranks import LearnerDevice, Ranks, RankTopology
 from learner.model.sharding import Parallel
 from learner.weight_sync.canary import AsksCanary, Canary, ComputedCanary
 from learner.weight_sync.sender import WeightSender
@@ -22,9 +22,9 @@ from shared.config.derive import resolved_sync_mode, rollout_servers
 from shared.errors import LEARNER, WeightSyncError
 from shared.rollouts import WeightOffer
 from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import AdapterTerms
+from shared.weight_sync.offer import AdapterOffer
 from shared.weight_sync.phases import OFFER, SendReport
-from shared.weight_sync.transports import BUCKET_BYTES, Transport
+from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
 
 # The learner's end of adapter syncs: the adapter goes with the offer (DESIGN 9, decision 20).
 
@@ -43,8 +43,8 @@ class AdapterSender:
             assert files is not None, "the configuration has an adapter"
         except Exception as error:  # whatever peft and safetensors find wrong with it: the merged weights do without both
             raise WeightSyncError(f"it cannot be written down ({type(error).__name__}: {error})", actor=LEARNER, phase=OFFER) from error
-        terms = AdapterTerms.make(files, timeout_s=self._timeout_s)
-        return WeightOffer(version=version, transport=Transport.ADAPTER, rendezvous={"terms": terms}, canary=canary.probe())
+        terms = AdapterOffer.make(files, timeout_s=self._timeout_s)
+        return WeightOffer(version=version, transport=TransportKind.ADAPTER, rendezvous={"terms": terms}, canary=canary.probe())
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Nothing is left to send."""
@@ -151,7 +151,7 @@ class WeightPublisher:
             sender.close()
 
 
-def make_senders(config: RunConfig, place: LearnerPlace, loaded: LoadedModel, parallel: Parallel) -> tuple[Sender, ...]:
+def make_senders(config: RunConfig, place: RankTopology, loaded: LoadedModel, parallel: Parallel) -> tuple[Sender, ...]:
     """Rank 0's, as the configuration says what is sent; none on the other ranks."""
     if place.rank != 0:
         return ()

@@ -18,13 +18,13 @@ import torch
 from learner.model.checkpoint import WeightSource
 from learner.model.ranks import ReceiverGroup
 from learner.weight_sync.canary import AsksCanary
-from learner.weight_sync.transports import WIRES, Wire
-from shared.errors import LEARNER, ConfigError, LearnerError, Limit, WeightSyncError, late
+from learner.weight_sync.transports import WIRES, WeightTransport
+from shared.errors import LEARNER, ConfigError, LearnerError, Timeout, WeightSyncError, late
 from shared.rollouts import WeightOffer
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.offer import PHASE_LIMIT, FullTerms, Group, TensorSpec
+from shared.weight_sync.offer import PHASE_LIMIT, FullOffer, ProcessGroupSpec, TensorSpec
 from shared.weight_sync.phases import ENGINE_MARGIN_S, OFFER, SendReport, SyncPhase
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 GROUP_PORT = "rollout_matching.vllm.server.servers[{index}].group_port"
 
@@ -44,7 +44,7 @@ class WeightSender:
         transport: str,
         receivers: tuple[ReceiverGroup, ...],
         timeout_s: float,
-        join: Limit | None = None,
+        join: Timeout | None = None,
         host: str = "127.0.0.1",
         bucket_bytes: int = 16 << 20,
     ) -> None:
@@ -56,15 +56,15 @@ class WeightSender:
             join: of the phase in which the receivers come; None: as of any other.
         """
         self._source = source
-        self._transport = Transport(transport)
+        self._transport = TransportKind(transport)
         self._receivers = receivers if self._transport in WIRES else ()
-        self._limit = Limit(timeout_s, PHASE_LIMIT)
+        self._limit = Timeout(timeout_s, PHASE_LIMIT)
         self._join = join
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._listening: list[socket.socket] = []
-        self._groups: tuple[Group, ...] = ()
-        self._wire: Wire | None = None
+        self._groups: tuple[ProcessGroupSpec, ...] = ()
+        self._wire: WeightTransport | None = None
         self._canary: AsksCanary | None = None
 
     def offer(self, version: int, canary: AsksCanary) -> WeightOffer:
@@ -82,7 +82,7 @@ class WeightSender:
         self._canary = canary if self._transport in WIRES else None
         probe = canary.probe() if self._canary is None else canary.question()
         num_logprobs = 0 if self._canary is None else probe.num_logprobs
-        terms = FullTerms(self._groups, self._limit.seconds, self._bucket_bytes, tensors, num_logprobs, self._join)
+        terms = FullOffer(self._groups, self._limit.seconds, self._bucket_bytes, tensors, num_logprobs, self._join)
         return WeightOffer(version=version, transport=self._transport, rendezvous={"terms": terms}, canary=probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
@@ -91,7 +91,7 @@ class WeightSender:
 
         Where there is no wire (ipc, inproc) the engine's backend lives in this process and takes the weights itself: nothing is left to do.
         """
-        terms = FullTerms.of(offer)
+        terms = FullOffer.of(offer)
         if self._transport not in WIRES:
             return SendReport(phase_s={})
         assert self._canary is not None, "send follows its offer"
@@ -121,7 +121,7 @@ class WeightSender:
         phase_s = {"send_gather": checksummed.gather_s, "send_rendezvous": joined - started, "send_wire": wire_s, "send_verify": checksummed.verify_s}
         return SendReport(phase_s | {"send_canary": scored - joined})
 
-    def outgoing(self, terms: FullTerms, logprobs: Callable[[], Sequence[float]]) -> ChecksummedWeights:
+    def outgoing(self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]) -> ChecksummedWeights:
         """The weights as they go out; `logprobs` waits for those of the canary."""
         return ChecksummedWeights(self._source.tensors(), terms, torch, logprobs)
 
@@ -150,16 +150,16 @@ class WeightSender:
                 raise ConfigError(
                     f"{key}: port {receivers.port} of {self._host} cannot be opened ({error.strerror}); choose a free one, or end what uses it"
                 ) from error
-            groups.append(Group(self._host, self._listening[-1].getsockname()[1], 1 + receivers.num_workers, uuid.uuid4().hex))
+            groups.append(ProcessGroupSpec(self._host, self._listening[-1].getsockname()[1], 1 + receivers.num_workers, uuid.uuid4().hex))
         self._groups = tuple(groups)
 
-    def _open(self, terms: FullTerms) -> Wire:
+    def _open(self, terms: FullOffer) -> WeightTransport:
         assert self._listening, "send follows its offer"
         # The groups take over the sockets that have held the ports since the offer: nobody else can have bound them.
         listening, self._listening = self._listening, []
         return WIRES[self._transport](terms, listening)
 
-    def _result(self, work: Future[T], phase: SyncPhase, began: float, limit: Limit) -> T:
+    def _result(self, work: Future[T], phase: SyncPhase, began: float, limit: Timeout) -> T:
         """Of a phase that began then, by `perf_counter`: whatever this thread did meanwhile is within its limit."""
         try:
             return work.result(timeout=_left_s(began, limit))
@@ -173,7 +173,7 @@ class WeightSender:
             raise WeightSyncError(told, actor=LEARNER, phase=phase) from error
 
 
-def _left_s(began: float, limit: Limit) -> float:
+def _left_s(began: float, limit: Timeout) -> float:
     return max(0.0, began + limit.seconds + ENGINE_MARGIN_S - time.perf_counter())
 
 

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 
 import torch
 
-from shared.weight_sync.gloo import NUM_BUFFERS, GlooWire
-from shared.weight_sync.offer import FullTerms
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.gloo import NUM_BUFFERS, GlooSender
+from shared.weight_sync.offer import FullOffer
+from shared.weight_sync.transports import TransportKind
 
 
-class Wire(Protocol):
+class WeightTransport(Protocol):
     """Open groups, this process being rank 0 of each."""
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
         """Send every tensor to every group, in the terms' order and buckets, and wait until it is out."""
         ...
 
@@ -29,14 +29,14 @@ class Wire(Protocol):
         ...
 
 
-class NcclWire:
+class NcclSender:
     """Between GPUs, to vLLM's own `nccl` engine, with vLLM's own packing. Not run on a GPU.
 
     NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups. A receiver that hangs in one stays there until its process
     ends: an actor's at the end of the run, a server's when somebody ends it.
     """
 
-    def __init__(self, terms: FullTerms, listening: list[socket.socket]) -> None:
+    def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
         from vllm.utils.nccl import unpinned_nccl_env
@@ -52,12 +52,12 @@ class NcclWire:
                 raise RuntimeError(f"vLLM has no NCCL library for the group at {group.host}:{group.port}, or was told to use none; see VLLM_NCCL_SO_PATH")
             self._communicators.append(communicator)
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
             iterator=iter(tensors),
-            group=_Together(self._communicators),
+            group=_BroadcastToAll(self._communicators),
             src=0,
             post_iter_func=lambda item: item[1],
             buffer_size_bytes=terms.bucket_bytes,
@@ -70,7 +70,7 @@ class NcclWire:
         self._communicators = []
 
 
-class _Together:
+class _BroadcastToAll:
     """Several communicators as the one that vLLM's producer broadcasts to: a bucket is packed once, whatever the number of groups. Not run on a GPU."""
 
     def __init__(self, communicators: list[Any]) -> None:
@@ -82,4 +82,4 @@ class _Together:
             communicator.broadcast(tensor, src=src)
 
 
-WIRES: dict[Transport, Callable[[FullTerms, list[socket.socket]], Wire]] = {Transport.GLOO: GlooWire, Transport.NCCL: NcclWire}
+WIRES: dict[TransportKind, Callable[[FullOffer, list[socket.socket]], WeightTransport]] = {TransportKind.GLOO: GlooSender, TransportKind.NCCL: NcclSender}

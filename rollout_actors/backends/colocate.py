@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_actors.engine.completion import Started
+from rollout_actors.engine.completion import StartTime
 from rollout_actors.engine.failure import EngineFailures
 from rollout_actors.engine.settings import EngineSettings, engine_environment
 from rollout_actors.engine.vllm_import import explained_import
@@ -17,7 +17,7 @@ from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.protocols import BackendHost
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.phases import SyncPhase
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 if TYPE_CHECKING:
     from rollout_actors.backends.colocated_llm import ColocatedLLM
@@ -46,7 +46,7 @@ def _engine_context(settings: EngineSettings, failures: EngineFailures) -> Engin
     from rollout_actors.backends.process_isolation import EngineContext
 
     environment = engine_environment(settings) | failures.environment
-    if settings.transport == Transport.IPC:
+    if settings.transport == TransportKind.IPC:
         # The handles of a GPU's memory are pickled on their way from this process to the engine's, which is its child.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return EngineContext(environment)
@@ -99,7 +99,7 @@ class ColocatedBackend:
             return []
         if shut := self._over or self._engine.intake.shut:
             raise RolloutError(f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate")
-        started = Started.now()
+        started = StartTime.now()
         with self._host.offloaded(), self._context.entered():
             llm = self._engine
             return self._guarded("generate", lambda: self._rollouts(llm, requests, started))
@@ -152,9 +152,9 @@ class ColocatedBackend:
         with explained_import(self._name):
             from rollout_actors.backends.colocated_llm import ColocatedLLM
 
-        return ColocatedLLM(self._name, self._settings, sleep=self._sleep, require_going_on=self._host.require_going_on)
+        return ColocatedLLM(self._name, self._settings, sleep=self._sleep, raise_if_stopping=self._host.raise_if_stopping)
 
-    def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started: Started) -> list[Rollout]:
+    def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started: StartTime) -> list[Rollout]:
         llm.wake()
         try:
             return llm.generate(requests, started)

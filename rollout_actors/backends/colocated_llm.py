@@ -23,20 +23,20 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 
 from rollout_actors.backends.ipc_handles import SharingDevice, cuda_devices, packed_buckets
-from rollout_actors.engine.completion import Answer, Origin, Started
+from rollout_actors.engine.completion import Completion, EngineInfo, StartTime
 from rollout_actors.engine.sampling import BAN, finish_reason
 from rollout_actors.engine.settings import EngineSettings, engine_arguments
-from rollout_actors.engine.vllm_io import probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
+from rollout_actors.engine.vllm_io import probe_params, probe_prompt, probe_scores, request_prompt, sampling_params, to_completion
 from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
-from rollout_actors.weight_sync.adapters import AdapterIntake
-from rollout_actors.weight_sync.receiver import UpdateRequest, WeightIntake
+from rollout_actors.weight_sync.adapters import AdapterLoader
+from rollout_actors.weight_sync.receiver import UpdateRequest, WeightReceiver
 from shared.errors import RolloutError
 from shared.protocols import CLOSE_S
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.offer import FullTerms
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.offer import FullOffer
+from shared.weight_sync.transports import TransportKind
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class UpdatedLLM:
     """An `UpdatedEngine`. Every method is done when it returns: the work is in the calling thread, nobody else is waited for, and no limit can end it."""
 
-    def __init__(self, llm: LLM, *, transport: Transport, devices: Sequence[SharingDevice], wake: Callable[[], None]) -> None:
+    def __init__(self, llm: LLM, *, transport: TransportKind, devices: Sequence[SharingDevice], wake: Callable[[], None]) -> None:
         """`transport` is `inproc` or `ipc`.
 
         Args:
@@ -86,7 +86,7 @@ class UpdatedLLM:
     async def update_weights(self, request: UpdateRequest) -> None:
         assert self._weights is not None, "an update is made while they are handed over"
         assert request.update_info["names"] == [spec.name for spec in self._weights.terms.sent], "the update is of these"
-        if self._transport is Transport.INPROC:
+        if self._transport is TransportKind.INPROC:
             self._llm.update_weights({"update_info": {"weights": self._weights}})
             return
         self._llm.init_weight_transfer_engine({"init_info": {"packed": True}})
@@ -136,11 +136,11 @@ class BeamLLM(LLM):
 
     beam_decode: DecodeSettings | None = None
     """Of the search under way."""
-    require_going_on: Callable[[], None]
+    raise_if_stopping: Callable[[], None]
     """Called before each of its steps: raises where the search is to be left."""
 
     def _beam_search_step(self, *, base_sampling_params: Any, eos_token_id: int | None, ignore_eos: bool, **rest: Any) -> bool:
-        self.require_going_on()
+        self.raise_if_stopping()
         decode = self.beam_decode
         assert decode is not None, "set it before beam_search"
         base_sampling_params.logit_bias = dict.fromkeys(decode.banned_token_ids, BAN) or None
@@ -154,7 +154,7 @@ class BeamLLM(LLM):
 class ColocatedLLM:
     """One engine. Everything here is to be called inside its `EngineContext`, by one thread at a time."""
 
-    def __init__(self, name: str, settings: EngineSettings, *, sleep: bool, require_going_on: Callable[[], None]) -> None:
+    def __init__(self, name: str, settings: EngineSettings, *, sleep: bool, raise_if_stopping: Callable[[], None]) -> None:
         """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured and not active.
 
         `sleep`: to be put to sleep between the calls, where the platform can. `require_going_on` is called before each step of a generation, and leaves it by
@@ -165,19 +165,19 @@ class ColocatedLLM:
         self._rule = engine_rule(settings.repeat_guard, settings.model_path)
         self.sleeps = sleep and current_platform.is_sleep_mode_available()
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
-        self._require_going_on = self._llm.require_going_on = require_going_on
+        self._require_going_on = self._llm.raise_if_stopping = raise_if_stopping
         require_guard(self.collective_rpc(*guard_call(settings.repeat_guard)), settings.repeat_guard, name)
         self._llm.update_weight_version("0")
-        devices = cuda_devices(settings.tensor_parallel_size) if settings.transport == Transport.IPC else ()
+        devices = cuda_devices(settings.tensor_parallel_size) if settings.transport == TransportKind.IPC else ()
         self._updated = UpdatedLLM(self._llm, transport=settings.transport, devices=devices, wake=self.wake)
-        adapter = AdapterIntake(self._updated, enabled=settings.enable_lora)
-        self.intake = WeightIntake(name, self._updated, None, score=self._score, adapter=adapter)
+        adapter = AdapterLoader(self._updated, enabled=settings.enable_lora)
+        self.intake = WeightReceiver(name, self._updated, None, score=self._score, adapter=adapter)
         self._sleeping: tuple[str, ...] = ()
         """vLLM's tags of the memory that is not there."""
 
-    def generate(self, requests: Sequence[RolloutRequest], started: Started) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], started: StartTime) -> list[Rollout]:
         """One rollout per request, in order, at most `max_num_seqs` sequences at a time."""
-        origin = Origin(self._name, self.intake.version, self._rule, started)
+        origin = EngineInfo(self._name, self.intake.version, self._rule, started)
         rollouts: list[Rollout] = []
         for beam_decode, group in groupby(requests, key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None):
             alike = list(group)
@@ -192,7 +192,7 @@ class ColocatedLLM:
         """
         if offer.sends_adapter:
             return asyncio.run(self.intake.take(offer))
-        handed = ChecksummedWeights(weights, FullTerms.of(offer), torch)
+        handed = ChecksummedWeights(weights, FullOffer.of(offer), torch)
         with self._updated.handing_over(handed):
             return asyncio.run(self.intake.take(offer, handed))
 
@@ -232,7 +232,7 @@ class ColocatedLLM:
         del self._llm, self._updated, self.intake
         gc.collect()
 
-    def _complete(self, requests: Sequence[RolloutRequest], version: int) -> list[tuple[Answer, float]]:
+    def _complete(self, requests: Sequence[RolloutRequest], version: int) -> list[tuple[Completion, float]]:
         """Each answer with the time of its end, by `time.perf_counter`."""
         queued: list[str] = []
         for request in requests:
@@ -250,7 +250,7 @@ class ColocatedLLM:
             self._llm.llm_engine.abort_request(queued, internal=True)
             raise
         ended = zip(requests, done, strict=True)
-        return [(read_answer(output, request, actor=self._name, version=version), end) for request, (output, end) in ended]
+        return [(to_completion(output, request, actor=self._name, version=version), end) for request, (output, end) in ended]
 
     def _run_queued(self) -> list[tuple[RequestOutput, float]]:
         """In order of arrival. What `LLM.wait_for_completion` does, which does not say when each of them was finished."""
@@ -261,7 +261,7 @@ class ColocatedLLM:
             ended += [(output, end) for output in outputs if isinstance(output, RequestOutput) and output.finished]
         return sorted(ended, key=lambda one: int(one[0].request_id))
 
-    def _beams(self, requests: list[RolloutRequest], decode: DecodeSettings) -> list[tuple[Answer, float]]:
+    def _beams(self, requests: list[RolloutRequest], decode: DecodeSettings) -> list[tuple[Completion, float]]:
         """The best beam of each request, by vLLM's score: the mean log-probability, over the prompt's tokens too. All end when the last one does."""
         if len(decode.stop_token_ids) > 1:
             raise RolloutError(f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}", actor=self._name, phase="generate")
@@ -276,14 +276,14 @@ class ColocatedLLM:
         end = time.perf_counter()
         return [(self._best(output, request), end) for request, output in zip(requests, outputs, strict=True)]
 
-    def _best(self, output: BeamSearchOutput, request: RolloutRequest) -> Answer:
+    def _best(self, output: BeamSearchOutput, request: RolloutRequest) -> Completion:
         best = output.sequences[0]
         if best.finish_reason is not None:  # a beam says how it ended only where that was neither its stop token nor its limit
             finish_reason(best.finish_reason, request, self._name)
         prompt = tuple(best.orig_prompt["prompt_token_ids"])
         response = best.tokens[len(prompt) :]
         logprobs = [entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)]
-        return Answer.up_to_stop(prompt, response, logprobs, request.decode)
+        return Completion.up_to_stop(prompt, response, logprobs, request.decode)
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         lora_request = self.intake.adapter.request if adapted else None

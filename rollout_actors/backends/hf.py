@@ -17,9 +17,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rollout_actors.backends.process_isolation import random_state_kept
-from rollout_actors.engine.completion import Answer, Origin, Started, cut_behind_stop
+from rollout_actors.engine.completion import Completion, EngineInfo, StartTime, cut_behind_stop
 from rollout_actors.engine.sampling import BAN, decode_images
-from rollout_actors.repeat_guard.hf import RepeatGuardProcessor
+from rollout_actors.repeat_guard.hf import HFRepeatGuard
 from rollout_actors.repeat_guard.rule import repeat_rule
 from shared.errors import RolloutError
 from shared.protocols import BackendHost
@@ -34,9 +34,9 @@ from shared.tokens.repeat_guard import RepeatGuardSettings
 class LeavesOff(LogitsProcessor):
     """Leaves `generate` before its next token where the run is being ended."""
 
-    def __init__(self, require_going_on: Callable[[], None]) -> None:
+    def __init__(self, raise_if_stopping: Callable[[], None]) -> None:
         """`require_going_on` raises then."""
-        self._require_going_on = require_going_on
+        self._require_going_on = raise_if_stopping
 
     def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._require_going_on()
@@ -209,7 +209,7 @@ class HFBackend:
         """Leaves off between two tokens where the host raises."""
         if self._closed and requests:
             raise RolloutError("the backend was closed", actor=self._name, phase="generate")
-        origin = Origin(self._name, self._version, self._rule, Started.now())
+        origin = EngineInfo(self._name, self._version, self._rule, StartTime.now())
         rollouts: list[Rollout] = []
         with random_state_kept(), evaluating(self._host.model), torch.no_grad():
             for batch in self._batches(requests):
@@ -256,7 +256,7 @@ class HFBackend:
             token_ids += [token_id] * (next(lengths) if token_id == processor.image_token_id else 1)
         return _Encoded(tuple(token_ids), {name: features[name] for name in ("pixel_values", "image_grid_thw")})
 
-    def _decode(self, batch: list[RolloutRequest], encoded: list[_Encoded]) -> list[tuple[Answer, float]]:
+    def _decode(self, batch: list[RolloutRequest], encoded: list[_Encoded]) -> list[tuple[Completion, float]]:
         """Each answer with the time of its end, by `time.perf_counter`."""
         decode = batch[0].decode
         prompts = [prompt.token_ids for prompt in encoded]
@@ -269,19 +269,19 @@ class HFBackend:
             # Behind a response there is padding, which no beam has chosen.
             rows = [cut_behind_stop(row, decode) for row in output.sequences[:, num_prompt_tokens:].tolist()]
             logprobs = [beams.logprobs(beam, row) for beam, row in zip(output.beam_indices.tolist(), rows, strict=True)]
-            return [(Answer.up_to_stop(*of_row, decode), end) for of_row in zip(prompts, rows, logprobs, strict=True)]
+            return [(Completion.up_to_stop(*of_row, decode), end) for of_row in zip(prompts, rows, logprobs, strict=True)]
         chooser = Chooser(decode, [request.seed for request in batch], prompts)
         output = self._generate(inputs, decode, [*self._watching(decode, num_prompt_tokens), chooser])
         rows = output.sequences[:, num_prompt_tokens:].tolist()
-        answers = [Answer.up_to_stop(*of_row, decode) for of_row in zip(prompts, rows, chooser.logprobs(), strict=True)]
+        answers = [Completion.up_to_stop(*of_row, decode) for of_row in zip(prompts, rows, chooser.logprobs(), strict=True)]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
     def _watching(self, decode: DecodeSettings, num_prompt_tokens: int) -> list[LogitsProcessor]:
         """What may end a generation, or a response, before its time."""
-        leaves_off = LeavesOff(self._host.require_going_on)
+        leaves_off = LeavesOff(self._host.raise_if_stopping)
         if self._rule is None or not decode.stop_token_ids:
             return [leaves_off]  # without a stop token there is nothing to force
-        return [leaves_off, RepeatGuardProcessor(self._rule, prompt_length=num_prompt_tokens, stop_token_id=decode.stop_token_ids[0])]
+        return [leaves_off, HFRepeatGuard(self._rule, prompt_length=num_prompt_tokens, stop_token_id=decode.stop_token_ids[0])]
 
     def _inputs(self, encoded: list[_Encoded]) -> dict[str, torch.Tensor]:
         model, processor = self._host.model, self._host.processor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from rollout_actors.engine.completion import Answer, Origin, Started
+from rollout_actors.engine.completion import Completion, EngineInfo, StartTime
 from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 
@@ -29,7 +29,7 @@ class ScriptedBackend:
             return []
         if self._closed:
             raise RolloutError("the backend was closed", actor=self._name, phase="generate")
-        origin = Origin(self._name, self._version, None, Started.now())
+        origin = EngineInfo(self._name, self._version, None, StartTime.now())
         time.sleep(self._latency_s)
         end = time.perf_counter()
         return [self._answer(request).rollout(request, origin, end) for request in requests]
@@ -46,7 +46,7 @@ class ScriptedBackend:
     def close(self) -> None:
         self._closed = True
 
-    def _answer(self, request: RolloutRequest) -> Answer:
+    def _answer(self, request: RolloutRequest) -> Completion:
         token_ids = list(self._script(request))[: request.decode.max_new_tokens]
         # A script is certain of what it says.
-        return Answer.up_to_stop(request.prompt_token_ids, token_ids, [0.0] * len(token_ids), request.decode)
+        return Completion.up_to_stop(request.prompt_token_ids, token_ids, [0.0] * len(token_ids), request.decode)

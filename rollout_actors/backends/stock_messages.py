@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 from pydantic import BaseModel
 
-from rollout_actors.engine.completion import Answer
+from rollout_actors.engine.completion import Completion
 from rollout_actors.engine.sampling import PROBE_FIELDS, decode_images, finish_reason, sampling_fields
 from shared.errors import RolloutError
 from shared.records import ImageRef
@@ -27,7 +27,7 @@ _ORIENTATION = 0x0112
 """EXIF's tag."""
 
 
-class Span(BaseModel):
+class TokenSpan(BaseModel):
     version: str
 
 
@@ -44,7 +44,7 @@ class Choice(BaseModel):
     finish_reason: str
     token_ids: list[int]
     logprobs: Logprobs | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[TokenSpan] | None = None
     """vLLM's labels of the weights that sampled these tokens, in order."""
 
 
@@ -78,7 +78,7 @@ def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
     return answer.prompt_token_ids, [NO_LOGPROB if entry is None else entry[token_id].logprob for entry, token_id in scored]
 
 
-def read_answer(answer: Generated, request: RolloutRequest, *, actor: str, label: str) -> Answer:
+def read_answer(answer: Generated, request: RolloutRequest, *, actor: str, label: str) -> Completion:
     """A finished request. `label` is the server's name of the weights that it is to be of.
 
     Raises RolloutError where the server did not finish it, sampled any token of it by other weights, or has no log-probability of a token.
@@ -97,7 +97,7 @@ def read_answer(answer: Generated, request: RolloutRequest, *, actor: str, label
         raise refuse("came without one log-probability for each of its tokens")
     if logprobs is not None and NO_LOGPROB in logprobs:
         raise refuse(f"has no log-probability at token {logprobs.index(NO_LOGPROB)}: NaN, or minus infinity")
-    return Answer(tuple(answer.prompt_token_ids), choice.token_ids, logprobs, reason)
+    return Completion(tuple(answer.prompt_token_ids), choice.token_ids, logprobs, reason)
 
 
 def _body(token_ids: Sequence[int], images: Sequence[ImageRef], sample_id: str, actor: str, params: dict[str, Any]) -> bytes:

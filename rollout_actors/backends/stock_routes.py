@@ -132,7 +132,7 @@ class MultiModalPart(Part):
     limit_per_prompt: PromptLimits
 
 
-class ModelPart(Part):
+class ModelField(Part):
     dtype: str
     """`torch.float32`, ..."""
     max_model_len: int
@@ -155,7 +155,7 @@ class TransferPart(Part):
 
 
 class EnginePart(Part):
-    model: ModelPart = Field(alias="model_config")
+    model: ModelField = Field(alias="model_config")
     scheduler_config: SchedulerPart
     parallel_config: ParallelPart
     weight_transfer_config: TransferPart | None

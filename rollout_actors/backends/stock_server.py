@@ -31,14 +31,14 @@ from rollout_actors.backends.http import (
 from rollout_actors.backends.rollmatch_server import ServerClient
 from rollout_actors.backends.stock_messages import Generated, probe_body, read_answer, read_probe, rollout_body
 from rollout_actors.backends.stock_routes import STOCK_SERVER, UNVERIFIED, RouteError, StockRoutes, disagreements, missing_guards
-from rollout_actors.engine.completion import Origin, Started
+from rollout_actors.engine.completion import EngineInfo, StartTime
 from rollout_actors.engine.settings import EngineSettings, engine_arguments, engine_environment
 from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
-from rollout_actors.weight_sync.receiver import TransferGroup, WeightIntake
-from shared.errors import Limit, RolloutError, WeightSyncError, late
+from rollout_actors.weight_sync.receiver import TransferGroup, WeightReceiver
+from shared.errors import RolloutError, Timeout, WeightSyncError, late
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
-from shared.weight_sync.offer import AdapterTerms, offer_for
+from shared.weight_sync.offer import AdapterOffer, offer_for
 from shared.weight_sync.phases import SyncPhase, phase_limit
 
 # Which client a rollout server has.
@@ -116,7 +116,7 @@ class StockClient(RemoteEngine):
         self._engine = StockRoutes(http, run=uuid.uuid4().hex[:8])
         # A group of its own: its workers' ranks begin behind the sender's.
         group = TransferGroup(self._engine, transport=expected.transport, rank_offset=1)
-        self._intake = WeightIntake(name, self._engine, group, score=self._score, adapter=NoAdapters())
+        self._intake = WeightReceiver(name, self._engine, group, score=self._score, adapter=NoAdapters())
         self._intake.shut = "it was not started"
         self._rule = engine_rule(expected.repeat_guard, expected.model_path)
 
@@ -139,7 +139,7 @@ class StockClient(RemoteEngine):
             return []
         if self._intake.shut:
             raise self._http.error(f"serves no rollouts: {self._intake.shut}", "generate")
-        origin = Origin(self._http.name, self.version, self._rule, Started.now())
+        origin = EngineInfo(self._http.name, self.version, self._rule, StartTime.now())
         bodies = [rollout_body(request, self._http.name) for request in requests]
         answers, attempt = await self._http.asked_twice(lambda: self._share(requests, bodies))
         label = self._engine.label(str(origin.version))
@@ -197,11 +197,11 @@ class StockClient(RemoteEngine):
                 return
             await self._engine.resume_generation()
             await self._engine.update_weight_version(str(self.version))
-        limit = Limit(self._http.address.timeout_s, "rollout_matching.vllm.server.timeout_s")
+        limit = Timeout(self._http.address.timeout_s, "rollout_matching.vllm.server.timeout_s")
         await self._guard("start", limit)
         self._intake.shut = ""
 
-    async def _guard(self, phase: str, limit: Limit) -> None:
+    async def _guard(self, phase: str, limit: Timeout) -> None:
         """Have the server's workers guard by the run's rule. Raises RolloutError(phase) where one
         of them does not, or none has answered by the limit."""
         settings = self._expected.repeat_guard
@@ -261,7 +261,7 @@ class NoAdapters:
 
     request = None
 
-    async def take(self, terms: AdapterTerms) -> None:
+    async def take(self, terms: AdapterOffer) -> None:
         raise ValueError("a stock vllm serve takes no adapter alone; set rollout_matching.vllm.sync.mode: full")
 
     async def verify(self) -> None:

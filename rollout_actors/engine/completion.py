@@ -11,7 +11,7 @@ from shared.tokens.repeat_guard import RepeatRule, mark_forced
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartTime:
     """When a share arrived at its engine, by both clocks."""
 
     unix_s: float
@@ -19,12 +19,12 @@ class Started:
     """By `time.perf_counter`."""
 
     @classmethod
-    def now(cls) -> Started:
+    def now(cls) -> StartTime:
         return cls(time.time(), time.perf_counter())
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class EngineInfo:
     """What the rollouts of one share have in common."""
 
     actor: str
@@ -32,11 +32,11 @@ class Origin:
     """Of the weights."""
     rule: RepeatRule | None
     """The repeat guard's; None: the engine has none."""
-    started: Started
+    started: StartTime
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """What an engine said to one request."""
 
     prompt_token_ids: tuple[int, ...]
@@ -49,14 +49,14 @@ class Answer:
     """STOP: the last token is the stop token. A stop token that the repeat guard has forced is told apart later."""
 
     @classmethod
-    def up_to_stop(cls, prompt_token_ids: tuple[int, ...], token_ids: Sequence[int], logprobs: Sequence[float], decode: DecodeSettings) -> Answer:
+    def up_to_stop(cls, prompt_token_ids: tuple[int, ...], token_ids: Sequence[int], logprobs: Sequence[float], decode: DecodeSettings) -> Completion:
         """From an engine that does not say why a response ended: at its first stop token, else at its limit. What follows that token is dropped."""
         kept = cut_behind_stop(token_ids, decode)
         stopped = bool(kept) and kept[-1] in decode.stop_token_ids
         logprobs_asked_for = logprobs[: len(kept)] if decode.return_logprobs else None
         return cls(prompt_token_ids, kept, logprobs_asked_for, FinishReason.STOP if stopped else FinishReason.LENGTH)
 
-    def rollout(self, request: RolloutRequest, origin: Origin, end_s: float) -> Rollout:
+    def rollout(self, request: RolloutRequest, origin: EngineInfo, end_s: float) -> Rollout:
         """`end_s` is the response's own end, by `time.perf_counter`. Raises RolloutError where the guard should have ended the response and did not."""
         stopped = self.finish_reason is FinishReason.STOP
         end = len(self.token_ids) - stopped

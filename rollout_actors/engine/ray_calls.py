@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rollout_actors.engine.failure import EngineEndedError
-from shared.errors import Limit, RecordError, RolloutError, WeightSyncError, ended, late
+from shared.errors import RecordError, RolloutError, Timeout, WeightSyncError, ended, late
 
 Error = RolloutError | WeightSyncError
 
@@ -22,11 +22,11 @@ BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RayCall:
     """One call to every engine that takes part: what to say when it does not end well."""
 
     phase: str
-    limit: Limit | None
+    limit: Timeout | None
     """None: the engine keeps one itself."""
     check: str
     error: type[Error]
@@ -39,7 +39,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PendingCall:
     """An answer that is waited for."""
 
     name: str
@@ -47,14 +47,14 @@ class Asked:
     deadline: float | None
 
 
-def all_answers(call: Call, answers: Iterable[tuple[str, Any]]) -> list[Any]:
+def all_answers(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
     """Every engine's answer, in order.
 
     The first failure ends the wait, whatever the others are doing, unless it is a broken connection: an engine that fails in
     the middle of a sync leaves the group, and the others may notice before its own error has come. It gets `VICTIM_GRACE_S`.
     """
     deadline = call.deadline()
-    asked = {answer: Asked(name, deadline) for name, answer in answers}
+    asked = {answer: PendingCall(name, deadline) for name, answer in answers}
     waiting, values = dict(asked), {}
     victim: Error | None = None
     given_up = 0.0
@@ -74,7 +74,7 @@ def all_answers(call: Call, answers: Iterable[tuple[str, Any]]) -> list[Any]:
     return [values[answer] for answer in asked]
 
 
-def next_answer(call: Call, waiting: Mapping[Any, Asked]) -> Any:
+def next_answer(call: RayCall, waiting: Mapping[Any, PendingCall]) -> Any:
     """The reference that is there first. Raises the call's error when the limit of one of them is over."""
     deadlines = [asked.deadline for asked in waiting.values() if asked.deadline is not None]
     ready, _ = ray.wait(list(waiting), timeout=max(0.0, min(deadlines) - time.monotonic()) if deadlines else None)
@@ -85,7 +85,7 @@ def next_answer(call: Call, waiting: Mapping[Any, Asked]) -> Any:
     raise call.error(late(", ".join(silent), call.limit, call.check), actor=silent[0], phase=call.phase)
 
 
-def value_of(call: Call, name: str, answer: Any) -> Any:
+def value_of(call: RayCall, name: str, answer: Any) -> Any:
     """What the engine of this name has answered. Raises its own error, or the call's."""
     try:
         return ray.get(answer)
@@ -93,7 +93,7 @@ def value_of(call: Call, name: str, answer: Any) -> Any:
         raise told(call, name, error) from error
 
 
-def told(call: Call, name: str, error: RayError) -> Error | RecordError:
+def told(call: RayCall, name: str, error: RayError) -> Error | RecordError:
     """What is raised where Ray says so of the engine of this name: its own error, that of a picture's file, or the call's."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError | ObjectLostError):
         # Not the engine's end: an argument of the call, or a picture, was to come from the learner.

@@ -11,7 +11,7 @@ from typing import Any
 from rollout_actors.engine import warm_python
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:RepeatGuardProcessor"
 """The logits processor that is the repeat guard, as vLLM loads it."""
@@ -35,7 +35,7 @@ class EngineSettings:
     """Decoded at a time: the configuration's decode_batch_size for each of the engine's devices."""
     seed: int
     """Of the engine; every request brings its own."""
-    transport: Transport
+    transport: TransportKind
     """Of the weight sync: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on a GPU, inproc on CPU."""
     device: Device
     gpu_memory_utilization: float

@@ -19,13 +19,13 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout_actors.engine.completion import Origin, Started
+from rollout_actors.engine.completion import EngineInfo, StartTime
 from rollout_actors.engine.failure import EngineEndedError, EngineFailures
 from rollout_actors.engine.settings import EngineSettings, engine_arguments
-from rollout_actors.engine.vllm_io import probe_params, probe_prompt, probe_scores, read_answer, request_prompt, sampling_params
+from rollout_actors.engine.vllm_io import probe_params, probe_prompt, probe_scores, request_prompt, sampling_params, to_completion
 from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
-from rollout_actors.weight_sync.adapters import AdapterIntake
-from rollout_actors.weight_sync.receiver import TransferGroup, WeightIntake
+from rollout_actors.weight_sync.adapters import AdapterLoader
+from rollout_actors.weight_sync.receiver import TransferGroup, WeightReceiver
 from shared.errors import RolloutError
 from shared.protocols import CLOSE_S
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
@@ -51,7 +51,7 @@ class VllmEngine:
         self._failures = EngineFailures()
         self._ended: tuple[str, str] | None = None
         """What `_end` has found."""
-        self.intake: WeightIntake | None = None
+        self.intake: WeightReceiver | None = None
         """Since the start."""
         self._num_probes = 0
         self._num_finished_tokens = 0
@@ -76,9 +76,9 @@ class VllmEngine:
         await self.guard_by(self._settings.repeat_guard)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version("0")
-        adapter = AdapterIntake(self._llm, enabled=self._settings.enable_lora)
+        adapter = AdapterLoader(self._llm, enabled=self._settings.enable_lora)
         group = TransferGroup(self._llm, transport=self._settings.transport, rank_offset=self._rank_offset)
-        self.intake = WeightIntake(self.name, self._llm, group, score=self._score, adapter=adapter, fatal=(EngineDeadError,))
+        self.intake = WeightReceiver(self.name, self._llm, group, score=self._score, adapter=adapter, fatal=(EngineDeadError,))
         return self._settings.tensor_parallel_size
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
@@ -161,7 +161,7 @@ class VllmEngine:
             return []
         if self.shut:
             raise RolloutError(f"the engine serves no rollouts: {self.shut}", actor=self.name, phase="generate")
-        origin = Origin(self.name, self.version, self._rule, Started.now())
+        origin = EngineInfo(self.name, self.version, self._rule, StartTime.now())
         return await self._all([self._rollout(request, origin) for request in requests])
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
@@ -220,7 +220,7 @@ class VllmEngine:
             self._failures.remove()
         return self._ended
 
-    async def _rollout(self, request: RolloutRequest, origin: Origin) -> Rollout:
+    async def _rollout(self, request: RolloutRequest, origin: EngineInfo) -> Rollout:
         prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)
         try:
             output = await self._complete(prompt, params, f"{request.step}/{request.position}")
@@ -228,7 +228,7 @@ class VllmEngine:
             raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
         end = time.perf_counter()
         self.count(len(output.outputs[0].token_ids))
-        return read_answer(output, request, actor=self.name, version=origin.version).rollout(request, origin, end)
+        return to_completion(output, request, actor=self.name, version=origin.version).rollout(request, origin, end)
 
     async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True) -> RequestOutput:
         """With the adapter that is served, if there is one, or without."""

@@ -11,7 +11,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from rollout_actors.engine.completion import Answer
+from rollout_actors.engine.completion import Completion
 from rollout_actors.engine.sampling import PROBE_FIELDS, decode_images, finish_reason, sampling_fields
 from shared.errors import RolloutError
 from shared.records import ImageRef
@@ -53,13 +53,13 @@ def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
     return token_ids, [entry[token_id].logprob for entry, token_id in scores]
 
 
-def read_answer(output: RequestOutput, request: RolloutRequest, *, actor: str, version: int) -> Answer:
+def to_completion(output: RequestOutput, request: RolloutRequest, *, actor: str, version: int) -> Completion:
     """A finished request. Raises RolloutError where vLLM did not finish it, or sampled any token of it by other weights than `version`."""
     (completion,) = output.outputs
     reason = finish_reason(completion.finish_reason, request, actor)
     _check_version(completion, request, actor, version)
     assert output.prompt_token_ids is not None
-    return Answer(tuple(output.prompt_token_ids), completion.token_ids, _sampled_logprobs(completion), reason)
+    return Completion(tuple(output.prompt_token_ids), completion.token_ids, _sampled_logprobs(completion), reason)
 
 
 def _check_version(completion: CompletionOutput, request: RolloutRequest, actor: str, version: int) -> None:

@@ -13,7 +13,7 @@ from threading import Thread
 
 from rollout_actors.engine.failure import write_failures_down
 from rollout_actors.engine.warm_python import end_at_once
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 ENGINE_CORE = "EngineCore"
 """How vLLM names the process of an engine."""
@@ -33,7 +33,7 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    for transport, receiver in ((Transport.GLOO, "GlooWeightReceiver"), (Transport.INPROC, "InProcessWeightReceiver")):
+    for transport, receiver in ((TransportKind.GLOO, "GlooWeightReceiver"), (TransportKind.INPROC, "InProcessWeightReceiver")):
         WeightTransferEngineFactory.register_engine(transport, "rollout_actors.weight_sync.transfer_engines", receiver)
     if (parent := parent_process()) is not None:
         write_failures_down()

@@ -90,7 +90,7 @@ def waiting() -> AbstractContextManager[None]:
     return nullcontext() if watch is None else watch.running()
 
 
-class Limit:
+class PausableTimeout:
     """A limit of time whose clock stands still while all that its task has in threads waits for one.
 
     What runs in a thread is not stopped by what waits: two calls of a task can both have hung.
@@ -122,7 +122,7 @@ class Limit:
             self._left_s = None
 
 
-LIMITS: ContextVar[tuple[Limit, ...]] = ContextVar("limits", default=())
+LIMITS: ContextVar[tuple[PausableTimeout, ...]] = ContextVar("limits", default=())
 """The limits of the task and of the tasks around it, the outermost first."""
 
 
@@ -143,7 +143,7 @@ def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContex
 async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(limit_s) as timeout:
-            limit = Limit(timeout)
+            limit = PausableTimeout(timeout)
             token = LIMITS.set((*LIMITS.get(), limit))
             try:
                 yield
@@ -397,10 +397,10 @@ os.register_at_fork(after_in_child=THREADS.reset)
 # Turns at scoring: how many rollouts are scored at a time, how long each of them runs, and plain functions in threads.
 
 
-_TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
+_TURN: ContextVar[ScoringSlot | None] = ContextVar("turn", default=None)
 
 
-class Turn(Stopwatch):
+class ScoringSlot(Stopwatch):
     """At scoring, of one rollout, or of all those of an example where a rubric compares them.
 
     Its time is that in which any of its functions ran, without the wait for a place or for a thread.
@@ -475,7 +475,7 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
         turn.begin()
 
 
-def _called(turn: Turn | None, function: Callable[..., T], arguments: dict[str, Any]) -> T:
+def _called(turn: ScoringSlot | None, function: Callable[..., T], arguments: dict[str, Any]) -> T:
     if turn is not None:
         turn.begin()
     try:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from rollout_actors.environments.chat.tool_calls import num_tool_calls
 from rollout_actors.environments.clients.openai import knows_rollouts
-from rollout_actors.environments.concurrency import GIVEN_UP, WAITED, Stopwatch, Turn, within
+from rollout_actors.environments.concurrency import GIVEN_UP, WAITED, ScoringSlot, Stopwatch, within
 from rollout_actors.environments.datasets import Examples, GenerateMetadata, GenerateOutputs, mean, placed, require_one_row_per_id, require_own_positions
 from rollout_actors.environments.failures import FAILURES, in_own_task, is_cancelled, is_of_signal, told
 from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
@@ -323,7 +323,7 @@ class _Rollouts:
 
     async def _score_unit(self, rubric: Rubric, unit: Sequence[int], turns: asyncio.Semaphore | None) -> None:
         """Score rollouts that have not failed: one, or where they are compared, an example's."""
-        states, turn = list(map(self._state, unit)), Turn(turns)
+        states, turn = list(map(self._state, unit)), ScoringSlot(turns)
         async with turn:
             try:
                 await self._scored(rubric, states, unit[0])

@@ -133,7 +133,7 @@ class _Finished(PromptFormat):
         return made
 
 
-class _Rows:
+class _GroupRows:
     """Those of several data sets in a row, under the names of their environments."""
 
     def __init__(self, datasets: Mapping[str, Examples]) -> None:
@@ -151,7 +151,7 @@ class _Rows:
 
 def _joined(datasets: Mapping[str, Examples | None]) -> Examples | None:
     there = {name: dataset for name, dataset in datasets.items() if dataset is not None}
-    return Examples(_Rows(there), _Finished()) if there else None
+    return Examples(_GroupRows(there), _Finished()) if there else None
 
 
 def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str]:

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-from rollout_actors.environments.concurrency import Turn, bare, each, in_thread, within
+from rollout_actors.environments.concurrency import ScoringSlot, bare, each, in_thread, within
 from rollout_actors.environments.failures import FAILURES, raise_if_for_all, told
 from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.types import Message, Messages, State
@@ -237,7 +237,7 @@ class Rubric:
             if score_unit is not None:
                 await score_unit(self, unit, places)
                 return
-            async with Turn(places):
+            async with ScoringSlot(places):
                 if self.compares_rollouts:
                     await awaited(self.score_group(unit))
                 else:

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor
 from shared.tokens.repeat_guard import RepeatGuard, RepeatRule
 
 
-class RepeatGuardProcessor(LogitsProcessor):
+class HFRepeatGuard(LogitsProcessor):
     """Ends the rows that exceed the rule's thresholds; for one call of `generate`. To stand before whatever chooses a token.
 
     A row that goes on from its place in the last step costs one token. One that does not, as in a beam search, where rows change places and copy each other, is

@@ -36,7 +36,7 @@ FORCED_LOGIT = 1e9
 becomes NaN on the way."""
 
 
-class RepeatGuardProcessor(LogitsProcessorV1, LogitsProcessorV2):
+class VllmRepeatGuard(LogitsProcessorV1, LogitsProcessorV2):
     """One name for both model runners, which each accept their own subclasses alone: what either makes of it is the processor of that runner."""
 
     def __new__(cls, vllm_config: VllmConfig, *of_runner: Any) -> Any:
@@ -52,7 +52,7 @@ class GuardV1(LogitsProcessorV1):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._tokenizer = vllm_config.model_config.tokenizer
         self._rule: RepeatRule | None = None
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _GuardedRequest] = {}
         """By the request's row in the batch; those of guarded requests alone."""
 
     @property
@@ -78,13 +78,13 @@ class GuardV1(LogitsProcessorV1):
             logits[list(rows), list(stops)] = FORCED_LOGIT
         return logits
 
-    def _row(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
+    def _row(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> _GuardedRequest | None:
         # Also after a preemption: `output` then begins with what was generated before it, and the guard catches up.
         stop = stop_token(params)
-        return None if stop is None or self._rule is None else _Row(self._rule, stop, output)
+        return None if stop is None or self._rule is None else _GuardedRequest(self._rule, stop, output)
 
 
-class _Row:
+class _GuardedRequest:
     """One request. vLLM appends to `output` as it generates."""
 
     __slots__ = ("_guard", "_is_over", "_num_seen", "_output", "_rule", "stop")

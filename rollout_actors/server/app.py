@@ -31,7 +31,7 @@ from rollout_actors.server.service import RefusalError, RolloutService
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync.phases import SyncPhase
 
-Route = Callable[[Request], Awaitable[messages.Message | Response]]
+Route = Callable[[Request], Awaitable[messages.WireMessage | Response]]
 
 
 def make_app(service: RolloutService, *, openai: OpenAIServing | None = None, token: str | None = None, only_from: tuple[str, ...] = ("*",)) -> FastAPI:
@@ -77,35 +77,35 @@ class _Routes:
     def __init__(self, service: RolloutService) -> None:
         self._service = service
 
-    async def health(self, request: Request) -> messages.Message:
+    async def health(self, request: Request) -> messages.WireMessage:
         return self._service.health()
 
-    async def world_size(self, request: Request) -> messages.Message:
+    async def world_size(self, request: Request) -> messages.WireMessage:
         return messages.WorldSize(world_size=self._service.world_size)
 
-    async def version(self, request: Request) -> messages.Message:
+    async def version(self, request: Request) -> messages.WireMessage:
         assert self._service.world_size
         return messages.Version(version=self._service.version)
 
-    async def info(self, request: Request) -> messages.Message:
+    async def info(self, request: Request) -> messages.WireMessage:
         return self._service.info()
 
-    async def infer(self, request: Request) -> messages.Message:
+    async def infer(self, request: Request) -> messages.WireMessage:
         call = await self._read(messages.InferCall, request)
         rollouts = await while_there(request, self._service.infer(call))
         return messages.InferAnswer(rollouts=tuple(rollouts))
 
-    async def rendezvous(self, request: Request) -> messages.Message:
+    async def rendezvous(self, request: Request) -> messages.WireMessage:
         return await self._run_phase(SyncPhase.RENDEZVOUS, request)
 
-    async def sync(self, request: Request) -> messages.Message:
+    async def sync(self, request: Request) -> messages.WireMessage:
         name = request.path_params["phase"]
         phases = [phase for phase in SyncPhase if phase is not SyncPhase.RENDEZVOUS]
         if name not in phases:
             raise RefusalError(404, f"{name} is no phase; there are {', '.join(phases)}, and {SyncPhase.RENDEZVOUS} is /init_communicator/")
         return await self._run_phase(SyncPhase(name), request)
 
-    async def _run_phase(self, phase: SyncPhase, request: Request) -> messages.Message:
+    async def _run_phase(self, phase: SyncPhase, request: Request) -> messages.WireMessage:
         call = await self._read(messages.SyncCall, request)
         # Its caller may go: a phase has a limit of its own, and half of one is worse than all of it.
         return messages.SyncAnswer(report=await asyncio.shield(self._service.run_sync_phase(phase, call)))
@@ -127,7 +127,7 @@ def _endpoint(route: Route, token: str | None) -> Callable[[Request], Awaitable[
     return endpoint
 
 
-def _json(status: int, message: messages.Message) -> Response:
+def _json(status: int, message: messages.WireMessage) -> Response:
     return Response(message.body(), status, media_type="application/json")
 
 

@@ -19,12 +19,12 @@ from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterTerms, FullTerms, terms_of
+from shared.weight_sync.offer import AdapterOffer, FullOffer, terms_of
 from shared.weight_sync.phases import SyncPhase
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 
-class Message(BaseModel):
+class WireMessage(BaseModel):
     """A closed mapping: nothing unknown is accepted, nothing is converted. The settings hold for the dataclasses in it too."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
@@ -33,10 +33,10 @@ class Message(BaseModel):
         return self.model_dump_json().encode()
 
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=WireMessage)
 
 
-class InferCall(Message):
+class InferCall(WireMessage):
     """A share of a round."""
 
     requests: tuple[RolloutRequest, ...]
@@ -64,18 +64,18 @@ class InferCall(Message):
         return cls(requests=tuple(requests), seed=requests[0].seed, run=run, version=version, repeat_terminate=rule)
 
 
-class InferAnswer(Message):
+class InferAnswer(WireMessage):
     rollouts: tuple[Rollout, ...]
     """One for each request, in order."""
 
 
-class Offer(Message):
+class Offer(WireMessage):
     """A `WeightOffer`. An adapter is in it; full weights travel by the process group that the terms name."""
 
     transport: str
-    terms: FullTerms | None
+    terms: FullOffer | None
     """Of full weights, with the one group of this server."""
-    adapter: AdapterTerms | None
+    adapter: AdapterOffer | None
     """Of an adapter: in place of `terms`."""
     canary: CanaryProbe
 
@@ -83,12 +83,12 @@ class Offer(Message):
     def _one_of_both(self) -> Self:
         if (self.terms is None) == (self.adapter is None):
             raise ValueError("needs either terms or adapter")
-        if (self.adapter is None) == (self.transport == Transport.ADAPTER):
+        if (self.adapter is None) == (self.transport == TransportKind.ADAPTER):
             raise ValueError("needs an adapter exactly where that is the transport")
         return self
 
 
-class SyncCall(Message):
+class SyncCall(WireMessage):
     """One phase of a sync."""
 
     version: int
@@ -104,8 +104,8 @@ class SyncCall(Message):
             return cls(version=offer.version, offer=None, run=run)
         form = Offer(
             transport=offer.transport,
-            terms=terms if isinstance(terms, FullTerms) else None,
-            adapter=terms if isinstance(terms, AdapterTerms) else None,
+            terms=terms if isinstance(terms, FullOffer) else None,
+            adapter=terms if isinstance(terms, AdapterOffer) else None,
             canary=offer.canary,
         )
         return cls(version=offer.version, offer=form, run=run)
@@ -117,22 +117,22 @@ class SyncCall(Message):
         return WeightOffer(self.version, self.offer.transport, {"terms": terms}, self.offer.canary)
 
 
-class SyncAnswer(Message):
+class SyncAnswer(WireMessage):
     report: SyncReport | None
     """Of the last phase; null after the others."""
 
 
-class WorldSize(Message):
+class WorldSize(WireMessage):
     world_size: int
     """Rollout devices of the server."""
 
 
-class Version(Message):
+class Version(WireMessage):
     version: int
     """Of the weights being served; 0: the checkpoint's."""
 
 
-class Health(Message):
+class Health(WireMessage):
     """That the server is up, and whether its engine gets on."""
 
     world_size: int
@@ -156,7 +156,7 @@ class CallLimits:
     """Of one image, decoded."""
 
 
-class ServerInfo(Message):
+class ServerInfo(WireMessage):
     """What a server was started with, as far as a run has to agree with it."""
 
     name: str
@@ -189,7 +189,7 @@ class ErrorKind(StrEnum):
     """Whatever else went wrong in the server."""
 
 
-class ErrorDetail(Message):
+class ErrorDetail(WireMessage):
     """The fields of an error here, as far as its kind has them."""
 
     kind: ErrorKind
@@ -200,7 +200,7 @@ class ErrorDetail(Message):
     size: float | None = None
 
 
-class ErrorAnswer(Message):
+class ErrorAnswer(WireMessage):
     error: ErrorDetail
 
     @classmethod

@@ -38,7 +38,7 @@ class RefusalError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class SyncState:
     """Which phase of a sync is in turn, and of which run. Every phase goes through `during` and, if it ends well, `after`::
 
     phase           in turn                     while it runs, or after it failed    when it has ended
@@ -58,7 +58,7 @@ class Door:
     due: SyncPhase = SyncPhase.PAUSE
     """What comes next. PAUSE may always come."""
 
-    def during(self, phase: SyncPhase, call: messages.SyncCall) -> Door:
+    def during(self, phase: SyncPhase, call: messages.SyncCall) -> SyncState:
         """Raises RefusalError where it is not the phase's turn."""
         brought = call.weight_offer()
         if phase is SyncPhase.PAUSE:
@@ -77,7 +77,7 @@ class Door:
             )
         return replace(self, offer=brought or self.offer, due=SyncPhase.PAUSE)
 
-    def after(self, phase: SyncPhase) -> Door:
+    def after(self, phase: SyncPhase) -> SyncState:
         return replace(self, due=FOLLOWING[phase], run=self.syncing if phase is PHASES[-1] else self.run)
 
 
@@ -206,7 +206,7 @@ class RolloutService:
         self._guard_turn = asyncio.Lock()
         self._num_arrivals = 0
         """Of weights, whether they were completed or not."""
-        self._door = Door()
+        self._door = SyncState()
 
     async def start(self, then: Callable[[], Awaitable[None]] | None = None) -> None:
         """`then`: what else has to be there before anybody is answered. Raises what the engine raises, and it."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from vllm.lora.request import LoRARequest
 
-from shared.weight_sync.offer import AdapterTerms
+from shared.weight_sync.offer import AdapterOffer
 
 ADAPTER_ID = 1
 """vLLM's number of the one adapter, which every sync replaces."""
@@ -27,7 +27,7 @@ class ServesAdapters(Protocol):
     async def remove_lora(self, lora_id: int, /) -> Any: ...
 
 
-class AdapterIntake:
+class AdapterLoader:
     """What an engine serves on top of its base weights."""
 
     def __init__(self, llm: ServesAdapters, *, enabled: bool) -> None:
@@ -37,7 +37,7 @@ class AdapterIntake:
         self.request: LoRARequest | None = None
         """For every request and every canary; None: the base weights alone."""
 
-    async def take(self, terms: AdapterTerms) -> None:
+    async def take(self, terms: AdapterOffer) -> None:
         """Serve this adapter in place of what was there. Raises what `_arriving` does, and what vLLM finds wrong with it."""
         with self._arriving(terms) as request:
             await self._llm.add_lora(request)
@@ -54,7 +54,7 @@ class AdapterIntake:
             await self._llm.remove_lora(ADAPTER_ID)
 
     @contextmanager
-    def _arriving(self, terms: AdapterTerms) -> Iterator[LoRARequest]:
+    def _arriving(self, terms: AdapterOffer) -> Iterator[LoRARequest]:
         """The adapter as files, for as long as vLLM takes to load them: what to load, in place of what was there. Afterwards it is what is served.
 
         Raises ValueError for an adapter that is not as it was sent, and OSError where the files cannot be written.

@@ -8,20 +8,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from shared.errors import Limit, RolloutError, WeightSyncError, late
+from shared.errors import RolloutError, Timeout, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import AdapterTerms, FullTerms, terms_of
+from shared.weight_sync.offer import AdapterOffer, FullOffer, terms_of
 from shared.weight_sync.phases import ENGINE_MARGIN_S, SyncPhase, phase_limit
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 # What a worker of an engine says it loaded in one update, and the check of it that every way of taking weights makes (DESIGN 9.3).
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class LoadReport:
     """A worker's account of the full weights of one sync."""
 
     checksums: list[int]
@@ -40,7 +40,7 @@ class Receipt:
     """The learner's of the canary; empty where the offer has them. As text: they may be NaN, for which the JSON of a stock server has no number."""
 
 
-def check_receipts(receipts: Sequence[Receipt], actor: str) -> None:
+def check_receipts(receipts: Sequence[LoadReport], actor: str) -> None:
     """Every worker loaded every parameter of its model and nothing else, and each bucket as it was sent. Raises WeightSyncError(phase="verify")."""
     for receipt in receipts:
         names = [f"not loaded: {name}" for name in receipt.missing] + [f"not a parameter: {name}" for name in receipt.unexpected]
@@ -76,14 +76,14 @@ class JoinsGroups(Protocol):
 class TransferGroup:
     """Kept from sync to sync."""
 
-    def __init__(self, llm: JoinsGroups, *, transport: Transport, rank_offset: int) -> None:
+    def __init__(self, llm: JoinsGroups, *, transport: TransportKind, rank_offset: int) -> None:
         """`rank_offset`: the rank of the engine's first worker."""
         self.transport = transport
         self._llm = llm
         self._rank_offset = rank_offset
         self._joined = ""
 
-    async def join(self, terms: FullTerms) -> None:
+    async def join(self, terms: FullOffer) -> None:
         """Nothing where the sender has opened no other group since the last time."""
         group = terms.group
         if self._joined == group.key:
@@ -99,7 +99,7 @@ class TransferGroup:
         }
         info |= (
             {"join_s": terms.join_limit.seconds, "timeout_s": terms.timeout_s}
-            if self.transport is Transport.GLOO
+            if self.transport is TransportKind.GLOO
             else {"packed": True, "packed_num_buffers": 2}
         )
         await self._llm.init_weight_transfer_engine(InitRequest(init_info=info))
@@ -110,7 +110,7 @@ class TransferGroup:
         self._joined = ""
 
 
-class Score(Protocol):
+class ScoreProbe(Protocol):
     async def __call__(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         """What the engine thinks of the probe, with the adapter that it serves, if it has one, or without."""
         ...
@@ -146,7 +146,7 @@ class TakesAdapters(Protocol):
         """vLLM's `LoRARequest` for every request and every canary; None: the base weights alone."""
         ...
 
-    async def take(self, terms: AdapterTerms) -> None: ...
+    async def take(self, terms: AdapterOffer) -> None: ...
     async def verify(self) -> None: ...
     async def drop(self) -> None: ...
 
@@ -155,11 +155,11 @@ class TakesAdapters(Protocol):
 class _UnderWay:
     """What is known of a sync so far."""
 
-    receipts: list[Receipt] = field(default_factory=list)
+    receipts: list[LoadReport] = field(default_factory=list)
     finish_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict)
     measures_noise: bool = False
-    """As `WeightIntake.measures_noise` says."""
+    """As `WeightReceiver.measures_noise` says."""
     scores_before: Scores | None = None
     """Scores of the checkpoint, where the noise is measured by them."""
     canary: Differences = field(default_factory=lambda: Differences(0.0, 0.0))
@@ -167,11 +167,11 @@ class _UnderWay:
     adapter_effect: float | None = None
 
 
-class WeightIntake:
+class WeightReceiver:
     """One engine's part in every sync, and its door: what it serves, and whether it does."""
 
     def __init__(
-        self, name: str, llm: UpdatedEngine, group: TransferGroup | None, *, score: Score, adapter: TakesAdapters, fatal: tuple[type[Exception], ...] = ()
+        self, name: str, llm: UpdatedEngine, group: TransferGroup | None, *, score: ScoreProbe, adapter: TakesAdapters, fatal: tuple[type[Exception], ...] = ()
     ) -> None:
         """`group` None: the weights pass from hand to hand. `fatal` errors mean that the engine is gone, and pass through every phase as they are."""
         self.version = 0
@@ -296,15 +296,15 @@ class WeightIntake:
     async def _rendezvous(self, offer: WeightOffer) -> None:
         # An adapter comes with the offer: there is nothing to join.
         if self._group is not None and not offer.sends_adapter:
-            await self._group.join(FullTerms.of(offer))
+            await self._group.join(FullOffer.of(offer))
 
     async def _wire(self, offer: WeightOffer) -> None:
         if offer.sends_adapter:
-            await self.adapter.take(AdapterTerms.of(offer))
+            await self.adapter.take(AdapterOffer.of(offer))
             return
         # The merged weights hold the adapter: served on top of them it would count twice.
         await self.adapter.drop()
-        terms = FullTerms.of(offer)
+        terms = FullOffer.of(offer)
         await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
         tensors = terms.sent
@@ -313,7 +313,7 @@ class WeightIntake:
         started = time.perf_counter()
         await self._llm.finish_weight_update()
         self._sync.finish_s = time.perf_counter() - started
-        self._sync.receipts = [Receipt(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
+        self._sync.receipts = [LoadReport(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
 
     async def _verify(self, offer: WeightOffer) -> None:
         if offer.sends_adapter:
@@ -343,7 +343,7 @@ class WeightIntake:
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))
 
-    async def _abandon(self, limit: Limit) -> None:
+    async def _abandon(self, limit: Timeout) -> None:
         """Leave the group, so that the sender's wait ends, and make the model whole, so that its next forward does not kill the process.
 
         An engine that cannot do even this is stuck inside a collective: its actor has to be ended.
@@ -352,7 +352,7 @@ class WeightIntake:
             self._group.forget()
         await self._bounded(SyncPhase.WIRE, self._llm.collective_rpc("abandon_update"), limit)
 
-    async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], limit: Limit) -> None:
+    async def _bounded(self, phase: SyncPhase, work: Awaitable[Any], limit: Timeout) -> None:
         try:
             await asyncio.wait_for(work, limit.seconds + ENGINE_MARGIN_S)
         except self._passed_on:

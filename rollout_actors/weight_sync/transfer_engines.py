@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from shared.weight_sync.gloo import WeightGroup
+from shared.weight_sync.gloo import GlooReceiver
 from shared.weight_sync.offer import TensorSpec, offsets
 
 InitInfo = TypeVar("InitInfo", bound=WeightTransferInitInfo)
@@ -55,7 +55,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class HostWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """The update's beginning and end for a model in host memory."""
 
     supports_draft_weight_update = False
@@ -77,13 +77,13 @@ class HostWeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 module.quant_method.process_weights_after_loading(module)
 
 
-class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
+class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """Receives packed buckets from rank 0, each while the one before is loaded."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
-    _group: WeightGroup | None = None
+    _group: GlooReceiver | None = None
     _bucket_bytes = 0
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -91,7 +91,7 @@ class GlooWeightReceiver(HostWeightReceiver[GlooInitInfo, GlooUpdateInfo]):
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.packed_buffer_size_bytes
-        self._group = WeightGroup(
+        self._group = GlooReceiver(
             init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size, join_s=init_info.join_s, timeout_s=init_info.timeout_s
         )
 
@@ -124,7 +124,7 @@ class InProcessUpdateInfo(WeightTransferUpdateInfo):
     """The weights themselves, and their checksums behind them. One layer's must stay as they are until the next layer's have come."""
 
 
-class InProcessWeightReceiver(HostWeightReceiver[InProcessInitInfo, InProcessUpdateInfo]):
+class InProcessWeightReceiver(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):
     """Takes the learner's tensors from the learner's own process, one at a time."""
 
     init_info_cls = InProcessInitInfo

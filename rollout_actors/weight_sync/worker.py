@@ -17,7 +17,7 @@ from shared.weight_sync.offer import CANARY, CHECKSUMS
 Named = tuple[str, torch.Tensor]
 
 
-class LoadWatch(nn.Module):
+class ChecksumLoader(nn.Module):
     """Stands in for the model while an update runs: passes the tensors on one by one, and keeps account of them."""
 
     def __init__(self, model: Any, bucket_bytes: int) -> None:
@@ -82,20 +82,20 @@ class LoadWatch(nn.Module):
             self._size, self._checksum = 0, BucketChecksum(torch)
 
 
-class ReceiptWorker(GuardedWorker):
+class VerifyingWorker(GuardedWorker):
     """What a rollout engine asks of its worker besides vLLM's own update calls. Becomes a base class of vLLM's `Worker` (`worker_extension_cls`)."""
 
     weight_transfer_engine: WeightTransferEngine[Any, Any]
-    _watch: LoadWatch
+    _watch: ChecksumLoader
 
-    def begin_receipt(self, bucket_bytes: int) -> None:
+    def begin_verified_load(self, bucket_bytes: int) -> None:
         """Before `start_weight_update`: while the parameters are still in place, and their names known."""
         engine = self.weight_transfer_engine
         self._watch = self.make_watch(engine.model, bucket_bytes)
         engine.set_weight_update_target(self._watch, engine.model_config)
 
-    def make_watch(self, model: nn.Module, bucket_bytes: int) -> LoadWatch:
-        return LoadWatch(model, bucket_bytes)
+    def make_watch(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
+        return ChecksumLoader(model, bucket_bytes)
 
     def receipt(self) -> dict[str, Any]:
         """After `finish_weight_update`: the fields of `rollout_actors.weight_sync.receiver.Receipt`."""

@@ -15,7 +15,7 @@ from shared.config.run import RunConfig
 from shared.tokens.fresh import FILE, FreshTokens
 
 
-class EnginePlace(StrEnum):
+class EngineLocation(StrEnum):
     """Where a run's rollouts are generated."""
 
     RANKS = "ranks"
@@ -29,11 +29,11 @@ class EnginePlace(StrEnum):
     def engine_noun(self) -> str:
         """What one that generates is called in texts."""
         match self:
-            case EnginePlace.RANKS:
+            case EngineLocation.RANKS:
                 return "engine"
-            case EnginePlace.ACTORS:
+            case EngineLocation.ACTORS:
                 return "actor"
-            case EnginePlace.SERVERS:
+            case EngineLocation.SERVERS:
                 return "server"
 
 
@@ -48,22 +48,22 @@ class RowRule(StrEnum):
     """One row per micro-step; the segments left wait for a later one, in this step or the next."""
 
 
-def engines_in(run: RunConfig) -> EnginePlace:
+def engines_in(run: RunConfig) -> EngineLocation:
     """Where this run's rollouts are generated: what `rollout_backend` and `vllm.mode` come to."""
     if run.rollout_matching.rollout_backend == "hf":
-        return EnginePlace.RANKS
+        return EngineLocation.RANKS
     match run.rollout_matching.vllm.mode:
         case "colocate":
-            return EnginePlace.RANKS
+            return EngineLocation.RANKS
         case "actors":
-            return EnginePlace.ACTORS
+            return EngineLocation.ACTORS
         case "server":
-            return EnginePlace.SERVERS
+            return EngineLocation.SERVERS
 
 
 def rollout_servers(run: RunConfig) -> ServerSection | None:
     """The servers that generate; None where others do."""
-    return run.rollout_matching.vllm.server if engines_in(run) is EnginePlace.SERVERS else None
+    return run.rollout_matching.vllm.server if engines_in(run) is EngineLocation.SERVERS else None
 
 
 def is_sharded(run: RunConfig) -> bool:

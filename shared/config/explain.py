@@ -38,7 +38,7 @@ _BOUNDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KeyPath:
     """Where in the configuration an error lies."""
 
     keys: tuple[str | int, ...]
@@ -75,7 +75,7 @@ class Place:
         return next(field for field in reversed(self.fields) if field is not None)
 
 
-def locate(root: type[Section], loc: Sequence[str | int]) -> Place:
+def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
     """The place of a pydantic error. Tags that discriminated unions put into `loc` are no keys, and are left out."""
     keys: list[str | int] = []
     fields: list[FieldInfo | None] = []
@@ -92,7 +92,7 @@ def locate(root: type[Section], loc: Sequence[str | int]) -> Place:
             keys.append(part)
             fields.append(field)
             inside = () if field is None else sections_in(field.annotation)
-    return Place(tuple(keys), tuple(fields), parent, inside)
+    return KeyPath(tuple(keys), tuple(fields), parent, inside)
 
 
 def explain(root: type[Section], error: ErrorDetails) -> Problem:
@@ -196,7 +196,7 @@ def _options(annotation: Any) -> tuple[str, ...]:
     return tuple(option for part in get_args(annotation) for option in _options(part))
 
 
-def _under(place: Place, key: str | None) -> str:
+def _under(place: KeyPath, key: str | None) -> str:
     return place.path if key is None else f"{place.path}.{key}"
 
 
@@ -209,7 +209,7 @@ def _instead(word: str, known: Sequence[str], otherwise: str) -> str:
     return remove_or_choose(known, otherwise) if close is None else f"did you mean '{close}'?"
 
 
-def _another_key(place: Place) -> str:
+def _another_key(place: KeyPath) -> str:
     """The remedy for an unknown key."""
     path = place.meant
     if path is None:
@@ -224,7 +224,7 @@ def _doc(field: FieldInfo) -> str:
     return text.split(". ")[0].rstrip(".")
 
 
-def _add(place: Place) -> str:
+def _add(place: KeyPath) -> str:
     options, field = _options(place.field.annotation), place.field
     if options:
         return f"add it, {_one_of(options)} ({_doc(field)})"
@@ -232,12 +232,12 @@ def _add(place: Place) -> str:
     return f"add it{example} ({_doc(field)})"
 
 
-def _fill(place: Place) -> str:
+def _fill(place: KeyPath) -> str:
     default = "" if place.field.is_required() else f"; without the key it is {as_yaml(place.field.default)}"
     return f"change it ({_doc(place.field)}{default})"
 
 
-def _convert(place: Place, kind: str, value: object) -> str:
+def _convert(place: KeyPath, kind: str, value: object) -> str:
     """The remedy for a value of the wrong type: how to write it where the meaning is plain."""
     readers: dict[str, Callable[[str], object]] = {"int_type": int, "float_type": float}
     if isinstance(value, str) and kind in readers:

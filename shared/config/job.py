@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat
 
 from shared.config.base import ConfigPath, Section, refusal
-from shared.errors import Limit
+from shared.errors import Timeout
 
 # `cluster`: the Ray cluster the run lives in.
 
@@ -43,8 +43,8 @@ class TimeoutsSection(Section):
     """From Ctrl-C, SIGTERM or a failed rollout or sync until the weights of the last finished update are saved: the row that is being learned, the token that
     a learner rank is generating itself or the sync that is running, and the writing."""
 
-    def limit(self, key: Literal["start_s", "generate_s", "learn_s", "sync_phase_s", "interrupt_s"]) -> Limit:
-        return Limit(self.model_dump()[key], f"timeouts.{key}")
+    def limit(self, key: Literal["start_s", "generate_s", "learn_s", "sync_phase_s", "interrupt_s"]) -> Timeout:
+        return Timeout(self.model_dump()[key], f"timeouts.{key}")
 
 
 # `telemetry`: what a run writes down, and where.

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from shared.config.base import Problem, Section, dotted, plain
 from shared.config.checks.general import cross_check, overlaps
-from shared.config.explain import MISSING, Place, explain, locate, meant, remove_or_choose, sections_in, shown
+from shared.config.explain import MISSING, KeyPath, explain, locate, meant, remove_or_choose, sections_in, shown
 from shared.config.retired import RETIRED, Retired
 from shared.config.run import RunConfig
 from shared.errors import ConfigError
@@ -159,14 +159,14 @@ def _repaired(config: dict[str, Any], errors: Sequence[ErrorDetails]) -> set[str
     return {_without(config, place) for place in unknown} | _replaced(config, wrong)
 
 
-def _without(config: dict[str, Any], place: Place) -> str:
+def _without(config: dict[str, Any], place: KeyPath) -> str:
     """Delete an unknown key. Returns the path of the key that was meant, as far as one can tell."""
     *above, key = place.keys
     del _node(config, above)[key]
     return place.meant or place.path
 
 
-def _replaced(config: dict[str, Any], places: Iterable[Place]) -> set[str]:
+def _replaced(config: dict[str, Any], places: Iterable[KeyPath]) -> set[str]:
     """Put the schema's default or example in place of each wrong or missing value, or of the nearest thing around it that has one."""
     done: set[tuple[str | int, ...]] = set()
     for place in places:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from shared.config.base import Fraction01, Section, WholeGPUs, refusal
 from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
-from shared.errors import Limit
+from shared.errors import Timeout
 from shared.records import GeometryKind
 from shared.rollouts import REPETITION_PENALTIES, DecodeMode, DecodeSettings
 from shared.tokens.repeat_guard import RepeatGuardSettings
@@ -136,9 +136,9 @@ class ServerSection(Section):
     """Name of the environment variable that holds the servers' bearer token; null: they ask for none."""
 
     @property
-    def join_limit(self) -> Limit:
+    def join_limit(self) -> Timeout:
         """The longest that a server may take to join the communicator of the weight transfer."""
-        return Limit(self.timeout_s, "rollout_matching.vllm.server.timeout_s")
+        return Timeout(self.timeout_s, "rollout_matching.vllm.server.timeout_s")
 
 
 LOWEST_TEMPERATURE = 0.01

@@ -34,7 +34,7 @@ _BEYOND = 1000.0
 _MAX_CELLS = 1_000_000
 
 
-def exact_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
+def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
     """IoU, 0..1, of the areas that two rings in 0..999 enclose (even-odd rule). Without any area: 1 for the same vertices, else 0."""
     edges_a, edges_b = _edges(a), _edges(b)
     edges_T4 = np.array(edges_a + edges_b, dtype=np.float64).reshape(-1, 4)
@@ -229,7 +229,7 @@ class Rasters:
             # For two boxes this is the answer. For others only its zeros are: their boxes share no area and differ.
             iou_PK[small_PK] = _paired_box_iou(self.boxes_N4[left_P1], self.boxes_N4[right_PK])[small_PK]
             for p, k in np.argwhere(small_PK & (iou_PK > 0) & ~(self.is_box_N[left_P1] & self.is_box_N[right_PK])):
-                iou_PK[p, k] = exact_iou(vertices(self.shapes[left_P[p]]), vertices(self.shapes[right_PK[p, k]]))
+                iou_PK[p, k] = polygon_iou(vertices(self.shapes[left_P[p]]), vertices(self.shapes[right_PK[p, k]]))
         return iou_PK
 
     def _common_pixels(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:

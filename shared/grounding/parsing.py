@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
 from shared.grounding.scanner import Container, Entry, object_indices, scan_container
-from shared.grounding.validation import Response, judge
+from shared.grounding.validation import Response, validate_entry
 from shared.records import ALL_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import TokenCodec
 
@@ -43,7 +43,7 @@ def parse_rollout(token_ids: Sequence[int], codec: TokenCodec, *, geometry: froz
     objects: list[ParsedObject] = []
     dropped: list[DroppedObject] = []
     for entry in entries:
-        shape = judge(entry, response, geometry)
+        shape = validate_entry(entry, response, geometry)
         if isinstance(shape, DropReason):
             dropped.append(DroppedObject(entry.key, shape))
             continue

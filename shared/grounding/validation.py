@@ -51,21 +51,21 @@ Value: TypeAlias = "Leaf | list[Value]"
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class Fields:
     fields: tuple[tuple[str, Value], ...]
     """Key and value of each member, in order; keys may repeat. A nested object is an empty list here, see `nested`."""
     nested: bool
     """There is an object inside, at any depth."""
 
 
-def read_members(text: bytes, coords: Mapping[tuple[int, int], int]) -> Members | None:
+def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | None:
     """The members of the object that `text` is; None where it is not JSON apart from unquoted coord tokens.
 
     `coords` maps the byte span of each coord token in it to a number of the caller's. The same characters spelled by other tokens are
     a string like any other between quotes, and not JSON without.
     """
     if _EMPTY.fullmatch(text):
-        return Members((), nested=False)
+        return Fields((), nested=False)
     fields: list[tuple[str, Value]] = []
     nested = False
     opened: list[list[Value] | None] = [None]  # the containers around `position`, innermost last; None for an object
@@ -96,7 +96,7 @@ def read_members(text: bytes, coords: Mapping[tuple[int, int], int]) -> Members 
             if behind is None:
                 return None
             position = behind
-    return Members(tuple(fields), nested) if position == len(text) else None
+    return Fields(tuple(fields), nested) if position == len(text) else None
 
 
 def _value(found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], int]) -> Value | None:
@@ -136,7 +136,7 @@ class ValidValue(NamedTuple):
     bins: tuple[int, ...]
 
 
-def judge(entry: Entry, response: Response, geometry: frozenset[GeometryKind]) -> ValidValue | DropReason:
+def validate_entry(entry: Entry, response: Response, geometry: frozenset[GeometryKind]) -> ValidValue | DropReason:
     """What a complete entry holds, or the first reason why it is no object. `geometry`: the kinds that are wanted."""
     shape = None if entry.plain is None else _plain_shape(entry.plain, response)
     found = shape or _judge_members(entry, response)
@@ -161,7 +161,7 @@ def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
     if entry.value is None or not entry.separated:
         return DropReason.MALFORMED
     raw = response.text[slice(*entry.value)]
-    members = read_members(raw, response.coord_spans(entry.value)) if _is_utf8(raw) else None
+    members = read_fields(raw, response.coord_spans(entry.value)) if _is_utf8(raw) else None
     if members is None:
         return DropReason.MALFORMED
     reason = _judge_keys(members)
@@ -192,7 +192,7 @@ def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
     return ValidValue(kind, desc, desc_span, tuple([response.coord_positions[coord] for coord in coords]), tuple(bins))
 
 
-def _judge_keys(members: Members) -> DropReason | None:
+def _judge_keys(members: Fields) -> DropReason | None:
     """`key_invalid` and `unknown_geom`: what can be said from the keys and the kind of their values."""
     keys = [key for key, _ in members.fields]
     unknown = [value for key, value in members.fields if key != "desc" and key not in ALL_GEOMETRY]

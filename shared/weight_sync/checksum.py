@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.weight_sync.offer import CANARY, CHECKSUMS, FullTerms, buckets
+from shared.weight_sync.offer import CANARY, CHECKSUMS, FullOffer, buckets
 
 SIDE = 512
 """Words of a row and rows of a block: a block is 2 MiB, which stays in a core's cache between its two sums."""
@@ -86,7 +86,7 @@ def device_sums(words_RS: Any) -> Iterator[Any]:
 class ChecksummedWeights:
     """To be iterated once."""
 
-    def __init__(self, weights: Iterable[tuple[str, Any]], terms: FullTerms, torch: Torch, logprobs: Callable[[], Sequence[float]] | None = None) -> None:
+    def __init__(self, weights: Iterable[tuple[str, Any]], terms: FullOffer, torch: Torch, logprobs: Callable[[], Sequence[float]] | None = None) -> None:
         """`weights` are named contiguous tensors, the terms' in the terms' order; `logprobs` is asked last, where the terms have some."""
         self._weights = iter(weights)
         self.terms = terms

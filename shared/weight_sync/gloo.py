@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from shared.weight_sync.offer import FullTerms, Group, TensorSpec, buckets, offsets
+from shared.weight_sync.offer import FullOffer, ProcessGroupSpec, TensorSpec, buckets, offsets
 from shared.weight_sync.shared_memory import NOWHERE, Address, SharedMemory, this_machine
 
 # What the learner's gloo groups are opened with, its ranks' and its ends of a sync's; `shared.weight_sync.phases.phases.gloo` opens the engines' ends alike.
@@ -31,7 +31,7 @@ NUM_BUFFERS = 2
 """Of buckets that go over the network: one is packed while the one before is on its way."""
 
 
-class GlooWire:
+class GlooSender:
     """`learner.weight_sync.transports.Wire`. The groups' own timeout ends a broadcast that nobody receives.
 
     Where all receivers of a group are on this machine, they read the buckets in memory that they share with this process, and the group's broadcasts of one
@@ -39,16 +39,16 @@ class GlooWire:
     It is taken when the first group of receivers on this machine has formed, and given back with the groups.
     """
 
-    def __init__(self, terms: FullTerms, listening: list[socket.socket]) -> None:
+    def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
         """`listening` have held the groups' ports since they were published. Returns when every receiver has come."""
         sizes = [offsets(bucket)[-1] for bucket in buckets(terms.sent, terms.bucket_bytes)]
         joining, timeout = timedelta(seconds=terms.join_limit.seconds), timedelta(seconds=terms.timeout_s)
         shared = cache(lambda: SharedMemory.create(sum(sizes)))
-        self._groups: list[_Group] = []
+        self._groups: list[_RankZeroGroup] = []
         self._places: list[torch.Tensor] = []
         try:
             for group, bound in zip(terms.groups, listening, strict=True):
-                self._groups.append(_Group(group, bound, joining, timeout, shared))
+                self._groups.append(_RankZeroGroup(group, bound, joining, timeout, shared))
         except BaseException:
             # Neither those that have joined nor the memory wait until the traceback, which refers to them, is gone.
             self.close()
@@ -64,7 +64,7 @@ class GlooWire:
             room = torch.empty(NUM_BUFFERS, max(sizes), dtype=torch.uint8)
             self._places = [room[turn % NUM_BUFFERS, :size] for turn, size in enumerate(sizes)]
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullTerms) -> None:
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
         cut = [(bucket, offsets(bucket)) for bucket in buckets(terms.sent, terms.bucket_bytes)]
         assert [starts[-1] for _, starts in cut] == [len(place) for place in self._places], "a source sends the same tensors every time"
         stream = iter(tensors)
@@ -88,10 +88,12 @@ class GlooWire:
         self._groups, self._places = [], []
 
 
-class _Group:
+class _RankZeroGroup:
     """One process group, as its rank 0."""
 
-    def __init__(self, group: Group, bound: socket.socket, joining: timedelta, timeout: timedelta, shared: Callable[[], SharedMemory | None]) -> None:
+    def __init__(
+        self, group: ProcessGroupSpec, bound: socket.socket, joining: timedelta, timeout: timedelta, shared: Callable[[], SharedMemory | None]
+    ) -> None:
         """Returns when all receivers have come, after `joining` at the latest; from then on
         `timeout` bounds every wait for them.
 
@@ -159,7 +161,7 @@ class _Group:
 # A process group for weights in host memory, as a worker of an engine takes part in it; rank 0 is `shared.weight_sync.phases.phases.gloo.GlooWire`.
 
 
-class WeightGroup:
+class GlooReceiver:
     """Joined. Where every worker of the group can open rank 0's shared memory, buckets are read there and the group only says when."""
 
     def __init__(

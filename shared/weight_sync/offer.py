@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shared.chunking import cut_past
-from shared.errors import Limit
+from shared.errors import Timeout
 from shared.rollouts import WeightOffer
 
 # LoRA adapters as both ends know them: what vLLM can serve of them, which the configuration knows too, and how one is written down.
@@ -59,7 +59,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProcessGroupSpec:
     """One process group of a sync, hosted by the sender, who is rank 0 of it."""
 
     host: str
@@ -72,10 +72,10 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class FullTerms:
+class FullOffer:
     """Of full weights: what a receiver needs to join and to check. Plain data, so that it can go through JSON."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ProcessGroupSpec, ...]
     """In the order of `learner.model.ranks.LearnerPlace.receivers`; none where nothing goes over a wire."""
     timeout_s: float
     """Longest time of any one phase but the joining: the configuration's timeouts.sync_phase_s."""
@@ -85,20 +85,20 @@ class FullTerms:
     """The weights that will be sent, in order; `CHECKSUMS` comes behind them."""
     num_logprobs: int = 0
     """Of `CANARY`; 0: the probe in the offer has its own."""
-    join: Limit | None = None
+    join: Timeout | None = None
     """Longest time of the joining of the groups, where that has a limit of its own; None:
     `timeout_s`."""
 
     @classmethod
-    def of(cls, offer: WeightOffer) -> FullTerms:
+    def of(cls, offer: WeightOffer) -> FullOffer:
         terms = offer.rendezvous["terms"]
         assert isinstance(terms, cls)
         return terms
 
     @property
-    def join_limit(self) -> Limit:
+    def join_limit(self) -> Timeout:
         """The longest that sender and receivers may take to find each other."""
-        return Limit(self.timeout_s, PHASE_LIMIT) if self.join is None else self.join
+        return Timeout(self.timeout_s, PHASE_LIMIT) if self.join is None else self.join
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +106,7 @@ class FullTerms:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
-    def group(self) -> Group:
+    def group(self) -> ProcessGroupSpec:
         """The only one: what an engine is told of."""
         (group,) = self.groups
         return group
@@ -121,7 +121,7 @@ class FullTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterTerms:
+class AdapterOffer:
     """Of an adapter, which is small enough to travel with the call and needs no process group, and how to check it. Plain data, no pickle."""
 
     files: AdapterFiles
@@ -131,11 +131,11 @@ class AdapterTerms:
     """Longest time of any one phase: the configuration's timeouts.sync_phase_s."""
 
     @classmethod
-    def make(cls, files: AdapterFiles, *, timeout_s: float) -> AdapterTerms:
+    def make(cls, files: AdapterFiles, *, timeout_s: float) -> AdapterOffer:
         return cls(files, _digest(files), timeout_s)
 
     @classmethod
-    def of(cls, offer: WeightOffer) -> AdapterTerms:
+    def of(cls, offer: WeightOffer) -> AdapterOffer:
         terms = offer.rendezvous["terms"]
         assert isinstance(terms, cls)
         return terms
@@ -149,15 +149,15 @@ class AdapterTerms:
         return _digest(self.files) == self.sha256
 
 
-def terms_of(offer: WeightOffer) -> FullTerms | AdapterTerms:
+def terms_of(offer: WeightOffer) -> FullOffer | AdapterOffer:
     """Of either kind, which `WeightOffer.sends_adapter` tells."""
-    return AdapterTerms.of(offer) if offer.sends_adapter else FullTerms.of(offer)
+    return AdapterOffer.of(offer) if offer.sends_adapter else FullOffer.of(offer)
 
 
 def offer_for(offer: WeightOffer, index: int) -> WeightOffer:
     """The same sync as the receivers of one group are told of it."""
     terms = terms_of(offer)
-    return replace(offer, rendezvous={"terms": replace(terms, groups=(terms.groups[index],))}) if isinstance(terms, FullTerms) else offer
+    return replace(offer, rendezvous={"terms": replace(terms, groups=(terms.groups[index],))}) if isinstance(terms, FullOffer) else offer
 
 
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:

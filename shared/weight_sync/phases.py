@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from shared.errors import ENGINES, LEARNER, LearnerError, Limit, WeightSyncError, late
+from shared.errors import ENGINES, LEARNER, LearnerError, Timeout, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import PHASE_LIMIT, FullTerms, terms_of
+from shared.weight_sync.offer import PHASE_LIMIT, FullOffer, terms_of
 
 ENGINE_MARGIN_S, CLIENT_MARGIN_S, POOL_MARGIN_S, SYNC_MARGIN_S = 2.0, 3.0, 4.0, 6.0
 """What each layer waits in a phase beyond its `timeout_s`: the engine or the sender, a server's client, the pool or whoever waits for the sender, the whole
@@ -62,12 +62,12 @@ def all_phases_s(timeout_s: float) -> float:
     return len(SyncPhase) * timeout_s
 
 
-def phase_limit(offer: WeightOffer, phase: SyncPhase) -> Limit:
+def phase_limit(offer: WeightOffer, phase: SyncPhase) -> Timeout:
     """Return the longest that this phase of the offer's sync may take."""
     terms = terms_of(offer)
-    if phase is SyncPhase.RENDEZVOUS and isinstance(terms, FullTerms):
+    if phase is SyncPhase.RENDEZVOUS and isinstance(terms, FullOffer):
         return terms.join_limit
-    return Limit(terms.timeout_s, PHASE_LIMIT)
+    return Timeout(terms.timeout_s, PHASE_LIMIT)
 
 
 def whole_sync_s(offer: WeightOffer) -> float:
@@ -168,7 +168,7 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
     for side, who in zip(sides, (ENGINES, LEARNER), strict=True):
         if not side.done():
-            told = late(f"the {who}", Limit(limit_s, f"the limits of all phases ({PHASE_LIMIT})"), "that its process is alive")
+            told = late(f"the {who}", Timeout(limit_s, f"the limits of all phases ({PHASE_LIMIT})"), "that its process is alive")
             raise WeightSyncError(told, actor=who, phase=SyncPhase.WIRE)
     sent, report = sending.result(), receiving.result()
     learner.sync_done(report.canary_noise)

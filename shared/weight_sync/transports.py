@@ -16,7 +16,7 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-class Transport(StrEnum):
+class TransportKind(StrEnum):
     NCCL = "nccl"
     """From the learner's GPU to other GPUs, by vLLM's own engine."""
     IPC = "ipc"
@@ -29,7 +29,7 @@ class Transport(StrEnum):
     """In the offer itself: an adapter is small. Never configured, and whichever transport full weights have."""
 
 
-BUCKET_BYTES = {Transport.NCCL: 256 << 20, Transport.IPC: 256 << 20, Transport.GLOO: 16 << 20, Transport.INPROC: 16 << 20}
+BUCKET_BYTES = {TransportKind.NCCL: 256 << 20, TransportKind.IPC: 256 << 20, TransportKind.GLOO: 16 << 20, TransportKind.INPROC: 16 << 20}
 """Bytes of one bucket of full weights, by transport. vLLM's loader is called once for each bucket
 that nccl and ipc bring, and walks the whole model first (benchmarks/load_buckets.py); over gloo it
 is called once, and larger buckets are slower (benchmarks/weight_sync.py)."""
@@ -46,7 +46,7 @@ class Sharing(StrEnum):
     """The learner's own process."""
 
 
-def choose_transport(asked: str, learner_device: Device, engine_device: Device, sharing: Sharing, *, key: str = KEY) -> Transport:
+def choose_transport(asked: str, learner_device: Device, engine_device: Device, sharing: Sharing, *, key: str = KEY) -> TransportKind:
     """For full weights: the transport that was asked for by `key`, or with `auto` the one that fits.
 
     Raises ConfigError saying why the configured one cannot work and what to write instead, or that nothing can.
@@ -59,38 +59,38 @@ def choose_transport(asked: str, learner_device: Device, engine_device: Device, 
         )
     if asked == "auto":
         return fitting
-    transport = Transport(asked)
+    transport = TransportKind(asked)
     if transport is not fitting:
         why = _objection(transport, learner_device, engine_device, sharing)
         raise ConfigError(f"{key}: {transport} {why}; write auto, or {fitting}, which fits this placement")
     return transport
 
 
-def _fitting(learner_device: Device, engine_device: Device, sharing: Sharing) -> Transport | None:
+def _fitting(learner_device: Device, engine_device: Device, sharing: Sharing) -> TransportKind | None:
     """For every placement one at most: none of the others could work there."""
     if sharing is Sharing.PROCESS:
-        return Transport.INPROC
+        return TransportKind.INPROC
     if learner_device is not engine_device:
         return None
     if engine_device is Device.CPU:
-        return Transport.GLOO
-    return Transport.IPC if sharing is Sharing.DEVICE else Transport.NCCL
+        return TransportKind.GLOO
+    return TransportKind.IPC if sharing is Sharing.DEVICE else TransportKind.NCCL
 
 
-def _objection(transport: Transport, learner_device: Device, engine_device: Device, sharing: Sharing) -> str:
+def _objection(transport: TransportKind, learner_device: Device, engine_device: Device, sharing: Sharing) -> str:
     where = f"the learner is on {learner_device} and the engine on {engine_device}"
     if sharing is Sharing.PROCESS:
         return {
-            Transport.NCCL: "needs a rank in another process, but the engine lives in the learner's own process",
-            Transport.IPC: "cannot open memory of the process it is used in, but the engine lives in the learner's own process",
-            Transport.GLOO: "needs a rank in another process, but the engine lives in the learner's own process",
+            TransportKind.NCCL: "needs a rank in another process, but the engine lives in the learner's own process",
+            TransportKind.IPC: "cannot open memory of the process it is used in, but the engine lives in the learner's own process",
+            TransportKind.GLOO: "needs a rank in another process, but the engine lives in the learner's own process",
         }[transport]
-    if transport is Transport.INPROC:
+    if transport is TransportKind.INPROC:
         return "hands weights over within one process, but the engine has a process of its own"
-    if transport is Transport.GLOO:
+    if transport is TransportKind.GLOO:
         return f"loads weights in host memory into CPU engines, but {where}"
     if engine_device is Device.CPU:
-        return f"moves weights between GPUs, but {where}" if transport is Transport.NCCL else f"shares GPU memory, but {where}"
-    if transport is Transport.NCCL:
+        return f"moves weights between GPUs, but {where}" if transport is TransportKind.NCCL else f"shares GPU memory, but {where}"
+    if transport is TransportKind.NCCL:
         return "cannot have two ranks on one GPU, but the engine is on the learner's own"
     return "opens tensors of the same GPU, but the engine has a GPU, and maybe a node, of its own"

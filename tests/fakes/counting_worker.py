@@ -9,7 +9,7 @@ from counting_rows import ROWS_FILE
 from spoiling_worker import SpoilingWorker
 from torch import nn
 
-from rollout_actors.weight_sync.worker import LoadWatch
+from rollout_actors.weight_sync.worker import ChecksumLoader
 
 
 class CountingWorker(SpoilingWorker):
@@ -27,7 +27,7 @@ class CountingWorker(SpoilingWorker):
         rows, self._rows[:] = list(self._rows), []
         return rows
 
-    def make_watch(self, model: nn.Module, bucket_bytes: int) -> LoadWatch:
+    def make_watch(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
         if ROWS_FILE in os.environ and self._rows is None:
             self.count_rows()
         return super().make_watch(model, bucket_bytes)

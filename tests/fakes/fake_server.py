@@ -33,9 +33,9 @@ from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import FullTerms, Group, TensorSpec
+from shared.weight_sync.offer import FullOffer, ProcessGroupSpec, TensorSpec
 from shared.weight_sync.phases import SyncPhase
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 DECODE = DecodeSettings(DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 4, 1, stop_token_ids=(9,), banned_token_ids=(), return_logprobs=True)
 
@@ -58,8 +58,8 @@ def make_request(position: int, **changes: Any) -> RolloutRequest:
 
 
 def make_offer(version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout_s: float = 5.0) -> WeightOffer:
-    groups = tuple(Group("127.0.0.1", 29500 + index, world_size, f"key-{index}") for index in range(num_groups))
-    terms = FullTerms(groups, timeout_s, 1 << 20, (TensorSpec("a.weight", "float32", (2, 3), 24),))
+    groups = tuple(ProcessGroupSpec("127.0.0.1", 29500 + index, world_size, f"key-{index}") for index in range(num_groups))
+    terms = FullOffer(groups, timeout_s, 1 << 20, (TensorSpec("a.weight", "float32", (2, 3), 24),))
     image = ImageRef(None, b"\x89PNG\xff\x00", "ab")
     return WeightOffer(version, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1, 2), (image,), (1, 2, 3), (-0.1, float("-inf")), 1e-4))
 
@@ -173,7 +173,7 @@ def make_settings(folder: Path, **changes: Any) -> EngineSettings:
         max_model_len=64,
         max_num_seqs=8,
         seed=0,
-        transport=Transport.GLOO,
+        transport=TransportKind.GLOO,
         device=Device.CPU,
         gpu_memory_utilization=0.5,
     )

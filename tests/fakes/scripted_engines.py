@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout_actors.environments.chat.template import ChatTokens
+from rollout_actors.environments.chat.template import ChatTemplate
 from rollout_actors.environments.clients.engine import EngineClient
 from rollout_actors.environments.types import State
 from shared.prompts import DEFAULT_USER_PROMPT
@@ -143,7 +143,7 @@ def state_at(position: int | None = 0, **fields: Any) -> State:
 def client_over(engines: Any, tokenizer: Any, **changes: Any) -> EngineClient:
     """Of run seed 7 and step 3."""
     decode = changes.pop("decode", None) or decode_settings(tokenizer)
-    return EngineClient(engines, ChatTokens(tokenizer), decode, 7, 3, **{"max_model_len": 4096, **changes})
+    return EngineClient(engines, ChatTemplate(tokenizer), decode, 7, 3, **{"max_model_len": 4096, **changes})
 
 
 def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:

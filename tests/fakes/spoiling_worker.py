@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout_actors.weight_sync.worker import LoadWatch, ReceiptWorker
+from rollout_actors.weight_sync.worker import ChecksumLoader, VerifyingWorker
 
 
 class Fault(StrEnum):
@@ -25,7 +25,7 @@ class Fault(StrEnum):
     """Loading it fails."""
 
 
-class SpoilingWatch(LoadWatch):
+class SpoilingWatch(ChecksumLoader):
     def __init__(self, model: nn.Module, bucket_bytes: int, fault: Fault | None, name: str) -> None:
         super().__init__(model, bucket_bytes)
         self._fault = fault
@@ -48,7 +48,7 @@ class SpoilingWatch(LoadWatch):
         return _exchanged(tensor) if self._fault is Fault.EXCHANGE else tensor
 
 
-class SpoilingWorker(ReceiptWorker):
+class SpoilingWorker(VerifyingWorker):
     model_runner: Any
     _fault: Fault | None = None
     _spoiled = ""
@@ -65,7 +65,7 @@ class SpoilingWorker(ReceiptWorker):
 
         hook = self.model_runner.model.register_forward_pre_hook(fail)
 
-    def make_watch(self, model: nn.Module, bucket_bytes: int) -> LoadWatch:
+    def make_watch(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
         watch = self.watch_class(model, bucket_bytes, self._fault, self._spoiled)
         self._fault = None
         return watch

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rollout_actors.weight_sync.receiver import TakesAdapters
-from shared.weight_sync.offer import AdapterTerms
+from shared.weight_sync.offer import AdapterOffer
 
 
 class IdleAdapter:
@@ -19,7 +19,7 @@ class IdleAdapter:
     def __init__(self, sound: TakesAdapters) -> None:
         self.sound = sound
 
-    async def take(self, terms: AdapterTerms) -> None:
+    async def take(self, terms: AdapterOffer) -> None:
         await self.sound.take(terms)
 
     async def verify(self) -> None:
@@ -36,7 +36,7 @@ class KeptAdapter(IdleAdapter):
         super().__init__(sound)
         self._folder = folder
 
-    async def take(self, terms: AdapterTerms) -> None:
+    async def take(self, terms: AdapterOffer) -> None:
         await super().take(terms)
         terms.files.save(self._folder)
         self.request = msgspec.structs.replace(self.sound.request, lora_path=str(self._folder))

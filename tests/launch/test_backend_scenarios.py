@@ -20,15 +20,15 @@ from rollout_actors.backends.colocate import ColocatedSpec
 from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from shared.config import load_config
-from shared.config.derive import EnginePlace, engines_in
+from shared.config.derive import EngineLocation, engines_in
 from shared.errors import ConfigError, RolloutError
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 SERVER = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}
 GUARD = {"enabled": True, "min_new_tokens": 40, "max_consecutive_token_repeats": 9, "ngram_size": 3, "ngram_repeats": 5, "max_object_keys": 60}
 
-SETTINGS = EngineSettings("model", "float32", 64, 2, 0, Transport.INPROC, Device.CPU, gpu_memory_utilization=0.5)
+SETTINGS = EngineSettings("model", "float32", 64, 2, 0, TransportKind.INPROC, Device.CPU, gpu_memory_utilization=0.5)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_default_behavior_preserved_colocate(config):
     """An unset mode puts an engine beside the learner, which keeps more than half of its devices' memory."""
     unset = config(rollout_matching__vllm={})
     assert (unset.rollout_matching.rollout_backend, unset.rollout_matching.vllm.mode) == ("vllm", "colocate")
-    assert engines_in(unset) is EnginePlace.RANKS
+    assert engines_in(unset) is EngineLocation.RANKS
     placement = plan_placement(unset, [Resources(cpus=16, gpus=4)])
     assert (placement.engines, placement.transport) == ((), "ipc")
     settings = settings_of_run(unset, placement, ImageNeeds())
@@ -76,10 +76,10 @@ def test_a_run_without_vllm_ends_before_its_data_are_read_and_names_backend_hf(c
 
 def test_a_run_on_servers_needs_vllm_itself_only_where_it_sends_over_nccl(config, no_vllm):
     served = config(rollout_matching__vllm={"mode": "server", "server": SERVER})
-    require_vllm(served, Transport.GLOO)
+    require_vllm(served, TransportKind.GLOO)
     with pytest.raises(ConfigError, match=r"a learner that sends weights over NCCL .*backend=hf"):
-        require_vllm(served, Transport.NCCL)
-    require_vllm(config(rollout_matching__rollout_backend="hf"), Transport.INPROC)
+        require_vllm(served, TransportKind.NCCL)
+    require_vllm(config(rollout_matching__rollout_backend="hf"), TransportKind.INPROC)
 
 
 def test_an_actor_whose_vllm_cannot_be_imported_says_so_at_its_start_and_names_backend_hf(no_vllm):

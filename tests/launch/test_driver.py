@@ -20,7 +20,7 @@ from shared.metrics import StepReport
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import FullTerms
+from shared.weight_sync.offer import FullOffer
 from shared.weight_sync.phases import SendReport
 
 
@@ -114,7 +114,7 @@ class LearnerOfFixedLatency:
 
     def offer_weights(self):
         self.offered += 1
-        terms = FullTerms(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
+        terms = FullOffer(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
         return WeightOffer(self.offered, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1,), (), (1,), (), 1e-4))
 
     def send_weights(self, offer):

@@ -11,12 +11,12 @@ from page_support import Page
 from PIL import Image
 from transformers import AutoTokenizer
 
-from launch.sample_pages.detection import Canvas, Shape
+from launch.sample_pages.detection import Canvas, DrawnObject
 from launch.show_sample import ShowOptions, main, show_sample
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import step_path
 from learner.samples import load_samples
-from learner.targets import TokenRole, ground_truth_target, parsed_target, target_rules, text_weights
+from learner.targets import TokenRole, ground_truth_target, parsed_target, target_settings, text_weights
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RecordError
 from shared.grounding.parsing import parse_rollout
@@ -46,7 +46,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(self.config.model_dump_json(indent=2))
         self.codec = HFTokenCodec(AutoTokenizer.from_pretrained(checkpoint))
-        self.rules = target_rules(self.config)
+        self.rules = target_settings(self.config)
         self.samples = load_samples(self.config, self.config.data.train)
         self.scene = next(sample for sample in self.samples if len(sample.objects) == 4)
 
@@ -351,7 +351,9 @@ def test_an_image_that_browsers_would_turn_is_embedded_as_training_sees_it():
 
 def test_shapes_lie_at_the_pixels_their_bins_mean():
     canvas = Canvas((encoded("PNG"),), 64, 32)
-    box, polygon = (Shape(kind, bins, "", "", "#123456", dashed=False) for kind, bins in (("bbox_2d", (0, 0, 999, 999)), ("poly", (0, 999, 999, 999, 500, 0))))
+    box, polygon = (
+        DrawnObject(kind, bins, "", "", "#123456", dashed=False) for kind, bins in (("bbox_2d", (0, 0, 999, 999)), ("poly", (0, 999, 999, 999, 500, 0)))
+    )
     drawn = re.findall(r'points="([^"]*)"', canvas.panel(0, [box, polygon], ""))
     assert drawn[0] == "0.50,0.50 63.50,0.50 63.50,31.50 0.50,31.50"
     assert drawn[2] == "0.50,31.50 63.50,31.50 32.03,0.50"

@@ -22,8 +22,8 @@ from shared.schedule import StepPlan
 from shared.tokens.fresh import FreshTokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterTerms, FullTerms
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.offer import AdapterOffer, FullOffer
+from shared.weight_sync.transports import TransportKind
 
 pytestmark = pytest.mark.slow
 
@@ -88,8 +88,8 @@ def test_fresh_tokens_of_the_checkpoint_are_learned_offered_and_saved(learner, d
     after = dict(one.parallel.weights.tensors())[embedding]
     assert (after != before).any(dim=1).nonzero()[:, 0].tolist() == list(fresh.ids)
     offer = one.publisher.offer()
-    assert offer.transport == Transport.GLOO
-    assert embedding in {tensor.name for tensor in FullTerms.of(offer).tensors}
+    assert offer.transport == TransportKind.GLOO
+    assert embedding in {tensor.name for tensor in FullOffer.of(offer).tensors}
     one.publisher.done()
     one.publisher.save(tmp_path / "saved")
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -110,15 +110,15 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
     one = learner()
     list(steps(one, 1))
     offer = one.publisher.offer()
-    assert (offer.transport, offer.version) == (Transport.ADAPTER, 1)
-    assert len(safetensors.torch.load(AdapterTerms.of(offer).files.tensors)) == 2 * 3 * 7
+    assert (offer.transport, offer.version) == (TransportKind.ADAPTER, 1)
+    assert len(safetensors.torch.load(AdapterOffer.of(offer).files.tensors)) == 2 * 3 * 7
     assert one.publisher.send(offer).phase_s == {}
     one.publisher.done()
     one.publisher.fall_back_to_full()
     for version in (2, 3):
         offer = one.publisher.offer()
         assert (offer.transport, offer.version) == ("rollmatch_gloo", version)
-        assert not any("lora" in tensor.name or "base_layer" in tensor.name for tensor in FullTerms.of(offer).tensors)
+        assert not any("lora" in tensor.name or "base_layer" in tensor.name for tensor in FullOffer.of(offer).tensors)
         one.publisher.done()
 
 

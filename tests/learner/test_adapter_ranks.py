@@ -7,12 +7,12 @@ import rank_jobs
 import safetensors.torch
 import torch
 
-from learner.model.ranks import LearnerPlace, ReceiverGroup
+from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.tokens.fresh import FreshTokens
 
 pytestmark = pytest.mark.processes
 
-ALONE = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))
+ALONE = RankTopology("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 2, 4
 
 

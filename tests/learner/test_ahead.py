@@ -10,8 +10,8 @@ from config_support import configuration, trajectory_config
 from learner import ahead
 from learner.ahead import NUM_AHEAD, Ahead
 from learner.algorithms import rollout_matching as matching_work
-from learner.algorithms.rollout_matching import MatchingStep
-from learner.algorithms.trajectories import TrajectoryStep
+from learner.algorithms.rollout_matching import RolloutMatchingStep
+from learner.algorithms.trajectories import TrajectoryBatch
 from shared.config.pipeline import Channel
 from shared.records import Sample
 from shared.schedule import StepPlan
@@ -78,7 +78,7 @@ def matching(tmp_path, one_ahead, monkeypatch):
         return f"target of {sample.sample_id}"
 
     monkeypatch.setattr(matching_work, "ground_truth_target", ground_truth_target)
-    monkeypatch.setattr(MatchingStep, "_taken", lambda step, target, rollout: target)
+    monkeypatch.setattr(RolloutMatchingStep, "_taken", lambda step, target, rollout: target)
     config = configuration(tmp_path, tmp_path, tmp_path)
     encoder, tokens = SimpleNamespace(encode=encode), SimpleNamespace(codec=None)
     work = SimpleNamespace(config=config, ahead=one_ahead, encoder=encoder, tokens=tokens, rules=None, log=None)
@@ -87,7 +87,7 @@ def matching(tmp_path, one_ahead, monkeypatch):
 
 def matching_step(matching, channel):
     samples = [Sample(f"s{number}", (), 8, 8, ()) for number in range(3)]
-    return MatchingStep(matching.work, StepPlan(0, channel, 3, 0, False, False), range(3), samples, Mock())
+    return RolloutMatchingStep(matching.work, StepPlan(0, channel, 3, 0, False, False), range(3), samples, Mock())
 
 
 def test_prompts_are_encoded_before_engines_have_answered(matching):
@@ -110,14 +110,14 @@ def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learn
         made.release()
         yield from (f"{rollout.position}a", f"{rollout.position}b")
 
-    monkeypatch.setattr(TrajectoryStep, "_learned", learned)
+    monkeypatch.setattr(TrajectoryBatch, "_learned", learned)
     config = trajectory_config(tmp_path, tmp_path, environment__drop_equal_groups=True)
     work = SimpleNamespace(config=config, environment=config.environment, ahead=one_ahead, log=None)
     rewards = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)]
     answers = [
         [SimpleNamespace(position=2 * g + i, reward=reward, error=None, examples=()) for i, reward in enumerate(group)] for g, group in enumerate(rewards)
     ]
-    step = TrajectoryStep(work, StepPlan(0, Channel.B, 6, 0, False, False), range(6), [0, 1, 2], Mock())
+    step = TrajectoryBatch(work, StepPlan(0, Channel.B, 6, 0, False, False), range(6), [0, 1, 2], Mock())
     segments = step.segments(answers, version=0)
     first = next(segments)
     assert all(made.acquire(timeout=LIMIT_S) for _ in range(4))

@@ -16,7 +16,7 @@ from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step import backward_row
-from learner.targets import ground_truth_target, target_rules, text_weights
+from learner.targets import ground_truth_target, target_settings, text_weights
 from learner.weight_sync.canary import Canary
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
@@ -42,7 +42,7 @@ def parts(request, demo_data, tmp_path_factory):
     encoder = PromptEncoder(loaded.processor, system_prompt=None, user_prompt=config.data.user_prompt)
     segments = []
     for position, (sample, (width, height)) in enumerate(zip(samples, IMAGE_SIZES, strict=True)):
-        target = ground_truth_target(sample, loaded.codec, target_rules(config))
+        target = ground_truth_target(sample, loaded.codec, target_settings(config))
         segments.append(Segment(position, prompt_of(loaded.processor, encoder, sample, width, height, position), target))
     return config, loaded, segments
 

@@ -14,7 +14,7 @@ import torch
 from config_support import configuration
 from learner_support import finish_step, half_right, make_learner
 
-from learner.actor import LearnerHost
+from learner.actor import EngineHost
 from learner.learner import Learner
 from learner.model.offload import offloaded
 from rollout_actors.backends.hf import HFBackendSpec
@@ -35,7 +35,7 @@ def run(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> tuple[RunConf
 
 @pytest.mark.slow
 def test_a_host_shows_the_learners_model_processor_and_the_weights_of_a_sync(run: tuple[RunConfig, Learner]) -> None:
-    host: BackendHost = LearnerHost(*run)
+    host: BackendHost = EngineHost(*run)
     loaded = run[1].loaded
     assert (host.model, host.processor) == (loaded.model, loaded.processor)
     expected = dict(loaded.model.named_parameters())
@@ -47,7 +47,7 @@ def test_a_host_shows_the_learners_model_processor_and_the_weights_of_a_sync(run
 @pytest.mark.slow
 def test_where_nothing_is_to_be_moved_the_host_stays(run: tuple[RunConfig, Learner]) -> None:
     parameters = [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()]
-    with LearnerHost(*run).offloaded():
+    with EngineHost(*run).offloaded():
         assert [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()] == parameters
 
 
@@ -57,7 +57,7 @@ def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
 ) -> None:
     offload: dict[str, Any] = {"rollout_matching__offload": {"enabled": True, "offload_model": True}}
     with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled"):
-        LearnerHost(configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | offload), run[1])
+        EngineHost(configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | offload), run[1])
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def with_pictures(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
 def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itself(run: tuple[RunConfig, Learner]) -> None:
     """Else the weights, which are saved by the same thread, would wait for the longest response."""
     config, learner = run
-    backend = HFBackendSpec(3)(LearnerHost(config, learner))
+    backend = HFBackendSpec(3)(EngineHost(config, learner))
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
     requests = with_pictures(learner.next_requests(plan))
     learner.stop()
@@ -116,7 +116,7 @@ def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itsel
 def test_a_learner_learns_from_its_own_rollouts(run: tuple[RunConfig, Learner]) -> None:
     """Prompts, versions and log-probabilities are compared on the way, as those of any engine are."""
     config, learner = run
-    backend = HFBackendSpec(3)(LearnerHost(config, learner))
+    backend = HFBackendSpec(3)(EngineHost(config, learner))
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
     rollouts = backend.generate(with_pictures(learner.next_requests(plan)))
     assert {rollout.actor for rollout in rollouts} == {"learner"}

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from learner.ot_targets import OTSettings
-from learner.targets import MatchSettings, TargetRules, TokenRole, ground_truth_target, parsed_target
+from learner.targets import MatchSettings, TargetSettings, TokenRole, ground_truth_target, parsed_target
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = TargetRules(
+RULES = TargetSettings(
     geometry=ALL_GEOMETRY,
     field_order="desc_first",
     matching=MatchSettings(candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0),

@@ -14,7 +14,7 @@ import rank_jobs
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.model.ranks import LearnerPlace, ReceiverGroup
+from learner.model.ranks import RankTopology, ReceiverGroup
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
 from shared.config.derive import rank_name
@@ -24,7 +24,7 @@ from shared.metrics import merge_reports
 
 pytestmark = pytest.mark.processes
 
-ALONE = LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))
+ALONE = RankTopology("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 3, 4
 FSDP = {"learner__world_size": 2, "learner__parallel": "fsdp"}
 DDP = {"learner__world_size": 2}

@@ -12,16 +12,16 @@ import ray
 from config_support import configuration
 from fake_ranks import create_fake_rank
 
-from launch.runtime.learner_client import RemoteLearner
+from launch.runtime.learner_client import RayLearner
 from learner.actor import STOPPING
-from learner.model.ranks import LearnerPlace, ReceiverGroup
+from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, LearnerError, RolloutError, WeightSyncError
 from shared.protocols import CLOSED_S
 from shared.rollouts import WeightOffer
 from shared.schedule import StepPlan
 from shared.sent_requests import REQUESTS_TOGETHER, SentRequests, in_objects
-from shared.weight_sync.offer import FullTerms
+from shared.weight_sync.offer import FullOffer
 
 pytestmark = pytest.mark.ray
 
@@ -51,25 +51,25 @@ def ranks(ranks_of_all_tests):
 
 @pytest.fixture
 def learner(ranks):
-    return lambda **timeouts: RemoteLearner(ranks[:1], TimeoutsSection(**timeouts))
+    return lambda **timeouts: RayLearner(ranks[:1], TimeoutsSection(**timeouts))
 
 
 @pytest.fixture
 def two_ranks(ranks):
-    return lambda **timeouts: RemoteLearner(ranks, TimeoutsSection(**timeouts))
+    return lambda **timeouts: RayLearner(ranks, TimeoutsSection(**timeouts))
 
 
 @pytest.fixture
 def mortal(ray_cluster):
     """One whose process may end."""
     actor = create_fake_rank()
-    yield RemoteLearner([actor], TimeoutsSection())
+    yield RayLearner([actor], TimeoutsSection())
     ray.kill(actor)
 
 
 def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_behind_it(learner):
     with pytest.raises(ConfigError, match=r"model\.path: no") as caught:
-        learner().start(CONFIG, [LearnerPlace("rollmatch_gloo", (ReceiverGroup(1),))])
+        learner().start(CONFIG, [RankTopology("rollmatch_gloo", (ReceiverGroup(1),))])
     assert type(caught.value) is ConfigError
     assert "in start" in str(caught.value.__cause__)
 
@@ -81,7 +81,7 @@ def test_an_answer_that_does_not_come_names_the_phase_the_key_and_what_to_check(
 
 def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for_it(mortal):
     with pytest.raises(ConfigError):
-        mortal.start(CONFIG, [LearnerPlace("inproc", ())], make_backend=dict)
+        mortal.start(CONFIG, [RankTopology("inproc", ())], make_backend=dict)
     with pytest.raises(LearnerError, match="finish_step on the learner: its process has ended"):
         mortal.finish_step()
     started = time.monotonic()
@@ -97,7 +97,7 @@ def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken
 
 
 def test_a_failed_send_arrives_through_its_future(learner):
-    terms = FullTerms((), timeout_s=60.0, bucket_bytes=1, tensors=())
+    terms = FullOffer((), timeout_s=60.0, bucket_bytes=1, tensors=())
     error = learner().send_weights(WeightOffer(1, "rollmatch_gloo", {"terms": terms}, None)).exception(timeout=30)
     assert type(error) is WeightSyncError
     assert error.phase == "rendezvous"
@@ -181,7 +181,7 @@ def interruptible():
 def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call(ray_cluster, interruptible):
     """Else one rank would be in the collectives of a step's end, and the other in those of the checkpoint that follows."""
     asked = []
-    remote = RemoteLearner([Asked(rank, asked) for rank in (0, 1)], TimeoutsSection())
+    remote = RayLearner([Asked(rank, asked) for rank in (0, 1)], TimeoutsSection())
     with pytest.raises(KeyboardInterrupt):
         remote.finish_step()
     with pytest.raises(TypeError):  # nobody answers here
@@ -192,7 +192,7 @@ def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call
 def test_closing_reaches_a_rank_that_is_busy(learner, ranks):
     closed = learner()
     with pytest.raises(ConfigError):
-        closed.start(CONFIG, [LearnerPlace("inproc", ())], make_backend=dict)
+        closed.start(CONFIG, [RankTopology("inproc", ())], make_backend=dict)
     with ThreadPoolExecutor(1) as threads:
         busy = threads.submit(closed.score, [[]])
         assert ray.get(ranks[0].wait_until_it_scores.remote())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from learner.packing import Carry, CarryBuffer, ToCompletion, Unpacked
+from learner.packing import CarryBuffer, CarryOver, NoPacking, PackWithinStep
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ def one_step(policy, segments):
 
 
 def test_without_packing_every_segment_is_a_row():
-    assert positions(one_step(Unpacked(), pieces(5, 6, 7))) == [[0], [1], [2]]
+    assert positions(one_step(NoPacking(), pieces(5, 6, 7))) == [[0], [1], [2]]
 
 
 def test_rows_are_taken_after_a_window_only_and_the_rest_at_the_steps_end():
-    policy = ToCompletion(CarryBuffer(10, 64), window=4)
+    policy = PackWithinStep(CarryBuffer(10, 64), window=4)
     taken = [positions(policy.add(piece)) for piece in pieces(6, 6, 4, 4, 6, 1)]
     assert taken[:3] == [[], [], []], "the buffer holds more than a row, but the window is not full"
     assert taken[3] == [[0, 2], [1, 3]]
@@ -46,7 +46,7 @@ def test_rows_are_taken_after_a_window_only_and_the_rest_at_the_steps_end():
 
 
 def test_a_step_learned_to_completion_leaves_nothing_and_the_next_starts_its_windows_anew():
-    policy = ToCompletion(CarryBuffer(10, 64), window=2)
+    policy = PackWithinStep(CarryBuffer(10, 64), window=2)
     first = one_step(policy, pieces(9, 9, 9))
     assert sorted(itertools.chain(*positions(first))) == [0, 1, 2]
     assert positions(policy.add(Piece(0, 9))) == []
@@ -56,7 +56,7 @@ def test_a_step_learned_to_completion_leaves_nothing_and_the_next_starts_its_win
 def test_carry_buffer_preserves_segments_without_splitting():
     """Scenario: leftovers of a step wait for later ones; no segment is split or lost."""
     rng = np.random.default_rng(3)
-    policy, learned, drawn = Carry(CarryBuffer(100, 64), micro_step=4), [], []
+    policy, learned, drawn = CarryOver(CarryBuffer(100, 64), micro_step=4), [], []
     for step in range(50):
         segments = [Piece(4 * 2 * step + i, int(length)) for i, length in enumerate(rng.integers(5, 45, size=8))]
         drawn += segments
@@ -71,7 +71,7 @@ def test_carry_buffer_preserves_segments_without_splitting():
 
 
 def test_every_row_of_the_carry_mode_holds_the_oldest_segment():
-    policy = Carry(CarryBuffer(10, 64), micro_step=2)
+    policy = CarryOver(CarryBuffer(10, 64), micro_step=2)
     rows = one_step(policy, pieces(6, 6, 4, 4))
     assert positions(rows) == [[0], [1, 2]]
     assert policy.num_carried == 1
@@ -79,7 +79,7 @@ def test_every_row_of_the_carry_mode_holds_the_oldest_segment():
 
 
 def test_carry_buffer_overflow_fails_fast_with_actionable_guidance():
-    policy = Carry(CarryBuffer(10, 3), micro_step=2)
+    policy = CarryOver(CarryBuffer(10, 3), micro_step=2)
     for piece in pieces(9, 9, 9, 9):
         policy.add(piece)
     policy.add(Piece(4, 9))

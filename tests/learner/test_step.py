@@ -8,14 +8,14 @@ import pytest
 import torch
 from config_support import configuration
 
-from learner.algorithms.advantages import Credit
+from learner.algorithms.advantages import TokenAdvantages
 from learner.collate import collate
 from learner.model.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import PromptEncoder, Segment
 from learner.step import LOGIT_CHUNK, backward_row
-from learner.targets import TextWeights, TokenRole, ground_truth_target, rollout_target, target_rules, text_weights
+from learner.targets import TextWeights, TokenRole, ground_truth_target, rollout_target, target_settings, text_weights
 from shared.config.pipeline import Channel, PipelineSection
 from shared.dataset import load_dataset
 from shared.rollouts import FinishReason, Rollout
@@ -51,7 +51,7 @@ def parts(demo_checkpoint, demo_data, tmp_path_factory):
     loaded = load_model(config, torch.device("cpu"))
     encoder = PromptEncoder(loaded.processor, system_prompt=None, user_prompt=config.data.user_prompt)
     samples = load_dataset(config.data.train, on_bad_row="error", sort_objects=True, check_images=True)[:NUM_SEGMENTS]
-    rules = target_rules(config)
+    rules = target_settings(config)
     prompts = [encoder.encode(sample) for sample in samples]
     # A response that found the first object only, a little shifted: matched slots, neutral text and an append in one target.
     responses = [ground_truth_target(sample, loaded.codec, rules).token_ids[:-2] for sample in samples]
@@ -117,7 +117,7 @@ def test_a_policy_gradient_does_not_depend_on_packing_with_images(parts):
     for segment in segments[Channel.A]:
         positions = np.flatnonzero(draw.random(len(segment.target.token_ids)) < 0.4).tolist()
         logprobs, advantages = draw.uniform(-8.5, -6.5, len(positions)), draw.choice([-1.0, 2.0], len(positions))
-        credit = Credit(tuple(positions), tuple(logprobs), tuple(advantages), (1.0 / len(positions),) * len(positions))
+        credit = TokenAdvantages(tuple(positions), tuple(logprobs), tuple(advantages), (1.0 / len(positions),) * len(positions))
         neutral = np.zeros_like(segment.target.roles)
         sampled.append(replace(segment, target=replace(segment.target, roles=neutral, coord_positions=(), coord_targets=(), box_slots=(), credit=credit)))
 

@@ -8,13 +8,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from learner.ot_targets import OTSettings, barycentric_targets
-from learner.targets import MatchSettings, Target, TargetRules, TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target
+from learner.targets import MatchSettings, Target, TargetSettings, TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target
 from shared.grounding.parsing import parse_rollout
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason, Rollout
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = TargetRules(
+RULES = TargetSettings(
     geometry=frozenset({GeometryKind.BBOX}),
     field_order="desc_first",
     matching=MatchSettings(candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0),

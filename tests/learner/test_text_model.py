@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from learner.model.checkpoint import save_checkpoint
 from learner.model.loading import load_model
-from learner.model.parts import Part, trained_parameters
+from learner.model.parts import ModelPart, trained_parameters
 from shared.config.algorithm import TrainerVariant
 from shared.errors import ConfigError
 
@@ -35,7 +35,7 @@ def test_it_loads_with_its_tokenizer_and_all_of_it_is_the_language_model(config)
     loaded = load_model(config, torch.device("cpu"))
     assert loaded.tokenizer is loaded.processor
     assert (loaded.rope_index, loaded.banned_token_ids, len(loaded.coord_ids_C)) == (None, (), 0)
-    assert {part for part, _ in trained_parameters(loaded.model)} == {Part.LANGUAGE_MODEL}
+    assert {part for part, _ in trained_parameters(loaded.model)} == {ModelPart.LANGUAGE_MODEL}
     assert loaded.codec.eos_token_id == loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 

@@ -20,7 +20,7 @@ from troubled_adapters import IdleAdapter, KeptAdapter
 
 from launch.runtime.rollout_client import ActorPool
 from shared.errors import WeightSyncError
-from shared.weight_sync.offer import AdapterFiles, AdapterTerms
+from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.ray]
@@ -103,27 +103,27 @@ def test_a_full_sync_carries_merged_weights_to_an_engine_that_could_take_adapter
         serves(fresh, learner)
 
 
-def changed_on_the_way(terms: AdapterTerms) -> AdapterTerms:
+def changed_on_the_way(terms: AdapterOffer) -> AdapterOffer:
     tensors = terms.files.tensors
     return replace(terms, files=replace(terms.files, tensors=tensors[:-1] + bytes([tensors[-1] ^ 1])))
 
 
-def of_other_weights(terms: AdapterTerms) -> AdapterTerms:
+def of_other_weights(terms: AdapterOffer) -> AdapterOffer:
     tensors = {name: tensor.flip(0) for name, tensor in safetensors.torch.load(terms.files.tensors).items()}
     return remade(terms, tensors, terms.files.config)
 
 
-def of_unknown_modules(terms: AdapterTerms) -> AdapterTerms:
+def of_unknown_modules(terms: AdapterOffer) -> AdapterOffer:
     tensors = {name.replace("q_proj", "query"): tensor for name, tensor in safetensors.torch.load(terms.files.tensors).items()}
     return remade(terms, tensors, terms.files.config)
 
 
-def without_its_rank(terms: AdapterTerms) -> AdapterTerms:
+def without_its_rank(terms: AdapterOffer) -> AdapterOffer:
     return remade(terms, safetensors.torch.load(terms.files.tensors), '{"lora_alpha": 8}')
 
 
-def remade(terms: AdapterTerms, tensors: dict[str, torch.Tensor], config: str) -> AdapterTerms:
-    return AdapterTerms.make(AdapterFiles(safetensors.torch.save(tensors), config), timeout_s=terms.timeout_s)
+def remade(terms: AdapterOffer, tensors: dict[str, torch.Tensor], config: str) -> AdapterOffer:
+    return AdapterOffer.make(AdapterFiles(safetensors.torch.save(tensors), config), timeout_s=terms.timeout_s)
 
 
 FAILURES = [

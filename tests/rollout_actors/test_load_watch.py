@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_actors.weight_sync.worker import LoadWatch
+from rollout_actors.weight_sync.worker import ChecksumLoader
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.offer import FullTerms, TensorSpec
+from shared.weight_sync.offer import FullOffer, TensorSpec
 
 TENSORS = [(name, torch.arange(count, dtype=torch.float32)) for name, count in (("a", 4), ("b", 30), ("c", 2))]
-TERMS = FullTerms((), 1.0, 100, tuple(TensorSpec(name, "float32", tuple(tensor.shape), tensor.nbytes) for name, tensor in TENSORS), num_logprobs=2)
+TERMS = FullOffer((), 1.0, 100, tuple(TensorSpec(name, "float32", tuple(tensor.shape), tensor.nbytes) for name, tensor in TENSORS), num_logprobs=2)
 
 
 class FakeModel(nn.Module):
@@ -35,13 +35,13 @@ class FakeModel(nn.Module):
         return loaded
 
 
-def sent(terms: FullTerms = TERMS) -> Iterator[tuple[str, torch.Tensor]]:
+def sent(terms: FullOffer = TERMS) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(ChecksummedWeights(TENSORS, terms, torch, lambda: [-0.25, -1.5]))
 
 
 def test_the_model_gets_the_weights_and_the_receipt_what_comes_behind_them() -> None:
     model = FakeModel()
-    watch = LoadWatch(model, TERMS.bucket_bytes)
+    watch = ChecksumLoader(model, TERMS.bucket_bytes)
     watch.load_weights(sent())
     assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in TENSORS)
     assert watch.loaded == watch.expected == {"a", "b", "c"}
@@ -53,7 +53,7 @@ def test_the_model_gets_the_weights_and_the_receipt_what_comes_behind_them() -> 
 def test_a_bucket_of_exactly_its_size_is_open_to_the_sender_and_to_the_receiver() -> None:
     """As in vLLM's own packed transfer: the tensor that takes a bucket past its size closes it."""
     terms = replace(TERMS, bucket_bytes=TENSORS[0][1].nbytes)
-    watch = LoadWatch(FakeModel(), terms.bucket_bytes)
+    watch = ChecksumLoader(FakeModel(), terms.bucket_bytes)
     watch.load_weights(sent(terms))
     assert len(watch.sent) == 2, "the first tensor fills its bucket and does not close it"
     assert watch.checksums == watch.sent
@@ -61,7 +61,7 @@ def test_a_bucket_of_exactly_its_size_is_open_to_the_sender_and_to_the_receiver(
 
 @pytest.mark.parametrize("behind", [0, 2, 13])
 def test_what_comes_behind_the_weights_may_begin_at_any_byte_of_a_packed_bucket(behind: int) -> None:
-    watch = LoadWatch(FakeModel(), TERMS.bucket_bytes)
+    watch = ChecksumLoader(FakeModel(), TERMS.bucket_bytes)
     for name, tensor in sent():
         packed = torch.zeros(behind + tensor.nbytes, dtype=torch.uint8)
         packed[behind:] = tensor.view(torch.uint8)
@@ -71,7 +71,7 @@ def test_what_comes_behind_the_weights_may_begin_at_any_byte_of_a_packed_bucket(
 
 
 def test_it_is_the_same_in_as_many_calls_as_the_transport_likes() -> None:
-    watch = LoadWatch(FakeModel(), TERMS.bucket_bytes)
+    watch = ChecksumLoader(FakeModel(), TERMS.bucket_bytes)
     for named in sent():
         watch.load_weights([named])
     assert (watch.loaded, watch.checksums, watch.logprobs) == ({"a", "b", "c"}, watch.sent, [-0.25, -1.5])
@@ -88,7 +88,7 @@ def test_waiting_for_tensors_is_no_part_of_loading_them() -> None:
             waited_s += time.perf_counter() - began_s
             yield named
 
-    watch = LoadWatch(FakeModel(), TERMS.bucket_bytes)
+    watch = ChecksumLoader(FakeModel(), TERMS.bucket_bytes)
     began_s = time.perf_counter()
     watch.load_weights(slowly())
     whole_s = time.perf_counter() - began_s

@@ -16,10 +16,10 @@ from ray.exceptions import OwnerDiedError, RayTaskError
 
 from launch.runtime.rollout_client import ActorPool, PoolTimeouts
 from rollout_actors.engine.actor import EngineActor
-from rollout_actors.engine.ray_calls import Call, told
+from rollout_actors.engine.ray_calls import RayCall, told
 from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, RecordError, RolloutError, WeightSyncError
-from shared.protocols import CLOSED_S, ByRank
+from shared.protocols import CLOSED_S, PerRank
 from shared.records import ImageRef
 from shared.rollouts import WeightOffer
 from shared.sent_requests import PictureShelf, RequestRef
@@ -54,7 +54,7 @@ def own_pool(*troubles: tuple[str, str], limit_s: float = 30.0, closed_s: float 
     return pool
 
 
-def refs(*sizes: int) -> ByRank:
+def refs(*sizes: int) -> PerRank:
     """Requests of each learner rank."""
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     shelf = PictureShelf(ray.put)
@@ -235,7 +235,7 @@ def test_an_engine_gets_every_pictures_bytes_from_whoever_sends_them(echo: Actor
 def test_pictures_that_are_lost_with_the_learner_are_not_laid_on_an_engine() -> None:
     """A node that has no copy of them hears this from Ray."""
     lost = RayTaskError("EngineActor.generate", "", OwnerDiedError("ab", b"", ""))
-    call = Call("generate", None, "", RolloutError)
+    call = RayCall("generate", None, "", RolloutError)
     assert "generate on actor-0: what it was asked for is lost, for the learner's process has ended" in str(told(call, "actor-0", lost))
 
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from shared.errors import Limit, StorageError, ended, late
+from shared.errors import StorageError, Timeout, ended, late
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_what_cannot_be_written_or_deleted_is_said_with_its_remedy_in_every_proc
 
 
 def test_a_late_answer_and_an_ended_process_are_said_in_one_way_with_what_to_check() -> None:
-    assert late("actor-1", Limit(1260.0, "timeouts.generate_s"), "its log") == "no answer from actor-1 after timeouts.generate_s = 1260 s; check its log"
-    assert late("it", Limit(0.5, "timeouts.learn_s"), "its log") == "no answer from it after timeouts.learn_s = 0.5 s; check its log"
+    assert late("actor-1", Timeout(1260.0, "timeouts.generate_s"), "its log") == "no answer from actor-1 after timeouts.generate_s = 1260 s; check its log"
+    assert late("it", Timeout(0.5, "timeouts.learn_s"), "its log") == "no answer from it after timeouts.learn_s = 0.5 s; check its log"
     assert ended("rank 1's", "exit code 9") == "rank 1's process has ended (exit code 9); check its log and the machine's memory"
     assert ended("the engine's") == "the engine's process has ended; check its log and the machine's memory"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.grounding.objects import DropReason
-from shared.metrics import BY_NAME, METRICS, REWARD_FAMILY, MetricTotals, Reduction, markdown, metric_of
+from shared.metrics import BY_NAME, METRICS, REWARD_FAMILY, MetricAccumulator, Reduction, markdown, metric_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -36,13 +36,13 @@ def test_ratios_are_of_sums_that_are_in_the_table():
 
 
 def rank(matched, ground_truth, ages, largest):
-    totals = MetricTotals()
+    totals = MetricAccumulator()
     for value in matched:
         totals.add("rollout/num_matched", value)
     for value in ground_truth:
         totals.add("rollout/num_ground_truth", value)
-    totals.add_to_mean("packing/learned_age", sum(ages), len(ages))
-    totals.raise_to("rollout/logprob_max_abs", largest)
+    totals.add_mean("packing/learned_age", sum(ages), len(ages))
+    totals.add_max("rollout/logprob_max_abs", largest)
     return totals
 
 
@@ -71,17 +71,17 @@ def test_a_ratio_or_mean_over_nothing_is_absent():
 
 def test_a_name_outside_the_table_or_of_another_reduction_cannot_be_logged():
     with pytest.raises(AssertionError, match="rollout/num_typo is not in the table"):
-        MetricTotals().add("rollout/num_typo", 1)
+        MetricAccumulator().add("rollout/num_typo", 1)
     with pytest.raises(AssertionError, match="reduced by max"):
-        MetricTotals().add("rollout/logprob_max_abs", 1)
+        MetricAccumulator().add("rollout/logprob_max_abs", 1)
 
 
 def rewards(**values):
     """What a rank has of each reward function: a value per rollout."""
-    totals = MetricTotals()
+    totals = MetricAccumulator()
     for name, each in values.items():
-        totals.add_to_mean(f"{REWARD_FAMILY}{name}", sum(each), len(each))
-    totals.add_to_mean("rollout/reward", 1.0, 2)
+        totals.add_mean(f"{REWARD_FAMILY}{name}", sum(each), len(each))
+    totals.add_mean("rollout/reward", 1.0, 2)
     totals.add("rollout/num_failed", 0)
     return totals
 
@@ -114,10 +114,10 @@ def test_the_table_says_what_a_metric_is_whatever_the_reward_functions_are_calle
 
 def test_a_reward_function_gives_a_mean_and_nothing_else():
     with pytest.raises(AssertionError, match="reward/correct is reduced by mean, not sum"):
-        MetricTotals().add("reward/correct", 1.0)
+        MetricAccumulator().add("reward/correct", 1.0)
 
 
 def test_a_function_of_no_rollout_is_absent():
-    totals = MetricTotals()
-    totals.add_to_mean("reward/correct", 0.0, 0)
+    totals = MetricAccumulator()
+    totals.add_mean("reward/correct", 0.0, 0)
     assert totals.as_dict() == {}

@@ -5,16 +5,16 @@ import pickle
 import pytest
 
 from shared.config.pipeline import Channel
-from shared.metrics import MetricTotals, RankReport, merge_reports
+from shared.metrics import MetricAccumulator, RankReport, merge_reports
 from shared.run_files import Span
 
 
 def rank_report(rank, *, version=4, loss=0.0, staleness=(), slowest=0.0):
-    totals = MetricTotals()
+    totals = MetricAccumulator()
     totals.add("loss/total", loss)
     for value in staleness:
-        totals.add_to_mean("rollout/staleness", value, 1)
-    totals.raise_to("time/learn_s", slowest)
+        totals.add_mean("rollout/staleness", value, 1)
+    totals.add_max("time/learn_s", slowest)
     return RankReport(3, Channel.B, version, totals, {"optim/grad_norm": 1.5}, (Span(f"learner-{rank}", "finish step", 0.0, 1.0),))
 
 

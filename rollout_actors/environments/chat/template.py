@@ -12,12 +12,12 @@ from typing import Any
 from rollout_actors.environments.chat.messages import as_mapping
 from rollout_actors.environments.types import Message
 
-MARK = "the-model-said-this"
+ANSWER_MARKER = "the-model-said-this"
 """Stands for an answer where only what the template writes behind it is of interest: text that no template changes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class PreviousCall:
     """An answered call, as far as the next one may go on from it."""
 
     rendered: str
@@ -35,7 +35,7 @@ class Spoken:
     """What the environment was told."""
 
 
-class ChatTokens:
+class ChatTemplate:
     """Template and tokenizer of one checkpoint."""
 
     def __init__(self, tokenizer: Any, *, chat_template: str | None = None, template_args: Mapping[str, Any] | None = None) -> None:
@@ -68,18 +68,18 @@ class ChatTokens:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False)
         return text
 
-    def continued(self, last: Spoken, rendered: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> tuple[int, ...] | None:
+    def continued(self, last: PreviousCall, rendered: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> tuple[int, ...] | None:
         """The prompt of a call with these messages, rendered so: the tokens of the last call, then those of what the template adds. None: it does not go on
         from the last call, or the template writes otherwise what has been said already."""
         added = self._added(last, rendered, messages, tools)
         return None if added is None else (*last.token_ids, *self._encode_behind(last, added))
 
-    def continued_text(self, last: Spoken, text: str) -> tuple[int, ...] | None:
+    def continued_text(self, last: PreviousCall, text: str) -> tuple[int, ...] | None:
         """The same of plain text. A stop token is not in it, so that what goes on behind one is another prompt."""
         seen = last.rendered + last.text + last.stop_text
         return (*last.token_ids, *self.encode(text[len(seen) :])) if text.startswith(seen) else None
 
-    def _added(self, last: Spoken, rendered: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+    def _added(self, last: PreviousCall, rendered: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         seen = last.rendered + last.text + last.stop_text
         if rendered.startswith(seen):
             # An answer that ended without a stop token gets the template's end of a message here, too.
@@ -96,7 +96,7 @@ class ChatTokens:
             return None
         return end[len(last.stop_text) :] + rendered[len(until) :]
 
-    def _encode_behind(self, last: Spoken, text: str) -> tuple[int, ...]:
+    def _encode_behind(self, last: PreviousCall, text: str) -> tuple[int, ...]:
         """Tokens of a text that follows the last call's: behind a stop token as behind one, for a tokenizer that writes a text's beginning differently."""
         if last.stop_token_id is not None and text:
             token_ids = self.encode(last.stop_text + text)
@@ -107,8 +107,8 @@ class ChatTokens:
     @cached_property
     def _end_of_message(self) -> str | None:
         """What the template writes behind the last message of a conversation where it is the model's; None: it does not write that message as it is."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        _, found, end = self.render(messages, None, asks=False).rpartition(MARK)
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_MARKER}]
+        _, found, end = self.render(messages, None, asks=False).rpartition(ANSWER_MARKER)
         return end if found else None
 
 

@@ -16,7 +16,7 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from rollout_actors.environments.chat.images import MessageImages
 from rollout_actors.environments.chat.messages import as_mapping
 from rollout_actors.environments.chat.responses import TOKEN_ID
-from rollout_actors.environments.chat.template import ChatTokens, Spoken
+from rollout_actors.environments.chat.template import ChatTemplate, PreviousCall
 from rollout_actors.environments.chat.tool_calls import Said, ToolCallReader
 from rollout_actors.environments.clients.openai import overlong_answer, says_overlong
 from rollout_actors.environments.types import Message, State
@@ -209,7 +209,7 @@ Generate = Callable[[RolloutRequest], Awaitable[Rollout]]
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutPlace:
+class RolloutKey:
     """Where a rollout stands in the run: with the turn, what the seeds of its calls follow from."""
 
     run_seed: int
@@ -226,10 +226,10 @@ class RolloutPlace:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ConversationSettings:
     """What all conversations of a client have in common: how tokens become messages, and messages tokens."""
 
-    tokens: ChatTokens
+    tokens: ChatTemplate
     arguments: CallArguments
     tool_calls: ToolCallReader | None
     decode: DecodeSettings
@@ -261,8 +261,8 @@ class Conversation:
 
     def __init__(
         self,
-        place: RolloutPlace,
-        reading: Reading,
+        place: RolloutKey,
+        reading: ConversationSettings,
         generate: Generate,
         state: State,
         calls: dict[tuple[str, int], ModelCall],
@@ -276,7 +276,7 @@ class Conversation:
         """Calls whose prompt did not begin with the tokens of the one before."""
         self._images = MessageImages()
         self._turn = 0
-        self._last: Spoken | None = None
+        self._last: PreviousCall | None = None
         self._shown: tuple[ImageRef, ...] = ()
         """In the last call."""
         self._expansion = 0
@@ -371,7 +371,7 @@ class Conversation:
 
     def _note(self, prompt: _Prompt, rendered: str, num_messages: int, rollout: Rollout, sampled: Sampled, answer: Message) -> None:
         tokens = self._reading.tokens
-        self._last = Spoken(
+        self._last = PreviousCall(
             rendered,
             num_messages,
             prompt.token_ids + sampled.token_ids,

@@ -9,9 +9,9 @@ from itertools import count
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
-from rollout_actors.environments.chat.template import ChatTokens
+from rollout_actors.environments.chat.template import ChatTemplate
 from rollout_actors.environments.chat.tool_calls import ToolCallReader
-from rollout_actors.environments.clients.conversation import CallArguments, Conversation, Reading, RolloutPlace
+from rollout_actors.environments.clients.conversation import CallArguments, Conversation, ConversationSettings, RolloutKey
 from rollout_actors.environments.concurrency import waiting
 from rollout_actors.environments.types import State
 from shared.errors import UnreachableError
@@ -43,7 +43,7 @@ class EngineClient:
     def __init__(
         self,
         engines: Engines,
-        tokens: ChatTokens,
+        tokens: ChatTemplate,
         decode: DecodeSettings,
         run_seed: int,
         step: int,
@@ -66,7 +66,7 @@ class EngineClient:
         if max_under_way < 1 or not len(engines):
             raise ValueError(f"max_under_way, engines: at least one of each, got {max_under_way} and {len(engines)}")
         arguments = CallArguments(decode, tokens.template_args)
-        self._reading = Reading(tokens, arguments, tool_calls, decode, max_model_len)
+        self._reading = ConversationSettings(tokens, arguments, tool_calls, decode, max_model_len)
         self._engines, self._run_seed, self._step, self._max_under_way = engines, run_seed, step, max_under_way
         self._begun = count()
         self._calls: dict[int, dict[tuple[str, int], ModelCall]] = {}
@@ -83,7 +83,7 @@ class EngineClient:
         numbered = next(self._begun)
         given = (state.get("input", {}) if of is None else of).get("position")
         position = numbered if given is None else int(given)
-        place = RolloutPlace(self._run_seed, self._step, position, str(state.get("example_id", position)), path)
+        place = RolloutKey(self._run_seed, self._step, position, str(state.get("example_id", position)), path)
         noted = self._calls.setdefault(position, {})
         return Conversation(place, self._reading, self._generate, state, noted)
 

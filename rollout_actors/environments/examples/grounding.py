@@ -57,7 +57,9 @@ def load_environment(
     geometry = ALL_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
     prompt = partial(detection_messages, system_prompt=system_prompt, user_prompt=user_prompt)
     rows = [
-        None if path is None else _Rows(load_dataset(path, on_bad_row="error", sort_objects=True, check_images=True, geometry=geometry)[:max_examples], prompt)
+        None
+        if path is None
+        else _SampleRows(load_dataset(path, on_bad_row="error", sort_objects=True, check_images=True, geometry=geometry)[:max_examples], prompt)
         for path in (data, eval_data)
     ]
     rubric = Rubric([well_formed, recall, precision], [format_weight, recall_weight, precision_weight], Parser(partial(parse_text, geometry=geometry)))
@@ -76,7 +78,7 @@ class Criterion:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class DetectionResult:
     """What became of one answer. `state["detection"]` has it as a mapping."""
 
     is_well_formed: bool
@@ -108,13 +110,13 @@ def precision(state: State, parser: Parser, criterion: Criterion) -> float:
     return found.num_matched / found.num_predictions if found.num_predictions else float(not found.num_ground_truth)
 
 
-def findings(state: State, parser: Parser, criterion: Criterion) -> Findings:
+def findings(state: State, parser: Parser, criterion: Criterion) -> DetectionResult:
     """Of the rollout's answer, against the row's `answer`. Worked out once."""
     if "detection" not in state:
         said = parser.assistant_messages(state["completion"])
         truth = [GroundTruthObject(one.kind, one.bins, one.desc) for one in parser.parse(state["answer"]).objects]
         state["detection"] = asdict(_compared(text_of(said[-1]) if said else "", truth, parser, criterion))
-    return Findings(**state["detection"])
+    return DetectionResult(**state["detection"])
 
 
 def parse_text(text: str, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> ParsedRollout:
@@ -147,7 +149,7 @@ class TextCodec:
         return _NUM_BYTES + bin
 
 
-class _Rows:
+class _SampleRows:
     """Samples as rows of a dataset, whose images are read when a row is asked for."""
 
     def __init__(self, samples: Sequence[Sample], prompt: Callable[[int], list[dict[str, Any]]]) -> None:
@@ -182,7 +184,7 @@ def _data_url(image: ImageRef) -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
-def _compared(text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion) -> Findings:
+def _compared(text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion) -> DetectionResult:
     said: ParsedRollout = parser.parse(text)
     num_matched = 0
     for name in {one.desc for one in truth} if criterion.by_name else {None}:
@@ -191,4 +193,4 @@ def _compared(text: str, truth: Sequence[GroundTruthObject], parser: Parser, cri
         num_matched += len(match_objects(found, there, maskiou_gate=criterion.iou).pairs)
     # Of what has no entries, only `{}` is an answer: the prefix does not tell it from prose.
     is_whole = not said.truncated and (not said.fallback or "".join(text.partition(END_OF_TURN)[0].split()) == "{}")
-    return Findings(is_whole, len(said.objects), len(said.dropped), len(truth), num_matched)
+    return DetectionResult(is_whole, len(said.objects), len(said.dropped), len(truth), num_matched)

@@ -13,11 +13,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rollout_actors.engine.ray_calls import Call, told
+from rollout_actors.engine.ray_calls import RayCall, told
 from rollout_actors.environments.concurrency import in_thread
 from rollout_actors.environments.failures import raise_if_for_all
-from rollout_actors.environments.training.runner import Answer, EnvironmentRunner, RunnerSettings, load_tokenizer
-from shared.errors import Limit, RolloutError, late
+from rollout_actors.environments.training.runner import EnvironmentRunner, RunnerSettings, SentRollouts, load_tokenizer
+from shared.errors import RolloutError, Timeout, late
 from shared.protocols import CLOSED_S
 from shared.rollouts import Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf, SentRequests
@@ -47,7 +47,7 @@ CHECK = "the engine's log, and whether max_new_tokens and what waits before it a
 class RayEngines:
     """Actors with the methods of `EngineActor`, which have started."""
 
-    def __init__(self, actors: Sequence[Any], names: Sequence[str], limit: Limit | None) -> None:
+    def __init__(self, actors: Sequence[Any], names: Sequence[str], limit: Timeout | None) -> None:
         """
         Args:
             actors: Ray actor handles; whoever made them ends them.
@@ -56,7 +56,7 @@ class RayEngines:
         """
         self._engines = list(zip(names, actors, strict=True))
         self._limit = limit
-        self._call = Call("generate", limit, CHECK, RolloutError)
+        self._call = RayCall("generate", limit, CHECK, RolloutError)
         self._shelf = PictureShelf(ray.put)
 
     def __len__(self) -> int:
@@ -95,11 +95,11 @@ class EnvironmentActor:
 
     _runner: EnvironmentRunner | None = None
 
-    def __init__(self, name: str, settings: RunnerSettings, engines: Sequence[Any], engine_names: Sequence[str], limit: Limit | None) -> None:
+    def __init__(self, name: str, settings: RunnerSettings, engines: Sequence[Any], engine_names: Sequence[str], limit: Timeout | None) -> None:
         """`engines` are handles of the run's engine actors; `limit` is that of one call of a model; None: the engines keep one."""
         self._name, self._settings = name, settings
         self._engines = RayEngines(engines, engine_names, limit)
-        self._rounds = set[asyncio.Task[list[Answer]]]()
+        self._rounds = set[asyncio.Task[list[SentRollouts]]]()
 
     async def start(self) -> tuple[int, str]:
         """Load the environment and the tokenizer. As `EngineActor.start`: it works through one part of a round at a time, and nobody else can ask it."""
@@ -114,7 +114,7 @@ class EnvironmentActor:
         *objects: SentRequests,
         places: range | None = None,
         attempt: int = 0,  # noqa: ARG002 (nobody answers in place of another)
-    ) -> tuple[list[Answer], int]:
+    ) -> tuple[list[SentRollouts], int]:
         """Called with references, which Ray resolves here. The answers are one object, which the driver passes on unread, their number another.
 
         Raises RolloutError where it is closed meanwhile.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rollout_actors.environments.chat.images import without_images
 from rollout_actors.environments.chat.messages import sanitize_messages
-from rollout_actors.environments.chat.template import ChatTokens
+from rollout_actors.environments.chat.template import ChatTemplate
 from rollout_actors.environments.chat.tool_calls import num_tool_calls, reader_of
 from rollout_actors.environments.clients.conversation import SENT_IMAGES, CallArguments, require_own_prompt
 from rollout_actors.environments.clients.engine import EngineClient, Engines
@@ -96,7 +96,7 @@ class WatchedEngines:
         return task.result()
 
 
-Answer = tuple[EnvironmentRollout, ...]
+SentRollouts = tuple[EnvironmentRollout, ...]
 """To one request, in the order of positions."""
 
 
@@ -137,7 +137,7 @@ class EnvironmentRunner:
         """Loads the environment, and imports vllm where a parser reads tool calls. Raises what loading raises, and ValueError where its rows are others
         than expected, it has tools and nothing reads calls, or vLLM has no such parser."""
         self._name, self._settings, self._engines = name, settings, engines
-        self._tokens = ChatTokens(tokenizer, template_args=settings.chat_template_args)
+        self._tokens = ChatTemplate(tokenizer, template_args=settings.chat_template_args)
         self._environment = load_environment(settings.env_id, **settings.env_args)
         if settings.examples is not None:
             require_same(count_examples(self._environment, settings.num_held_out), settings.examples, settings.env_id)
@@ -145,7 +145,7 @@ class EnvironmentRunner:
         if self._tool_calls is None:
             require_no_tools(self._environment)
 
-    async def run(self, requests: Sequence[EnvironmentRequest]) -> list[Answer]:
+    async def run(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
         """One answer per request, in the same order. The requests are of one step. A rollout that fails is data (`EnvironmentRollout.error`).
 
         Raises RolloutError where an engine fails (its requests are not asked again, and no rollout is blamed for it), and for what no rollout of the

@@ -9,7 +9,7 @@ from shared.chunking import rank_share
 from shared.config.algorithm import TrainerVariant
 from shared.config.base import Problem
 from shared.config.derive import (
-    EnginePlace,
+    EngineLocation,
     RowRule,
     accumulation_steps,
     effective_batch_size,
@@ -204,7 +204,7 @@ def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
 
 def engines_can_be_asked(run: RunConfig) -> Iterator[Problem]:
     """Environments ask call by call, whenever they have an answer to what was said before."""
-    if run.custom.trainer_variant is not _VARIANT or engines_in(run) is not EnginePlace.RANKS:
+    if run.custom.trainer_variant is not _VARIANT or engines_in(run) is not EngineLocation.RANKS:
         return
     is_hf = run.rollout_matching.rollout_backend == "hf"
     yield Problem(

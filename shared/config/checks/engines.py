@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shared.chunking import chunk_size
 from shared.config.algorithm import TrainerVariant
 from shared.config.base import Problem
-from shared.config.derive import EnginePlace, engine_devices, engines_in, is_sharded, resolved_sync_mode, tokens_beside_adapter
+from shared.config.derive import EngineLocation, engine_devices, engines_in, is_sharded, resolved_sync_mode, tokens_beside_adapter
 from shared.config.pipeline import PolicyGradientEntry
 from shared.config.run import RunConfig
 from shared.rollouts import MAX_TEMPERATURE, DecodeMode
@@ -22,12 +22,12 @@ MAX_VLLM_BEAMS = 10
 
 def servers_or_actors(run: RunConfig) -> Iterator[Problem]:
     """Beside `colocate` and `hf`, to which the messages about a server that fails send the user, the list stays without harm (`derive.remarks`)."""
-    if engines_in(run) is EnginePlace.ACTORS and run.rollout_matching.vllm.server is not None:
+    if engines_in(run) is EngineLocation.ACTORS and run.rollout_matching.vllm.server is not None:
         yield Problem(f"{_VLLM}.server", "has no effect: under vllm.mode actors nobody asks a server", f"set {_VLLM}.mode: server, or remove the section")
 
 
 def servers_are_listed(run: RunConfig) -> Iterator[Problem]:
-    if engines_in(run) is EnginePlace.SERVERS and run.rollout_matching.vllm.server is None:
+    if engines_in(run) is EngineLocation.SERVERS and run.rollout_matching.vllm.server is None:
         yield Problem(
             f"{_VLLM}.server",
             "is required by vllm.mode server, and missing",
@@ -37,7 +37,7 @@ def servers_are_listed(run: RunConfig) -> Iterator[Problem]:
 
 
 def queue_has_devices_of_its_own(run: RunConfig) -> Iterator[Problem]:
-    if run.stage2_ab.channel_b.enable_pipeline and engines_in(run) is EnginePlace.RANKS:
+    if run.stage2_ab.channel_b.enable_pipeline and engines_in(run) is EngineLocation.RANKS:
         yield Problem(
             "stage2_ab.channel_b.enable_pipeline",
             f"the in-step queue needs rollouts on dedicated devices, which {_where(run)} does not have",
@@ -83,7 +83,7 @@ def whole_model_generates(run: RunConfig) -> Iterator[Problem]:
 
 def beams(run: RunConfig) -> Iterator[Problem]:
     num_beams, is_beam = run.rollout_matching.num_beams, run.rollout_matching.decode_mode is DecodeMode.BEAM
-    if is_beam and engines_in(run) is not EnginePlace.RANKS:
+    if is_beam and engines_in(run) is not EngineLocation.RANKS:
         yield Problem(
             _MODE,
             f"vllm.mode {run.rollout_matching.vllm.mode} has no beam search",
@@ -132,9 +132,9 @@ def sampling_is_whole(run: RunConfig) -> Iterator[Problem]:
 
 
 _TRANSPORTS = {
-    EnginePlace.RANKS: ("ipc", "inproc"),
-    EnginePlace.ACTORS: ("nccl", "rollmatch_gloo"),
-    EnginePlace.SERVERS: ("nccl", "rollmatch_gloo"),
+    EngineLocation.RANKS: ("ipc", "inproc"),
+    EngineLocation.ACTORS: ("nccl", "rollmatch_gloo"),
+    EngineLocation.SERVERS: ("nccl", "rollmatch_gloo"),
 }
 """One of the two is for GPUs, the other for CPUs: which of them a run needs is known when it is placed."""
 
@@ -201,9 +201,9 @@ def temperature_suits_vllm(run: RunConfig) -> Iterator[Problem]:
 
 def colocated_devices(run: RunConfig) -> Iterator[Problem]:
     size, place = run.rollout_matching.vllm.tensor_parallel_size, engines_in(run)
-    if size is not None and place is EnginePlace.ACTORS:
+    if size is not None and place is EngineLocation.ACTORS:
         yield Problem(f"{_VLLM}.tensor_parallel_size", f"{size} is for mode colocate", f"set {_VLLM}.actors.tensor_parallel_size, and remove this key")
-    if size is not None and place is EnginePlace.SERVERS:
+    if size is not None and place is EngineLocation.SERVERS:
         yield Problem(f"{_VLLM}.tensor_parallel_size", f"{size} is for mode colocate", "start the servers with tensor_parallel_size, and remove this key")
 
 

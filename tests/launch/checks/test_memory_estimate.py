@@ -31,7 +31,7 @@ from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Resources, plan_placement
 from learner.model.loading import load_model
 from shared.errors import ConfigError
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_an_engine_may_be_given_any_fraction_of_a_gpu_that_leaves_room_for_a_syn
 
     def told(**vllm):
         run = config(rollout_matching__vllm={"mode": "actors", **vllm})
-        needs = Needs(small, 1, engine_estimate(run, shape, 1, Device.CUDA, card, Transport.NCCL), 1)
+        needs = Needs(small, 1, engine_estimate(run, shape, 1, Device.CUDA, card, TransportKind.NCCL), 1)
         return there.problems(needs), there.warnings(needs)
 
     assert [told(gpu_memory_utilization=fraction) for fraction in (0.85, 0.90, 0.92)] == [([], [])] * 3
@@ -180,15 +180,15 @@ def test_both_ends_of_a_sync_between_gpus_hold_copies_of_buckets(config, shape):
     """Of 256 MiB and the largest tensor at the most; a small model fits into one. The sender has no
     row meanwhile."""
     run, everything = config(), 4 * shape.num_parameters
-    assert engine_estimate(run, shape, 1, Device.CUDA, 2**34, Transport.NCCL).parts["buckets of a sync"] == 2 * everything
-    assert engine_estimate(run, shape, 1, Device.CUDA, 2**34, Transport.IPC).parts["buckets of a sync"] == everything
-    assert engine_estimate(run, shape, 1, Device.CPU, 2**34, Transport.GLOO).parts["buckets of a sync"] == 0
+    assert engine_estimate(run, shape, 1, Device.CUDA, 2**34, TransportKind.NCCL).parts["buckets of a sync"] == 2 * everything
+    assert engine_estimate(run, shape, 1, Device.CUDA, 2**34, TransportKind.IPC).parts["buckets of a sync"] == everything
+    assert engine_estimate(run, shape, 1, Device.CPU, 2**34, TransportKind.GLOO).parts["buckets of a sync"] == 0
     small = config(rollout_matching__vllm__sync={"bucket_bytes": 1 << 16})
     largest = max(4 * math.prod(sizes) for sizes in shape.parameters.values())
-    assert engine_estimate(small, shape, 1, Device.CUDA, 2**34, Transport.NCCL).parts["buckets of a sync"] == 2 * ((1 << 16) + largest)
-    assert learner_estimate(run, shape, Device.CUDA, Transport.NCCL).parts["buckets of a sync"] == 0, "the row's activations are more"
+    assert engine_estimate(small, shape, 1, Device.CUDA, 2**34, TransportKind.NCCL).parts["buckets of a sync"] == 2 * ((1 << 16) + largest)
+    assert learner_estimate(run, shape, Device.CUDA, TransportKind.NCCL).parts["buckets of a sync"] == 0, "the row's activations are more"
     many = replace(shape, parameters=dict(shape.parameters) | {f"model.language_model.layers.{i}.w.weight": (10**9,) for i in (7, 8)})
-    parts = learner_estimate(run, many, Device.CUDA, Transport.NCCL).parts
+    parts = learner_estimate(run, many, Device.CUDA, TransportKind.NCCL).parts
     of_a_row = sum(size for name, size in parts.items() if name.startswith(("activations", "attention")))
     assert parts["buckets of a sync"] == 2 * ((256 << 20) + 4 * 10**9) - of_a_row
 
@@ -201,7 +201,7 @@ def test_a_learner_of_78_gib_is_warned_of_on_a_gpu_of_80_and_refused_on_one_of_4
     large = ModelShape(
         matrices | {"model.language_model.embed_tokens.weight": (152_936, 2560)}, 2560, 36, 9728, 32, 8, 128, 152_936, VisionShape(1024, 24, 4096, 4)
     )
-    learner = learner_estimate(run, large, Device.CUDA, Transport.NCCL)
+    learner = learner_estimate(run, large, Device.CUDA, TransportKind.NCCL)
     assert large.num_parameters == pytest.approx(4.44e9, rel=1e-3)
     assert sum(size for name, size in learner.model.parts.items() if "images" not in name and "masks" not in name and "CUDA" not in name) < 79 * 2**30
     card, large, small = (DeviceMemory(Device.CUDA, size) for size in (80 * 2**30, 141 * 10**9, 40 * 2**30))
@@ -273,7 +273,7 @@ def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_whil
     learner, engine = (Estimate(one.what, {**one.parts, "CUDA context": 7}) for one in (LEARNER, ENGINE))
     learning = shared_device_estimate(run, shape, replace(learner, parts={**learner.model.parts, "activations of a row of 9 tokens": 10**12}), engine)
     assert learning.total == 10**12 + 90 + 7 + 7
-    working = shared_device_estimate(run, shape, learner, engine, Transport.IPC)
+    working = shared_device_estimate(run, shape, learner, engine, TransportKind.IPC)
     assert working.parts["buckets of a sync"] == 4 * shape.num_parameters
     assert working.total == 90 + 60 + 7 + 7 + 4 * shape.num_parameters
 

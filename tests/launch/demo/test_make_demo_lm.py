@@ -7,7 +7,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.demo.language_model import TOOL_CALL, make_demo_lm
-from rollout_actors.environments.chat.template import ChatTokens, Spoken
+from rollout_actors.environments.chat.template import ChatTemplate, PreviousCall
 from rollout_actors.environments.examples import copy_digits, hidden_digit
 from shared.errors import ConfigError
 
@@ -102,7 +102,7 @@ def test_the_tokenizer_gives_the_same_text_token_by_token_as_vllm_reads_it(token
 
 
 def test_every_answer_is_followed_by_the_second_turn_without_being_tokenised_again(tokenizer):
-    tokens = ChatTokens(tokenizer)
+    tokens = ChatTemplate(tokenizer)
     asked = dialogue("412")[:1]
     rendered = tokens.render(asked, None)
     prompt = tokens.encode(rendered)
@@ -112,7 +112,7 @@ def test_every_answer_is_followed_by_the_second_turn_without_being_tokenised_aga
                 continue
             ending = () if stop is None else (stop,)
             answer = {"role": "assistant", "content": tokens.decode((sampled,), with_special=False)}
-            last = Spoken(
+            last = PreviousCall(
                 rendered,
                 1,
                 (*prompt, sampled, *ending),
@@ -172,12 +172,12 @@ def test_the_model_with_tools_is_another_checkpoint_with_the_same_bytes_each_tim
 
 
 def test_a_rollout_with_a_tool_call_has_no_unknown_token_and_goes_on_from_the_call_as_it_was_sampled(calls_tools):
-    tokens = ChatTokens(calls_tools)
+    tokens = ChatTemplate(calls_tools)
     rendered = tokens.render([QUESTION], TOOLS)
     assert '"name": "peek"' in rendered
     (call,) = tokens.encode(TOOL_CALL)
     prompt, end = tokens.encode(rendered), calls_tools.eos_token_id
-    last = Spoken(rendered, 1, (*prompt, call, end), TOOL_CALL, end, calls_tools.eos_token, CALLED)
+    last = PreviousCall(rendered, 1, (*prompt, call, end), TOOL_CALL, end, calls_tools.eos_token, CALLED)
     messages = [QUESTION, CALLED, {"role": "tool", "tool_call_id": "a", "content": "7"}]
     continued = tokens.continued(last, tokens.render(messages, TOOLS), messages, TOOLS)
     assert continued is not None
@@ -188,7 +188,7 @@ def test_a_rollout_with_a_tool_call_has_no_unknown_token_and_goes_on_from_the_ca
 
 def test_random_weights_call_the_tool_in_one_answer_of_a_hundred_or_more(with_tools, calls_tools):
     model = AutoModelForCausalLM.from_pretrained(with_tools)
-    tokens = ChatTokens(calls_tools)
+    tokens = ChatTemplate(calls_tools)
     with torch.no_grad():
         logits = model(torch.tensor([tokens.encode(tokens.render([QUESTION], TOOLS))])).logits[0, -1]
     assert float(logits.softmax(-1)[calls_tools.convert_tokens_to_ids(TOOL_CALL)]) > 0.01

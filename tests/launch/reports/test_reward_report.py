@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.reports.rewards import RewardReport, write_reward_report
-from learner.rollout_logs.trajectories import TrajectoryLine, checked_trajectory_line, line_of
+from learner.rollout_logs.trajectories import TrajectoryRecord, checked_trajectory_line, line_of
 from learner.rollout_logs.writer import read_lines
 from shared.errors import StorageError
 from shared.grounding.evaluation import Evaluation
@@ -74,7 +74,7 @@ def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it() -> None:
     assert (metrics["val/reward/first"], metrics["val/reward/other"]) == (1.0, 3.0)
 
 
-def rows(folder: Path) -> list[TrajectoryLine]:
+def rows(folder: Path) -> list[TrajectoryRecord]:
     return read_lines(folder / "rollouts.jsonl", checked_trajectory_line)
 
 

@@ -14,7 +14,7 @@ from rollout_actors.backends.colocate import colocate_tensor_parallel
 from rollout_actors.engine import warm_python
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
-from shared.errors import ConfigError, Limit
+from shared.errors import ConfigError, Timeout
 from shared.trajectory import ExampleCounts
 from shared.weight_sync.transports import Device
 
@@ -200,9 +200,9 @@ def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(given, second
     servers = ({"base_url": "http://127.0.0.1:8000", "group_port": 0},)
     section = ServerSection.model_validate({"servers": servers, "timeout_s": 240.0, "infer_timeout_s": given})
     timeouts = server_timeouts(section, TimeoutsSection(start_s=300.0))
-    assert timeouts.start == Limit(540.0, "rollout_matching.vllm.server.timeout_s + timeouts.start_s")
-    assert timeouts.join == Limit(240.0, "rollout_matching.vllm.server.timeout_s")
-    assert timeouts.generate == (None if seconds is None else Limit(seconds, "2 x rollout_matching.vllm.server.infer_timeout_s + 60"))
+    assert timeouts.start == Timeout(540.0, "rollout_matching.vllm.server.timeout_s + timeouts.start_s")
+    assert timeouts.join == Timeout(240.0, "rollout_matching.vllm.server.timeout_s")
+    assert timeouts.generate == (None if seconds is None else Timeout(seconds, "2 x rollout_matching.vllm.server.infer_timeout_s + 60"))
 
 
 @pytest.mark.parametrize(("actors", "devices", "shares"), [(1, [1, 1], [7]), (3, [1, 1], [3, 2, 2]), (7, [1], [1] * 7), (3, [4, 2], [5, 5, 4])])

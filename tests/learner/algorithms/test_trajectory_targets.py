@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from learner.algorithms.advantages import NO_CREDIT, CreditRule
+from learner.algorithms.advantages import NO_CREDIT, AdvantageEstimator
 from learner.algorithms.trajectories import trajectory_target
 from learner.targets import Target, TokenRole
 from shared.config.pipeline import PolicyGradientConfig
 from shared.trajectory import TrainingExample
 
-PLAIN = CreditRule(normalize="step", max_new_tokens=20, std_epsilon=None)
+PLAIN = AdvantageEstimator(normalize="step", max_new_tokens=20, std_epsilon=None)
 TWO_TURNS = TrainingExample(
     token_ids=[10, 11, 12, 13, 14, 15, 16, 17],
     logprobs=[0.0, 0.0, -0.25, -0.5, 0.0, 0.0, -0.75, 0.0],
@@ -66,7 +66,7 @@ def test_a_token_counts_for_its_share_of_its_call_or_rollout_or_of_the_longest_r
     """The rollout has two sampled tokens more in another example."""
     settings = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "advantage_std": False}
     config = PolicyGradientConfig.model_validate(settings | {"normalize": normalize})
-    rule = CreditRule.of(config, max_new_tokens=20)
+    rule = AdvantageEstimator.of(config, max_new_tokens=20)
     assert of(TWO_TURNS, rule).target.credit.weights == weights
 
 
@@ -79,7 +79,7 @@ def test_the_epsilon_of_the_configuration_counts_where_advantages_are_divided_an
     ):
         mapping = settings | given | {"advantage_std": divides}
         config = PolicyGradientConfig.model_validate(mapping)
-        assert CreditRule.of(config, max_new_tokens=20).std_epsilon == epsilon
+        assert AdvantageEstimator.of(config, max_new_tokens=20).std_epsilon == epsilon
 
 
 def test_with_advantage_std_advantages_are_divided_by_the_groups_standard_deviation():

@@ -18,7 +18,7 @@ from learner.model.checkpoint import CheckpointWeights, save_checkpoint
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.tokens.fresh import FreshTokens
-from shared.weight_sync.offer import AdapterTerms
+from shared.weight_sync.offer import AdapterOffer
 
 KINDS = ("lora", "dora")
 TOKENS_1T = torch.tensor([[5, 17, 230, 41, 7, 99, 512]])
@@ -160,7 +160,7 @@ def test_a_saved_adapter_loads_in_peft(demo_checkpoint, tmp_path, kind):
 def test_an_offered_adapter_is_two_files_with_a_digest(demo_checkpoint):
     model = adapted(demo_checkpoint)
     files = adapter_files(model)
-    terms = AdapterTerms.make(files, timeout_s=5.0)
+    terms = AdapterOffer.make(files, timeout_s=5.0)
     tensors = safetensors.torch.load(terms.files.tensors)
     assert len(tensors) == 2 * 3 * 7
     values = trainable(model)

@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed import DistBackendError
 
 from launch.runtime import learner_client as remote_learner
-from launch.runtime.learner_client import RemoteLearner, explained
+from launch.runtime.learner_client import RayLearner, explained
 from learner.model.adapters import NAME
 from learner.model.checkpoint import CheckpointWeights
-from learner.model.ranks import DistributedRanks, LearnerDevice, LearnerPlace, OneRank, ReceiverGroup
+from learner.model.ranks import DistributedRanks, LearnerDevice, OneRank, RankTopology, ReceiverGroup
 from learner.model.sharding import WholeModel
 from learner.segments import EncodedPrompt
 from learner.weight_sync.canary import Canary
@@ -155,7 +155,7 @@ def test_the_time_of_reducing_gradients_ends_when_the_device_has_reduced_them() 
     ranks = ranks_on(device, events)
     ranks.sum_gradients([torch.ones(3), torch.ones(2)])
     assert events == ["reduce", "wait"]
-    (span,) = ranks.take_times()
+    (span,) = ranks.pop_spans()
     assert (span.name, span.end_s >= device.waited_until_s > 0) == ("reduce gradients", True)
 
 
@@ -224,9 +224,9 @@ def test_the_rank_that_ended_long_before_nccl_gave_up_waiting_is_the_one_that_fa
     ranks = EndingRanks(*ends_s)
     monkeypatch.setattr(remote_learner, "ray", ranks)
     monkeypatch.setattr(remote_learner, "time", SimpleNamespace(monotonic=lambda: ranks.now_s))
-    learner = RemoteLearner(ranks.actors(), TimeoutsSection(learn_s=100.0))
+    learner = RayLearner(ranks.actors(), TimeoutsSection(learn_s=100.0))
     config = configuration(Path("model"), Path("data"), Path("run"))
-    place = LearnerPlace("nccl", (), device=Device.CUDA, world_size=2)
+    place = RankTopology("nccl", (), device=Device.CUDA, world_size=2)
     learner.start(config, [replace(place, rank=rank) for rank in (0, 1)])
     with pytest.raises(LearnerError, match=f"finish_step .*: {whose} process has ended") as caught:
         learner.finish_step()

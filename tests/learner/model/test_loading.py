@@ -12,7 +12,7 @@ from tiny_qwen import make_stock_model
 
 from learner.model.loading import load_model, load_tokens
 from learner.model.optimizer import MasterWeights
-from learner.model.parts import Part, part_of
+from learner.model.parts import ModelPart, model_part
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule
@@ -75,8 +75,8 @@ def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
     learner, _ = losses(config(training__parts=frozen, training__weight_decay=0.1), 2)
     start = dict(load_model(config(), torch.device("cpu")).model.named_parameters())
     moved = {name for name, parameter in learner.loaded.model.named_parameters() if not torch.equal(parameter, start[name])}
-    assert {part_of(name) for name in moved} == {Part.ALIGNER, Part.LANGUAGE_MODEL}
-    assert {name for name in start if part_of(name) is Part.LANGUAGE_MODEL} <= moved
+    assert {model_part(name) for name in moved} == {ModelPart.ALIGNER, ModelPart.LANGUAGE_MODEL}
+    assert {name for name in start if model_part(name) is ModelPart.LANGUAGE_MODEL} <= moved
 
 
 def test_float32_has_no_second_copy_of_its_weights(config):

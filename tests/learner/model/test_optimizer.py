@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from learner.model.optimizer import Updater, learning_rate_at
+from learner.model.optimizer import Optimizer, learning_rate_at
 from learner.model.parts import freeze_parts
 from learner.model.ranks import OneRank
 from shared.config.training import TrainingSection
@@ -78,7 +78,7 @@ def test_without_parts_the_update_is_plain_adamw_of_all_parameters_to_the_bit():
     model, config = Tiny(), training(lr_warmup_steps=2, lr_schedule="cosine", adam_beta2=0.95)
     slow = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(slow.parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    updater = Updater(model, config, OneRank())
+    updater = Optimizer(model, config, OneRank())
     for step in range(4):
         result = learn(model, updater, step)
         for index in range(3):
@@ -96,7 +96,7 @@ def test_without_parts_the_update_is_plain_adamw_of_all_parameters_to_the_bit():
 def test_a_frozen_part_keeps_its_bits_and_the_others_move():
     model, config = Tiny(), training(parts={"vision_tower": {"frozen": True}})
     freeze_parts(model, config.parts)
-    before, updater = weights(model), Updater(model, config, OneRank())
+    before, updater = weights(model), Optimizer(model, config, OneRank())
     learn(model, updater, 0)
     after = weights(model)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -119,7 +119,7 @@ def test_every_part_has_its_own_peak_on_the_same_schedule():
         lr_warmup_steps=4, lr_schedule="cosine", min_lr_ratio=0.1, parts={"vision_tower": {"learning_rate": 0.001}, "aligner": {"learning_rate": 0.1}}
     )
     model = Tiny()
-    updater = Updater(model, config, OneRank())
+    updater = Optimizer(model, config, OneRank())
     for step in range(10):
         result = learn(model, updater, step, rows=1)
         assert result.part_learning_rates["vision_tower"] == pytest.approx(result.learning_rate * 0.1)
@@ -131,7 +131,7 @@ def test_every_part_has_its_own_peak_on_the_same_schedule():
 def test_a_part_moves_by_its_own_rate():
     """The first step of Adam moves every element by the learning rate, whatever its gradient."""
     model, config = Tiny(), training(max_grad_norm=None, parts={"vision_tower": {"learning_rate": 1e-4}, "language_model": {"learning_rate": 1e-2}})
-    before, updater = weights(model), Updater(model, config, OneRank())
+    before, updater = weights(model), Optimizer(model, config, OneRank())
     learn(model, updater, 0)
     moved = {name: (parameter - before[name]).abs().mean().item() for name, parameter in weights(model).items()}
     assert moved["model.visual.patch_embed.weight"] == pytest.approx(1e-4, rel=1e-2)
@@ -141,7 +141,7 @@ def test_a_part_moves_by_its_own_rate():
 
 def test_matrices_decay_and_norms_and_biases_do_not():
     model, config = Tiny(), training(weight_decay=0.5)
-    before, updater = weights(model), Updater(model, config, OneRank())
+    before, updater = weights(model), Optimizer(model, config, OneRank())
     (0.0 * model(row(0)).sum()).backward()
     updater.update(0, 1)
     for name, parameter in weights(model).items():
@@ -152,7 +152,7 @@ def test_matrices_decay_and_norms_and_biases_do_not():
 def test_the_gradient_is_clipped_over_all_parts_together():
     model, config = Tiny(), training(max_grad_norm=1e-3, parts={"aligner": {"learning_rate": 0.5}})
     seen = {}
-    updater = Updater(model, config, OneRank())
+    updater = Optimizer(model, config, OneRank())
     updater.optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
     result = learn(model, updater, 0)
     assert result.grad_norm > 1e-3
@@ -163,7 +163,7 @@ def test_the_gradient_is_clipped_over_all_parts_together():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(spoil, dtype):
     model, config = Tiny(dtype), training(max_nonfinite_updates=2, lr_schedule="linear")
-    updater = Updater(model, config, OneRank())
+    updater = Optimizer(model, config, OneRank())
     learn(model, updater, 0)
     before, state = weights(model), [tensor.clone() for tensor in state_tensors(model, updater)]
     skipped = [learn(model, updater, step, spoil=spoil) for step in (1, 2)]
@@ -178,14 +178,14 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing_and_is_cou
 
 def test_one_more_than_the_allowed_number_in_a_row_stops_the_run_with_a_remedy():
     model = Tiny()
-    updater = Updater(model, training(max_nonfinite_updates=1), OneRank())
+    updater = Optimizer(model, training(max_nonfinite_updates=1), OneRank())
     learn(model, updater, 0, spoil=NAN)
     learn(model, updater, 1)
     learn(model, updater, 2, spoil=NAN)
     with pytest.raises(LearnerError, match=r"step 4: the gradient norm is nan, and so were those of the 1 updates before .*lower training\.learning_rate"):
         learn(model, updater, 3, spoil=NAN)
     with pytest.raises(LearnerError, match=r"step 1: the gradient norm is nan \(training\.max_nonfinite_updates: 0\)"):
-        learn(model, Updater(model, training(), OneRank()), 0, spoil=NAN)
+        learn(model, Optimizer(model, training(), OneRank()), 0, spoil=NAN)
 
 
 class TwoRanks:
@@ -209,17 +209,17 @@ def test_a_gradient_that_is_not_finite_on_another_rank_is_skipped_here_too():
     others = [torch.zeros_like(parameter) for parameter in model.parameters()]
     others[2][0] = NAN
     before = weights(model)
-    assert learn(model, Updater(model, training(max_nonfinite_updates=1), TwoRanks(others)), 0).skipped
+    assert learn(model, Optimizer(model, training(max_nonfinite_updates=1), TwoRanks(others)), 0).skipped
     assert same(weights(model), before)
 
 
 def test_a_rank_without_rows_takes_the_other_rank_s_update():
     alone, model = Tiny(), Tiny()
-    learn(alone, Updater(alone, training(), OneRank()), 0)
+    learn(alone, Optimizer(alone, training(), OneRank()), 0)
     sample = Tiny()
     for index in range(3):
         sample(row(index)).square().sum().backward()
-    Updater(model, training(), TwoRanks([parameter.grad for parameter in sample.parameters()])).update(0, 3)
+    Optimizer(model, training(), TwoRanks([parameter.grad for parameter in sample.parameters()])).update(0, 3)
     assert same(weights(model), weights(alone))
 
 
@@ -227,7 +227,7 @@ def test_a_rank_without_rows_takes_the_other_rank_s_update():
 def test_in_bfloat16_updates_too_small_for_it_add_up_in_the_masters():
     model, exact = Tiny(torch.bfloat16), Tiny(torch.bfloat16).float()
     config = training(learning_rate=1e-5, max_steps=400)
-    updater, reference = Updater(model, config, OneRank()), Updater(exact, config, OneRank())
+    updater, reference = Optimizer(model, config, OneRank()), Optimizer(exact, config, OneRank())
     start = weights(model)
     learn(model, updater, 0, rows=1)
     learn(exact, reference, 0, rows=1)
@@ -244,7 +244,7 @@ def test_in_bfloat16_updates_too_small_for_it_add_up_in_the_masters():
 @pytest.mark.slow
 def test_in_bfloat16_the_gradients_of_a_step_s_rows_are_summed_in_float32():
     model = Tiny(torch.bfloat16)
-    updater = Updater(model, training(), OneRank())
+    updater = Optimizer(model, training(), OneRank())
     rows = []
     for index in range(64):
         model(row(index, torch.bfloat16)).float().square().sum().backward()
@@ -259,7 +259,7 @@ def test_bfloat16_weights_are_the_rounded_masters_and_two_runs_give_the_same_bit
     ends = []
     for _ in range(2):
         model = Tiny(torch.bfloat16)
-        updater = Updater(model, training(parts={"aligner": {"learning_rate": 0.002}}), OneRank())
+        updater = Optimizer(model, training(parts={"aligner": {"learning_rate": 0.002}}), OneRank())
         for step in range(3):
             learn(model, updater, step)
         assert all(torch.equal(master.bfloat16(), parameter) for master, parameter in zip(updater.masters, model.parameters(), strict=True))
@@ -270,7 +270,7 @@ def test_bfloat16_weights_are_the_rounded_masters_and_two_runs_give_the_same_bit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moving_the_state_between_rows_and_updates_changes_no_bit(dtype):
     stays, moves = Tiny(dtype), Tiny(dtype)
-    updaters = [Updater(model, training(), OneRank()) for model in (stays, moves)]
+    updaters = [Optimizer(model, training(), OneRank()) for model in (stays, moves)]
     for step in range(3):
         for model in (stays, moves):
             model(row(1000 + step, dtype)).float().square().sum().backward()
@@ -283,7 +283,7 @@ def test_moving_the_state_between_rows_and_updates_changes_no_bit(dtype):
 
 def test_all_of_the_state_moves_and_nothing_of_the_model():
     model = Tiny()
-    updater = Updater(model, training(), OneRank())
+    updater = Optimizer(model, training(), OneRank())
     learn(model, updater, 0)
     updater.move_to(torch.device("meta"))
     assert all(tensor.is_meta for tensor in state_tensors(model, updater))

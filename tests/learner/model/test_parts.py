@@ -9,7 +9,7 @@ from tiny_qwen import FAMILIES
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from learner.model.loading import MODEL_TYPES
-from learner.model.parts import Part, freeze_parts, part_of, trained_parameters
+from learner.model.parts import ModelPart, freeze_parts, model_part, trained_parameters
 from shared.config.training import PartsSection
 
 CLASSES = {"qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig), "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig)}
@@ -34,12 +34,12 @@ def test_every_family_that_is_trained_is_tested_here():
 
 @pytest.mark.slow
 def test_every_parameter_has_one_part_and_every_part_has_parameters(model):
-    parts = {name: part_of(name) for name, _ in model.named_parameters()}
-    assert set(parts.values()) == set(Part)
+    parts = {name: model_part(name) for name, _ in model.named_parameters()}
+    assert set(parts.values()) == set(ModelPart)
     vision = {id(parameter) for parameter in model.model.visual.parameters()}
     mergers = {id(p) for name, module in model.model.visual.named_modules() if "Merger" in type(module).__name__ for p in module.parameters()}
     for name, parameter in model.named_parameters():
-        expected = Part.ALIGNER if id(parameter) in mergers else Part.VISION_TOWER if id(parameter) in vision else Part.LANGUAGE_MODEL
+        expected = ModelPart.ALIGNER if id(parameter) in mergers else ModelPart.VISION_TOWER if id(parameter) in vision else ModelPart.LANGUAGE_MODEL
         assert parts[name] is expected, name
 
 
@@ -47,7 +47,7 @@ def test_a_head_is_frozen_and_trained_with_the_embedding_tied_or_not(model):
     freeze_parts(model, PartsSection.model_validate({"language_model": {"frozen": True}}))
     try:
         assert not model.lm_head.weight.requires_grad and not model.get_input_embeddings().weight.requires_grad
-        assert {part for part, _ in trained_parameters(model)} == {Part.VISION_TOWER, Part.ALIGNER}
+        assert {part for part, _ in trained_parameters(model)} == {ModelPart.VISION_TOWER, ModelPart.ALIGNER}
     finally:
         model.requires_grad_(True)
 
@@ -60,4 +60,4 @@ def test_trained_parameters_are_all_and_each_once(model):
 
 def test_a_parameter_of_an_unknown_model_is_no_part():
     with pytest.raises(AssertionError, match=r"model\.audio\.weight belongs to no part"):
-        part_of("model.audio.weight")
+        model_part("model.audio.weight")

@@ -7,7 +7,7 @@ import rank_jobs
 import torch
 from rank_support import RankProcesses
 
-from learner.model.ranks import LearnerDevice, LearnerPlace, OneRank, Rendezvous, join_ranks
+from learner.model.ranks import LearnerDevice, OneRank, RankTopology, Rendezvous, join_ranks
 from shared.errors import CollectiveError, LearnerError
 
 pytestmark = pytest.mark.slow
@@ -57,16 +57,16 @@ def test_the_rendezvous_is_bound_to_its_address_alone_before_it_is_published():
 
 
 def test_one_rank_asks_nobody():
-    place = LearnerPlace("rollmatch_gloo", ())
+    place = RankTopology("rollmatch_gloo", ())
     ranks = join_ranks(place, None, CPU, timeout_s=1.0, sums_in_backward=False)
     assert isinstance(ranks, OneRank)
     assert ranks.any_of([True, False]) == [True, False]
-    assert (ranks.sum(3), ranks.max(3), ranks.first_difference([1]), ranks.meet(False), ranks.take_times()) == (3, 3, None, False, [])
+    assert (ranks.sum(3), ranks.max(3), ranks.first_difference([1]), ranks.meet(False), ranks.pop_spans()) == (3, 3, None, False, [])
 
 
 def test_a_rank_that_does_not_come_is_missed_with_the_address_and_the_key():
     rendezvous = Rendezvous("127.0.0.1")
-    place = LearnerPlace("rollmatch_gloo", (), rank=0, world_size=2, rendezvous=rendezvous.endpoint)
+    place = RankTopology("rollmatch_gloo", (), rank=0, world_size=2, rendezvous=rendezvous.endpoint)
     with pytest.raises(CollectiveError, match=rf"rank 0 of 2: no answer from the other learner ranks at {rendezvous.endpoint} after timeouts\.learn_s = 1 s; "):
         join_ranks(place, rendezvous, CPU, timeout_s=1.0, sums_in_backward=False)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
-from learner.model.ranks import LearnerDevice, LearnerPlace, Ranks, Rendezvous, join_ranks
-from shared.weight_sync.transports import Device, Transport
+from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks
+from shared.weight_sync.transports import Device, TransportKind
 
 
 class FakeNccl(ProcessGroupGloo):
@@ -33,7 +33,7 @@ def test_ranks_on_gpus_meet_over_nccl_there_and_over_gloo_in_host_memory_with_on
     rendezvous = Rendezvous("127.0.0.1")
 
     def join(rank: int) -> Ranks:
-        place = LearnerPlace(Transport.NCCL, (), device=Device.CUDA, rank=rank, world_size=2, rendezvous=rendezvous.endpoint)
+        place = RankTopology(TransportKind.NCCL, (), device=Device.CUDA, rank=rank, world_size=2, rendezvous=rendezvous.endpoint)
         hosted, device = None if rank else rendezvous, LearnerDevice(torch.device("cpu"))
         return join_ranks(place, hosted, device, timeout_s=20.0, sums_in_backward=False)
 

@@ -16,7 +16,7 @@ from called_rollouts import Call, examples_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.advantages import CreditRule
+from learner.algorithms.advantages import AdvantageEstimator
 from learner.algorithms.trajectories import trajectory_target
 from learner.collate import collate
 from learner.objectives.base import NOTHING_SAMPLED
@@ -43,7 +43,7 @@ def objectives(weight=1.0, **changes):
 
 
 def rule(**changes):
-    return CreditRule.of(PolicyGradientConfig.model_validate(CONFIG | changes), max_new_tokens=MAX_NEW_TOKENS)
+    return AdvantageEstimator.of(PolicyGradientConfig.model_validate(CONFIG | changes), max_new_tokens=MAX_NEW_TOKENS)
 
 
 # What the model says

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from learner.rollout_logs.samples import RolloutLog, read_step
 from learner.rollout_logs.writer import step_path
-from learner.targets import TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target, target_rules
+from learner.targets import TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target, target_settings
 from shared.config.pipeline import Channel
 from shared.errors import RecordError, StorageError
 from shared.grounding.objects import DropReason
@@ -21,7 +21,7 @@ from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason, Rollout
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = replace(target_rules(configuration(Path("model"), Path("data"), Path("run"))), geometry=frozenset({GeometryKind.BBOX}))
+RULES = replace(target_settings(configuration(Path("model"), Path("data"), Path("run"))), geometry=frozenset({GeometryKind.BBOX}))
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
 TWO = GroundTruthObject(GeometryKind.BBOX, (500, 500, 800, 900), "two")
 SAMPLE = Sample("scene", (), 96, 96, (SEVEN, TWO))

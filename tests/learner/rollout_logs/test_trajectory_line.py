@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from learner.rollout_logs.trajectories import TrajectoryLine, TrajectoryLog, checked_trajectory_line, line_of, read_step
+from learner.rollout_logs.trajectories import TrajectoryLog, TrajectoryRecord, checked_trajectory_line, line_of, read_step
 from learner.rollout_logs.writer import step_path
 from shared.errors import RecordError
 from shared.records import ImageRef
@@ -54,7 +54,7 @@ ROLLOUT = EnvironmentRollout(
 FAILED = replace(ROLLOUT, position=4, error="ValueError: no\udcff", reward=0.0, metrics={}, examples=(), prompt=None, completion=None)
 
 
-def logged(folder: Path, *rollouts: EnvironmentRollout) -> list[TrajectoryLine]:
+def logged(folder: Path, *rollouts: EnvironmentRollout) -> list[TrajectoryRecord]:
     log = TrajectoryLog(folder)
     log.begin(7)
     for rollout in rollouts:

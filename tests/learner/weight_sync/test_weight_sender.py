@@ -20,18 +20,18 @@ from config_support import configuration
 from torch import nn
 
 from learner.model.checkpoint import CheckpointWeights
-from learner.model.ranks import LearnerPlace, ReceiverGroup
+from learner.model.ranks import RankTopology, ReceiverGroup
 from learner.weight_sync.canary import ComputedCanary
 from learner.weight_sync.publisher import make_senders
 from learner.weight_sync.sender import WeightSender
-from shared.errors import ConfigError, LearnerError, Limit, WeightSyncError
+from shared.errors import ConfigError, LearnerError, Timeout, WeightSyncError
 from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.gloo import GlooWire, WeightGroup, address_towards
+from shared.weight_sync.gloo import GlooReceiver, GlooSender, address_towards
 from shared.weight_sync.offer import CANARY as CANARY_TENSOR
-from shared.weight_sync.offer import CHECKSUMS, FullTerms, Group, TensorSpec, offsets
+from shared.weight_sync.offer import CHECKSUMS, FullOffer, ProcessGroupSpec, TensorSpec, offsets
 from shared.weight_sync.shared_memory import NAME, this_machine
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 FOLDER = Path("/dev/shm")
 PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), (-0.1, -2.5), tolerance=1e-4)
@@ -47,13 +47,13 @@ class TiedModel(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def make_sender(model: nn.Module, timeout_s: float = 0.5, join: Limit | None = None) -> WeightSender:
+def make_sender(model: nn.Module, timeout_s: float = 0.5, join: Timeout | None = None) -> WeightSender:
     return WeightSender(CheckpointWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=timeout_s, join=join, bucket_bytes=10)
 
 
 def test_an_offer_names_every_parameter_once_with_its_size() -> None:
     sender = make_sender(TiedModel())
-    terms = FullTerms.of(sender.offer(3, CANARY))
+    terms = FullOffer.of(sender.offer(3, CANARY))
     assert [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in terms.tensors] == [
         ("embedding.weight", "float32", (7, 3), 84),
         ("norm.weight", "bfloat16", (3,), 6),
@@ -89,7 +89,7 @@ def test_an_offer_computes_nothing_of_the_weights() -> None:
 
 def test_a_port_is_bound_before_it_is_offered_and_kept_for_the_next_offer() -> None:
     sender = make_sender(TiedModel())
-    first, second = FullTerms.of(sender.offer(1, CANARY)).group, FullTerms.of(sender.offer(2, CANARY)).group
+    first, second = FullOffer.of(sender.offer(1, CANARY)).group, FullOffer.of(sender.offer(2, CANARY)).group
     assert first == second
     with pytest.raises(OSError, match="in use"):
         socket.create_server((first.host, first.port))
@@ -106,11 +106,11 @@ def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again
     sender = WeightSender(
         CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(2, port), ReceiverGroup(1)), timeout_s=0.5, bucket_bytes=10
     )
-    terms = FullTerms.of(sender.offer(1, CANARY))
+    terms = FullOffer.of(sender.offer(1, CANARY))
     assert [group.world_size for group in terms.groups] == [3, 2]
     assert terms.groups[0].port == port != terms.groups[1].port
     sender.close()
-    again = FullTerms.of(sender.offer(2, CANARY)).groups[0]
+    again = FullOffer.of(sender.offer(2, CANARY)).groups[0]
     assert (again.port, again.key == terms.groups[0].key) == (port, False)
     sender.close()
 
@@ -123,7 +123,7 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
         )
         with pytest.raises(ConfigError, match=rf"rollout_matching\.vllm\.server\.servers\[1\]\.group_port: port {port} of 127.0.0.1 cannot be opened"):
             sender.offer(1, CANARY)
-    assert FullTerms.of(sender.offer(1, CANARY)).groups[1].port == port, "free again"
+    assert FullOffer.of(sender.offer(1, CANARY)).groups[1].port == port, "free again"
     sender.close()
 
 
@@ -137,13 +137,13 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count(NAME)
 
 
-def join(group: Group, rank: int, timeout_s: float, *, join_s: float | None = None, is_elsewhere: bool = False) -> WeightGroup:
+def join(group: ProcessGroupSpec, rank: int, timeout_s: float, *, join_s: float | None = None, is_elsewhere: bool = False) -> GlooReceiver:
     opened = {"machine": elsewhere} if is_elsewhere else {}
     limits = {"join_s": timeout_s if join_s is None else join_s, "timeout_s": timeout_s}
-    return WeightGroup(group.host, group.port, rank=rank, world_size=group.world_size, **limits, **opened)
+    return GlooReceiver(group.host, group.port, rank=rank, world_size=group.world_size, **limits, **opened)
 
 
-def receive(joined: WeightGroup, terms: FullTerms, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
+def receive(joined: GlooReceiver, terms: FullOffer, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
     """What an engine's transport does, without an engine."""
     tensors = {}
     for bucket, packed in itertools.islice(joined.receive(terms.sent, terms.bucket_bytes), num_buckets):
@@ -159,9 +159,9 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
     model = TiedModel()
     sender = WeightSender(CheckpointWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(2), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10)
     places = {1: (0, 1), 2: (0, 2), 3: (1, 1)}
-    joined: dict[int, WeightGroup] = {}
+    joined: dict[int, GlooReceiver] = {}
 
-    def take(who: int, terms: FullTerms) -> dict[str, torch.Tensor]:
+    def take(who: int, terms: FullOffer) -> dict[str, torch.Tensor]:
         group, rank = places[who]
         if who not in joined:
             joined[who] = join(terms.groups[group], rank, 20.0, is_elsewhere=who in remote)
@@ -175,7 +175,7 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
             with torch.no_grad():
                 model.norm.bias += 1
             offer = sender.offer(version, CANARY)
-            terms = FullTerms.of(offer)
+            terms = FullOffer.of(offer)
             arriving = [threads.submit(take, who, terms) for who in places]
             report = sender.send(offer)
             # By the prefix a report's total leaves them out: they run beside the receivers' phases.
@@ -213,7 +213,7 @@ def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
         CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=2.0, bucket_bytes=10
     )
     offer = sender.offer(1, CANARY)
-    terms = FullTerms.of(offer)
+    terms = FullOffer.of(offer)
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, terms.groups[0], 1, 20.0)
         with pytest.raises(WeightSyncError, match="rendezvous on learner") as failed:
@@ -235,10 +235,10 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
     """Where the name is 127.0.1.1, as Debian has it, gloo by itself would publish that, which is another machine on every other node."""
     bound = socket.create_server(("127.0.0.2", 0))
     before = listening()
-    group = Group("127.0.0.2", bound.getsockname()[1], world_size=2, key="a")
+    group = ProcessGroupSpec("127.0.0.2", bound.getsockname()[1], world_size=2, key="a")
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, group, 1, 20.0)
-        wire = GlooWire(FullTerms((group,), timeout_s=20.0, bucket_bytes=10, tensors=(TensorSpec("t", "uint8", (4,), 4),)), [bound])
+        wire = GlooSender(FullOffer((group,), timeout_s=20.0, bucket_bytes=10, tensors=(TensorSpec("t", "uint8", (4,), 4),)), [bound])
         joined = joining.result(timeout=20)
     opened = listening() - before
     assert {address for address, _ in opened} == {"127.0.0.2", address_towards("127.0.0.2", group.port)}
@@ -250,12 +250,12 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_phase(who: str) -> None:
     bound = socket.create_server(("127.0.0.1", 0))
-    group = Group("127.0.0.1", bound.getsockname()[1], world_size=2, key="a")
+    group = ProcessGroupSpec("127.0.0.1", bound.getsockname()[1], world_size=2, key="a")
     tensor = TensorSpec("t", "uint8", (4,), 4)
-    terms = FullTerms((group,), timeout_s=0.1, bucket_bytes=10, tensors=(tensor,), join=Limit(3600.0, "a key"))
+    terms = FullOffer((group,), timeout_s=0.1, bucket_bytes=10, tensors=(tensor,), join=Timeout(3600.0, "a key"))
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, group, 1, 0.1, join_s=3600.0)
-        wire = GlooWire(terms, [bound])
+        wire = GlooSender(terms, [bound])
         joined = joining.result(timeout=20)
     weights = [(spec.name, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in terms.sent]
     waits = {"sender": lambda: wire.send(weights, terms), "receiver": lambda: list(joined.receive(terms.sent, terms.bucket_bytes))}
@@ -289,7 +289,7 @@ def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_l
         assert arrived.wait(20), "the first buckets do not wait for this"
 
     offer = sender.offer(1, SlowCanary(PROBE, wait))
-    terms = FullTerms.of(offer)
+    terms = FullOffer.of(offer)
 
     def take() -> dict[str, torch.Tensor]:
         joined = join(terms.group, 1, 20.0, is_elsewhere=is_elsewhere)
@@ -315,7 +315,7 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
 
     sender = make_sender(TiedModel(), timeout_s=5.0)
     offer = sender.offer(1, SlowCanary(PROBE, fail))
-    terms = FullTerms.of(offer)
+    terms = FullOffer.of(offer)
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
         with pytest.raises(LearnerError, match="canary on the learner: its canary failed: RuntimeError: out of memory"):
@@ -328,7 +328,7 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
 def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_engine() -> None:
     sender = make_sender(TiedModel(), timeout_s=2.0)
     offer = sender.offer(1, SlowCanary(PROBE, lambda: time.sleep(2.2)))
-    terms = FullTerms.of(offer)
+    terms = FullOffer.of(offer)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
         with pytest.raises(WeightSyncError, match=r"canary on learner: the learner took [1-9]\d*\.\d s to score it, of timeouts.sync_phase_s = 2 s"):
@@ -342,7 +342,7 @@ def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_ke
     sender = WeightSender(CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1, port),), timeout_s=1.0)
     with pytest.raises(WeightSyncError, match="rendezvous on learner") as kept:
         sender.send(sender.offer(1, CANARY))
-    assert FullTerms.of(sender.offer(2, CANARY)).group.port == port, kept.value
+    assert FullOffer.of(sender.offer(2, CANARY)).group.port == port, kept.value
     sender.close()
 
 
@@ -352,7 +352,7 @@ def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool
         CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10
     )
     offer = sender.offer(1, CANARY)
-    terms = FullTerms.of(offer)
+    terms = FullOffer.of(offer)
     with ThreadPoolExecutor(2) as threads:
         threads.submit(lambda: receive(join(terms.groups[0], 1, 20.0, is_elsewhere=is_elsewhere), terms, 1))
         staying = threads.submit(lambda: receive(join(terms.groups[1], 1, 20.0, is_elsewhere=is_elsewhere), terms))
@@ -368,7 +368,7 @@ def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_er
     """Gloo's broadcast goes from receiver to receiver, so each that is told has to tell the next."""
     sender = WeightSender(CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(3),), timeout_s=60.0, bucket_bytes=10)
     offer = sender.offer(1, CANARY)
-    terms = FullTerms.of(offer)
+    terms = FullOffer.of(offer)
     kept = []
 
     def take(rank: int) -> None:
@@ -395,7 +395,7 @@ def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_er
 def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
     sender = WeightSender(CheckpointWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5)
     offer = sender.offer(1, CANARY)
-    assert (offer.transport, FullTerms.of(offer).groups, offer.canary, sender.send(offer).phase_s) == ("inproc", (), PROBE, {})
+    assert (offer.transport, FullOffer.of(offer).groups, offer.canary, sender.send(offer).phase_s) == ("inproc", (), PROBE, {})
 
 
 @pytest.mark.slow
@@ -407,16 +407,16 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
         sender.send(offer)
     assert time.monotonic() - started < 10
     assert (caught.value.actor, caught.value.phase) == ("learner", "rendezvous")
-    again, before = FullTerms.of(sender.offer(2, CANARY)).group, FullTerms.of(offer).group
+    again, before = FullOffer.of(sender.offer(2, CANARY)).group, FullOffer.of(offer).group
     assert (again.port != before.port, again.key != before.key) == (True, True)
     sender.close()
 
 
 def test_the_joining_of_servers_has_a_limit_of_its_own() -> None:
-    join = Limit(0.05, "rollout_matching.vllm.server.timeout_s")
+    join = Timeout(0.05, "rollout_matching.vllm.server.timeout_s")
     sender = make_sender(TiedModel(), timeout_s=3600.0, join=join)
     offer = sender.offer(1, CANARY)
-    assert (FullTerms.of(offer).join, FullTerms.of(offer).timeout_s) == (join, 3600.0)
+    assert (FullOffer.of(offer).join, FullOffer.of(offer).timeout_s) == (join, 3600.0)
     with pytest.raises(WeightSyncError, match="rendezvous on learner"):
         sender.send(offer)
     sender.close()
@@ -429,18 +429,18 @@ def test_the_joining_of_servers_has_a_limit_of_its_own() -> None:
 def test_buckets_are_large_where_the_engines_loader_is_called_for_each(tmp_path: Path, transport: str, given: int | None, bucket_bytes: int) -> None:
     config = configuration(tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "actors", "sync": {"bucket_bytes": given}})
     parts: Any = SimpleNamespace(model=None, weights=CheckpointWeights(TiedModel()))
-    (sender,) = make_senders(config, LearnerPlace(Transport(transport), ()), parts, parts)
-    assert FullTerms.of(sender.offer(1, CANARY)).bucket_bytes == bucket_bytes
+    (sender,) = make_senders(config, RankTopology(TransportKind(transport), ()), parts, parts)
+    assert FullOffer.of(sender.offer(1, CANARY)).bucket_bytes == bucket_bytes
 
 
 def test_servers_are_waited_for_by_their_own_key(tmp_path: Path) -> None:
     server = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}], "timeout_s": 7.0}
     config = configuration(tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "server", "server": server})
     parts: Any = SimpleNamespace(model=None, weights=CheckpointWeights(TiedModel()))
-    (sender,) = make_senders(config, LearnerPlace(Transport.GLOO, ()), parts, parts)
-    assert FullTerms.of(sender.offer(1, CANARY)).join == Limit(7.0, "rollout_matching.vllm.server.timeout_s")
+    (sender,) = make_senders(config, RankTopology(TransportKind.GLOO, ()), parts, parts)
+    assert FullOffer.of(sender.offer(1, CANARY)).join == Timeout(7.0, "rollout_matching.vllm.server.timeout_s")
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ValueError, match="'carrier_pigeon' is not a valid Transport"):
+    with pytest.raises(ValueError, match="'carrier_pigeon' is not a valid TransportKind"):
         WeightSender(CheckpointWeights(TiedModel()), transport="carrier_pigeon", receivers=(ReceiverGroup(1),), timeout_s=1.0)

@@ -21,14 +21,14 @@ from learner.model.ranks import ReceiverGroup
 from learner.weight_sync.canary import ComputedCanary
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.stock_server import NoAdapters
-from rollout_actors.weight_sync.receiver import InitRequest, Receipt, TransferGroup, UpdateRequest, WeightIntake
+from rollout_actors.weight_sync.receiver import InitRequest, LoadReport, TransferGroup, UpdateRequest, WeightReceiver
 from shared.errors import WeightSyncError
 from shared.rollouts import WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.gloo import NUM_BUFFERS
-from shared.weight_sync.offer import CANARY, CHECKSUMS, FullTerms, buckets, offer_for
+from shared.weight_sync.offer import CANARY, CHECKSUMS, FullOffer, buckets, offer_for
 from shared.weight_sync.phases import SyncPhase
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 pytestmark = pytest.mark.engine
 
@@ -153,7 +153,7 @@ class FakeLLM:
         for rank, model in enumerate(self.models):
             parallel = SimpleNamespace(data_parallel_index=0, world_size=num_workers, rank=rank)
             vllm_config = SimpleNamespace(parallel_config=parallel, model_config=None)
-            config = WeightTransferConfig(backend=Transport.NCCL)
+            config = WeightTransferConfig(backend=TransportKind.NCCL)
             self.workers.append(WeightTransferEngineFactory.create_engine(config, vllm_config, torch.device("cpu"), model))
 
     async def init_weight_transfer_engine(self, request: InitRequest) -> None:
@@ -181,14 +181,14 @@ class FakeLLM:
         return True
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [asdict(Receipt([], [], [], [], load_s=0.0, verify_s=0.0, logprobs=[])) for _ in self.workers]
+        return [asdict(LoadReport([], [], [], [], load_s=0.0, verify_s=0.0, logprobs=[])) for _ in self.workers]
 
 
 class Engine:
     def __init__(self, num_workers: int) -> None:
         self.llm = FakeLLM(num_workers)
-        group = TransferGroup(self.llm, transport=Transport.NCCL, rank_offset=1)
-        self._intake = WeightIntake("server-0", self.llm, group, score=self._score, adapter=NoAdapters())
+        group = TransferGroup(self.llm, transport=TransportKind.NCCL, rank_offset=1)
+        self._intake = WeightReceiver("server-0", self.llm, group, score=self._score, adapter=NoAdapters())
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         raise AssertionError("no test goes so far")
@@ -217,12 +217,12 @@ def sender() -> Iterator[WeightSender]:
     sender.close()
 
 
-def sync(sender: WeightSender, engines: list[Engine], version: int) -> FullTerms:
+def sync(sender: WeightSender, engines: list[Engine], version: int) -> FullOffer:
     offer = sender.offer(version, ComputedCanary(PROBE))
     sender.send(offer)
     for index, engine in enumerate(engines):
         engine.take(offer_for(offer, index))
-    return FullTerms.of(offer)
+    return FullOffer.of(offer)
 
 
 def test_both_ends_join_the_same_groups_each_rank_once(sender: WeightSender, opened: list[FakeCommunicator]) -> None:

@@ -19,7 +19,7 @@ from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.canary import ComputedCanary
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedBackend
-from rollout_actors.weight_sync.receiver import Receipt
+from rollout_actors.weight_sync.receiver import LoadReport
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, WeightOffer
@@ -74,7 +74,7 @@ class Host:
         self.model = nn.Linear(2, 2, bias=False)
         self.goes_on = True
 
-    def require_going_on(self) -> None:
+    def raise_if_stopping(self) -> None:
         if not self.goes_on:
             raise RolloutError("told to stop", actor=self.name, phase="generate")
 
@@ -94,7 +94,7 @@ class SleepyLLM:
     """Of vLLM's `LLM` what a `ColocatedLLM` calls. Its memory is there while it is awake, and nothing else works without."""
 
     scene: Scene
-    require_going_on: Callable[[], None]
+    raise_if_stopping: Callable[[], None]
 
     def __init__(self, **arguments: Any) -> None:
         self.scene.note("load")
@@ -165,7 +165,7 @@ class SleepyLLM:
     def update_weight_version(self, new_version: str) -> None: ...
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        answers = {"guard_by": {"runner": "V1", "is_loaded": True, "settings": None}, "receipt": asdict(Receipt([5], [5], [], [], 0.0, 0.0, []))}
+        answers = {"guard_by": {"runner": "V1", "is_loaded": True, "settings": None}, "receipt": asdict(LoadReport([5], [5], [], [], 0.0, 0.0, []))}
         return [answers.get(method)]
 
     def generate(self, prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:

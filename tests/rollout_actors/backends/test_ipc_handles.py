@@ -15,11 +15,11 @@ from rollout_actors.backends.colocated_llm import UpdatedLLM
 from rollout_actors.backends.ipc_handles import packed_buckets
 from rollout_actors.weight_sync.receiver import UpdateRequest
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.offer import CHECKSUMS, FullTerms, TensorSpec
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.offer import CHECKSUMS, FullOffer, TensorSpec
+from shared.weight_sync.transports import TransportKind
 
 WEIGHTS = [("q", torch.arange(6.0).reshape(2, 3)), ("k", torch.ones(4, dtype=torch.bfloat16)), ("v", torch.arange(5.0)), ("o", torch.tensor([2.0]))]
-TERMS = FullTerms(
+TERMS = FullOffer(
     (), 1.0, 25, tuple(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes) for name, tensor in WEIGHTS)
 )
 CUT = [["q", "k"], ["v", "o", CHECKSUMS]]
@@ -111,7 +111,7 @@ class FakeLLM:
 
 
 def updated_llm(llm: FakeLLM, *devices: FakeDevice, wake: Callable[[], None] = lambda: None) -> UpdatedLLM:
-    return UpdatedLLM(llm, transport=Transport.IPC, devices=devices, wake=wake)
+    return UpdatedLLM(llm, transport=TransportKind.IPC, devices=devices, wake=wake)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -26,9 +26,9 @@ from shared.records import ImageRef
 from shared.rollouts import FinishReason, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterFiles, AdapterTerms, FullTerms
+from shared.weight_sync.offer import AdapterFiles, AdapterOffer, FullOffer
 from shared.weight_sync.phases import SyncPhase
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 DOC = Path(__file__).parents[3] / "docs" / "stock_server.md"
 GUARD = RepeatGuardSettings(min_new_tokens=4, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=3, max_object_keys=None)
@@ -340,7 +340,7 @@ class TestSync:
         assert "/init_weight_transfer_engine" not in server.routes
 
     def test_each_server_joins_its_own_group_at_rank_one(self, server: StockServer, url: str, expected: EngineSettings) -> None:
-        terms = FullTerms.of(make_offer(num_groups=2))
+        terms = FullOffer.of(make_offer(num_groups=2))
         one = StockClient("server-1", make_address(url, kind="vllm"), index=1, expected=expected)
         asyncio.run(one.start())
         asyncio.run(synced(one, replace(an_offer(), rendezvous={"terms": terms})))
@@ -378,9 +378,9 @@ class TestSync:
 
     def test_an_adapter_alone_is_refused_with_the_mode_that_works(self, url: str, expected: EngineSettings) -> None:
         one = asyncio.run(started(url, expected))
-        terms = AdapterTerms.make(AdapterFiles(b"", "{}"), timeout_s=5.0)
+        terms = AdapterOffer.make(AdapterFiles(b"", "{}"), timeout_s=5.0)
         with pytest.raises(WeightSyncError, match=r"sync\.mode: full"):
-            asyncio.run(synced(one, replace(an_offer(), transport=Transport.ADAPTER, rendezvous={"terms": terms})))
+            asyncio.run(synced(one, replace(an_offer(), transport=TransportKind.ADAPTER, rendezvous={"terms": terms})))
 
 
 def test_a_spec_travels_to_an_actor_and_makes_a_client_there(url: str, expected: EngineSettings) -> None:

@@ -18,7 +18,7 @@ from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
-from shared.weight_sync.offer import AdapterTerms
+from shared.weight_sync.offer import AdapterOffer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -74,7 +74,7 @@ def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights
         serves(backend, learner)
     learn(learner, 3)
     offer = learner.offer_weights()
-    damaged = replace(AdapterTerms.of(offer), sha256="0" * 64)
+    damaged = replace(AdapterOffer.of(offer), sha256="0" * 64)
     with pytest.raises(WeightSyncError, match="did not arrive as it was sent"):
         backend.receive_weights(replace(offer, rendezvous={"terms": damaged}))
     with pytest.raises(RolloutError, match="serves no rollouts"):

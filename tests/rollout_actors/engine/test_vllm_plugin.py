@@ -15,9 +15,11 @@ import pytest
 from rollout_actors.engine import vllm_plugin
 from rollout_actors.engine.settings import EngineSettings, engine_environment
 from rollout_actors.engine.vllm_plugin import register
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
-SETTINGS = EngineSettings("model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport=Transport.GLOO, device=Device.CPU, gpu_memory_utilization=0.5)
+SETTINGS = EngineSettings(
+    "model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport=TransportKind.GLOO, device=Device.CPU, gpu_memory_utilization=0.5
+)
 
 
 def test_the_plugin_is_installed_as_an_entry_point() -> None:
@@ -30,7 +32,7 @@ def test_registering_again_does_nothing() -> None:
 
     register()
     register()
-    for transport in (Transport.GLOO, Transport.INPROC):
+    for transport in (TransportKind.GLOO, TransportKind.INPROC):
         with pytest.raises(ValueError, match="already registered"):
             WeightTransferEngineFactory.register_engine(transport, "elsewhere", "Other")
 

@@ -14,7 +14,7 @@ from engine_support import SmallLearner, small_settings
 from serve_process import OneServer, serve_process
 
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
-from shared.weight_sync.offer import AdapterFiles, AdapterTerms
+from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -92,7 +92,7 @@ def test_after_a_fall_back_an_answer_is_of_the_merged_weights_alone(endpoint: En
     """Last: from here on the learner sends all of its weights."""
     adapted.learn(31)
 
-    def changed_on_the_way(terms: AdapterTerms) -> AdapterTerms:
+    def changed_on_the_way(terms: AdapterOffer) -> AdapterOffer:
         tensors = terms.files.tensors
         return replace(terms, files=AdapterFiles(tensors[:-1] + bytes([tensors[-1] ^ 1]), terms.files.config))
 

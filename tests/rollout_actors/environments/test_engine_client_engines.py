@@ -22,7 +22,7 @@ from scripted_engines import client_over, decode_settings
 from rollout_actors.environments.clients.engine import EngineClient
 from rollout_actors.environments.training.actor import RayEngines
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
-from shared.errors import Limit, RolloutError
+from shared.errors import RolloutError, Timeout
 from shared.rollouts import RolloutRequest
 from shared.weight_sync.phases import sync_weights
 
@@ -44,7 +44,7 @@ def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLea
 
 def engines_of(pool: EnginePool, *names: str, seconds: float = 120.0) -> RayEngines:
     chosen = names or NAMES
-    return RayEngines([pool.actors[name] for name in chosen], chosen, Limit(seconds, "timeouts.generate_s"))
+    return RayEngines([pool.actors[name] for name in chosen], chosen, Timeout(seconds, "timeouts.generate_s"))
 
 
 def client_of(pool: EnginePool, learner: SmallLearner, *names: str, seconds: float = 120.0, **decode: Any) -> EngineClient:

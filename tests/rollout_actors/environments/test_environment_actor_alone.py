@@ -14,7 +14,7 @@ from scripted_engines import decode_settings, demo_tokenizer
 
 from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.runner import RunnerSettings
-from shared.errors import Limit, RolloutError
+from shared.errors import RolloutError, Timeout
 from shared.sent_requests import SentRequests
 from shared.trajectory import EnvironmentRequest, ExampleGroup
 
@@ -82,7 +82,7 @@ def test_an_engine_that_dies_ends_the_round_with_the_engines_name(ray_cluster: N
     words = [demo_tokenizer().encode("xo", add_special_tokens=False)]
     engines = [create_scripted_actor(0, words), create_scripted_actor(1, words, dies_at=3)]
     settings = RunnerSettings("runner_environment", str(tokenizer_folder), 512, 8)
-    actor = EnvironmentActor("environment-0", settings, engines, ["rollout-actor-0", "rollout-actor-1"], Limit(60.0, "timeouts.generate_s"))
+    actor = EnvironmentActor("environment-0", settings, engines, ["rollout-actor-0", "rollout-actor-1"], Timeout(60.0, "timeouts.generate_s"))
     decode = decode_settings(demo_tokenizer(), max_new_tokens=16)
     groups = [ExampleGroup(example, range(2 * example, 2 * example + 2)) for example in range(2)]
     requests = SentRequests(tuple(EnvironmentRequest(3, (group,), decode, 7) for group in groups), {})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig, LogitsProcessorList
 
-from rollout_actors.repeat_guard.hf import RepeatGuardProcessor
+from rollout_actors.repeat_guard.hf import HFRepeatGuard
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def test_every_row_is_judged_by_its_own_tokens_even_when_rows_change_places_as_b
     rng = random.Random(num_shuffled)
     ended = 0
     for _ in range(60):
-        processor = RepeatGuardProcessor(RULE, prompt_length=PROMPT, stop_token_id=STOP)
+        processor = HFRepeatGuard(RULE, prompt_length=PROMPT, stop_token_id=STOP)
         rows: list[list[int]] = [[] for _ in range(4)]
         for _ in range(20):
             ids = torch.tensor([[9] * PROMPT + row for row in rows])
@@ -52,7 +52,7 @@ def test_every_row_is_judged_by_its_own_tokens_even_when_rows_change_places_as_b
 
 
 def test_the_prompt_does_not_count() -> None:
-    processor = RepeatGuardProcessor(RULE, prompt_length=8, stop_token_id=STOP)
+    processor = HFRepeatGuard(RULE, prompt_length=8, stop_token_id=STOP)
     assert over(processor(torch.full((1, 8), 5), torch.ones(1, 12))) == [False]
 
 
@@ -64,14 +64,14 @@ def test_generate_ends_the_offending_sequences_and_leaves_their_neighbours_alone
     config = GenerationConfig(do_sample=False, num_beams=num_beams, max_new_tokens=24, eos_token_id=stop, pad_token_id=stop)
     rule = RepeatRule(RepeatGuardSettings(0, 8, 99, 2, None))
 
-    def generate(*processors: RepeatGuardProcessor) -> list[list[int]]:
+    def generate(*processors: HFRepeatGuard) -> list[list[int]]:
         with torch.no_grad():
             output = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=LogitsProcessorList(processors)
             )
         return [row[: row.index(stop)] if stop in row else row for row in output[:, PROMPT:].tolist()]
 
-    free, guarded = generate(), generate(RepeatGuardProcessor(rule, prompt_length=PROMPT, stop_token_id=stop))
+    free, guarded = generate(), generate(HFRepeatGuard(rule, prompt_length=PROMPT, stop_token_id=stop))
     ends = [rule.first_repetition(row) for row in free]
     assert None in ends and set(ends) != {None}
     assert all(rule.first_repetition(row) in (None, len(row)) for row in guarded), "nothing goes on behind a repetition"

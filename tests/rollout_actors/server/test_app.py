@@ -24,7 +24,7 @@ from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, RolloutRequest
 from shared.weight_sync.phases import SyncPhase
-from shared.weight_sync.transports import Device, Transport
+from shared.weight_sync.transports import Device, TransportKind
 
 ROUTES = {phase: "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/" for phase in SyncPhase}
 
@@ -247,7 +247,7 @@ class TestBadRequests:
     def test_an_image_that_no_placeholder_stands_for_is_refused(self) -> None:
         """vLLM fails with it after it has been asked."""
         image = ImageRef(None, make_png(), "")
-        settings = EngineSettings("model", "float32", 64, 8, 0, Transport.GLOO, Device.CPU, 0.5, max_images_per_prompt=2)
+        settings = EngineSettings("model", "float32", 64, 8, 0, TransportKind.GLOO, Device.CPU, 0.5, max_images_per_prompt=2)
         asked = [replace(make_request(0, images=(image,)), prompt_token_ids=ids) for ids in ((1, 2), (1, 7, 2))]
         (problem,) = request_problems(asked, settings, image_token_id=7)
         assert problem == (

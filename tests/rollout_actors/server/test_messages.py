@@ -18,9 +18,9 @@ from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterFiles, AdapterTerms, FullTerms, Group, TensorSpec
+from shared.weight_sync.offer import AdapterFiles, AdapterOffer, FullOffer, ProcessGroupSpec, TensorSpec
 from shared.weight_sync.phases import SyncPhase
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 ids = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
 any_float = st.floats(allow_nan=False)
@@ -64,13 +64,13 @@ rollouts = st.builds(
     started_s=any_float,
 )
 terms = st.builds(
-    FullTerms,
-    groups=st.lists(st.builds(Group, host=text, port=st.integers(), world_size=st.integers(), key=text), max_size=2).map(tuple),
+    FullOffer,
+    groups=st.lists(st.builds(ProcessGroupSpec, host=text, port=st.integers(), world_size=st.integers(), key=text), max_size=2).map(tuple),
     timeout_s=any_float,
     bucket_bytes=st.integers(),
     tensors=st.lists(st.builds(TensorSpec, name=text, dtype=text, shape=ids, num_bytes=st.integers()), max_size=3).map(tuple),
 )
-adapters = st.builds(AdapterTerms, files=st.builds(AdapterFiles, tensors=st.binary(max_size=40), config=text), sha256=text, timeout_s=any_float)
+adapters = st.builds(AdapterOffer, files=st.builds(AdapterFiles, tensors=st.binary(max_size=40), config=text), sha256=text, timeout_s=any_float)
 probes = st.builds(
     lambda token_ids, images, scored, tolerance: CanaryProbe(token_ids, images, (0, *(i for i, _ in scored)), tuple(p for _, p in scored), tolerance),
     ids,
@@ -81,7 +81,7 @@ probes = st.builds(
 offers = st.builds(
     WeightOffer,
     version=st.integers(),
-    transport=text.filter(lambda transport: transport != Transport.ADAPTER),
+    transport=text.filter(lambda transport: transport != TransportKind.ADAPTER),
     rendezvous=st.fixed_dictionaries({"terms": terms}),
     canary=probes,
 ) | st.builds(

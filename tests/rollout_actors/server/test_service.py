@@ -6,7 +6,7 @@ import pytest
 from fake_server import make_offer
 
 from rollout_actors.server.messages import SyncCall
-from rollout_actors.server.service import Door, RefusalError
+from rollout_actors.server.service import RefusalError, SyncState
 from shared.weight_sync.phases import SyncPhase
 
 PHASES = list(SyncPhase)
@@ -16,27 +16,27 @@ def call(phase: SyncPhase, version: int = 1, run: str = "mine") -> SyncCall:
     return SyncCall.of(phase, make_offer(version), run)
 
 
-def through(door: Door, phases: list[SyncPhase], version: int = 1) -> Door:
+def through(door: SyncState, phases: list[SyncPhase], version: int = 1) -> SyncState:
     for phase in phases:
         door = door.during(phase, call(phase, version)).after(phase)
     return door
 
 
 def test_it_is_nobodys_at_the_start_and_that_of_the_run_whose_sync_was_completed_afterwards() -> None:
-    assert (Door().run, Door().due) == (None, SyncPhase.PAUSE)
-    done = through(Door(run="another"), PHASES)
+    assert (SyncState().run, SyncState().due) == (None, SyncPhase.PAUSE)
+    done = through(SyncState(run="another"), PHASES)
     assert (done.run, done.due) == ("mine", SyncPhase.PAUSE)
-    assert through(Door(run="another"), PHASES[:-1]).run == "another", "whose weights it serves again if this sync never reaches the engine"
+    assert through(SyncState(run="another"), PHASES[:-1]).run == "another", "whose weights it serves again if this sync never reaches the engine"
 
 
 @pytest.mark.parametrize("num_done", range(1, len(PHASES)))
 def test_between_the_first_phase_and_the_last_the_next_one_is_due(num_done: int) -> None:
-    assert through(Door(), PHASES[:num_done]).due is PHASES[num_done]
+    assert through(SyncState(), PHASES[:num_done]).due is PHASES[num_done]
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_while_a_phase_runs_and_after_it_failed_only_the_beginning_is_in_turn(phase: SyncPhase) -> None:
-    running = through(Door(), PHASES[: PHASES.index(phase)]).during(phase, call(phase))
+    running = through(SyncState(), PHASES[: PHASES.index(phase)]).during(phase, call(phase))
     for next_ in PHASES[1:]:
         with pytest.raises(RefusalError, match="out of turn, the server waits for pause; begin with pause"):
             running.during(next_, call(next_))
@@ -45,19 +45,19 @@ def test_while_a_phase_runs_and_after_it_failed_only_the_beginning_is_in_turn(ph
 
 def test_a_phase_of_another_version_is_out_of_turn() -> None:
     with pytest.raises(RefusalError, match="phase rendezvous of version 2 is out of turn, the server waits for rendezvous of version 1"):
-        through(Door(), PHASES[:1]).during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS, 2))
+        through(SyncState(), PHASES[:1]).during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS, 2))
 
 
 def test_what_the_rendezvous_brings_takes_the_place_of_the_offer() -> None:
-    door = through(Door(), PHASES[:1])
+    door = through(SyncState(), PHASES[:1])
     assert door.during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS)).offer == make_offer(1)
-    later = through(Door(), PHASES[:2])
+    later = through(SyncState(), PHASES[:2])
     assert later.during(SyncPhase.WIRE, call(SyncPhase.WIRE)).offer is later.offer
 
 
 @pytest.mark.parametrize("phase", PHASES[1:])
 def test_a_sync_is_gone_on_with_by_the_run_that_began_it_and_can_be_begun_by_another(phase: SyncPhase) -> None:
-    door = through(Door(), PHASES[: PHASES.index(phase)])
+    door = through(SyncState(), PHASES[: PHASES.index(phase)])
     with pytest.raises(RefusalError, match=f"phase {phase} of version 1: another run's sync is under way"):
         door.during(phase, call(phase, run="another"))
     assert door.during(SyncPhase.PAUSE, call(SyncPhase.PAUSE, run="another")).syncing == "another"

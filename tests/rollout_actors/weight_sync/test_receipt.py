@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollout_actors.weight_sync.receiver import Receipt, check_receipts
+from rollout_actors.weight_sync.receiver import LoadReport, check_receipts
 from shared.errors import WeightSyncError
 from shared.weight_sync.phases import SyncPhase
 
-GOOD = Receipt([1, 2], [1, 2], [], [], load_s=0.0, verify_s=0.0, logprobs=[])
+GOOD = LoadReport([1, 2], [1, 2], [], [], load_s=0.0, verify_s=0.0, logprobs=[])
 
 BAD = [
     ({"checksums": [1, 3]}, "buckets [1] of 2 did not arrive as they were sent", "bucket checksums", 1),

@@ -13,18 +13,18 @@ from counted_time import counted
 from fake_server import make_offer
 
 from rollout_actors.backends.stock_server import NoAdapters
-from rollout_actors.weight_sync.receiver import InitRequest, Receipt, TransferGroup, UpdateRequest, WeightIntake
-from shared.errors import Limit, WeightSyncError
+from rollout_actors.weight_sync.receiver import InitRequest, LoadReport, TransferGroup, UpdateRequest, WeightReceiver
+from shared.errors import Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import FullTerms
+from shared.weight_sync.offer import FullOffer
 from shared.weight_sync.phases import ENGINE_MARGIN_S, SyncPhase
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 PROBE = CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.25), 1e-4)
-RECEIPT = Receipt([5], [5], [], [], load_s=30.0, verify_s=20.0, logprobs=[])
+RECEIPT = LoadReport([5], [5], [], [], load_s=30.0, verify_s=20.0, logprobs=[])
 """Seconds that nobody has waited for: what a slow machine adds is told from them."""
 
 
@@ -67,8 +67,8 @@ class Engine:
 
     def __init__(self, *, joins: bool = True) -> None:
         self.llm = FakeLLM()
-        group = TransferGroup(self.llm, transport=Transport.GLOO, rank_offset=3) if joins else None
-        self.intake = WeightIntake("actor-0", self.llm, group, score=self.score, adapter=NoAdapters())
+        group = TransferGroup(self.llm, transport=TransportKind.GLOO, rank_offset=3) if joins else None
+        self.intake = WeightReceiver("actor-0", self.llm, group, score=self.score, adapter=NoAdapters())
         self.scored: Sequence[float] = (-0.5, -0.25)
         self.score_s = 0.0
 
@@ -118,7 +118,7 @@ def test_a_sender_that_has_opened_its_group_anew_is_joined_anew_without_any_fail
     asyncio.run(engine.intake.take(an_offer(1)))
     asyncio.run(engine.intake.take(an_offer(2)))
     assert len(engine.llm.joined) == 1, "the group is kept from sync to sync"
-    terms = FullTerms.of(an_offer(3))
+    terms = FullOffer.of(an_offer(3))
     anew = replace(terms, groups=(replace(terms.group, key="opened again"),))
     asyncio.run(engine.intake.take(replace(an_offer(3), rendezvous={"terms": anew})))
     assert len(engine.llm.joined) == 2
@@ -159,7 +159,7 @@ def test_an_engine_that_is_stuck_in_a_phase_is_waited_for_as_long_as_the_offer_s
 
     async def run() -> None:
         engine = Engine()
-        engine.intake = WeightIntake("actor-0", Stuck(), None, score=engine.score, adapter=NoAdapters())
+        engine.intake = WeightReceiver("actor-0", Stuck(), None, score=engine.score, adapter=NoAdapters())
         with pytest.raises(WeightSyncError, match=r"pause on actor-0: no answer from the engine after timeouts\.sync_phase_s = 5 s"):
             await engine.intake.take(an_offer(timeout_s=5.0))
         assert engine.served == (0, "its sync to version 1 is under way, or was not completed")
@@ -178,9 +178,9 @@ def test_servers_have_a_limit_of_their_own_for_joining_the_communicator() -> Non
 
     async def run() -> None:
         engine = Engine()
-        group = TransferGroup(Alone(), transport=Transport.GLOO, rank_offset=1)
-        engine.intake = WeightIntake("server-0", engine.llm, group, score=engine.score, adapter=NoAdapters())
-        terms = replace(FullTerms.of(an_offer(timeout_s=5.0)), join=Limit(240.0, "rollout_matching.vllm.server.timeout_s"))
+        group = TransferGroup(Alone(), transport=TransportKind.GLOO, rank_offset=1)
+        engine.intake = WeightReceiver("server-0", engine.llm, group, score=engine.score, adapter=NoAdapters())
+        terms = replace(FullOffer.of(an_offer(timeout_s=5.0)), join=Timeout(240.0, "rollout_matching.vllm.server.timeout_s"))
         told = r"rendezvous on server-0: no answer from the engine after rollout_matching\.vllm\.server\.timeout_s = 240 s"
         with pytest.raises(WeightSyncError, match=told):
             await engine.intake.take(replace(an_offer(), rendezvous={"terms": terms}))
@@ -200,7 +200,7 @@ def test_an_adapter_is_no_longer_served_when_weights_arrive_into_which_it_is_mer
         async def update_weights(self, request: UpdateRequest) -> None:
             done.append("update_weights")
 
-    intake = WeightIntake("actor-0", Noting(), None, score=Engine().score, adapter=Adapter())
+    intake = WeightReceiver("actor-0", Noting(), None, score=Engine().score, adapter=Adapter())
     asyncio.run(intake.take(an_offer()))
     assert done == ["drop", "update_weights"]
 
@@ -240,7 +240,7 @@ def test_the_time_of_an_update_is_taken_apart_by_the_workers_account() -> None:
 
 def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group_is_joined() -> None:
     engine, what = Engine(joins=False), an_offer()
-    handed = ChecksummedWeights([], FullTerms.of(what), torch)
+    handed = ChecksummedWeights([], FullOffer.of(what), torch)
     handed.gather_s, handed.verify_s = 5.0, 100.0
     report = asyncio.run(engine.intake.take(what, handed))
     assert set(report.phase_s) == {"pause", "rendezvous", "gather", "load", "verify", "reset", "canary"}
@@ -251,7 +251,7 @@ def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group
 def test_weights_over_another_transport_than_the_engines_are_refused() -> None:
     engine = Engine()
     with pytest.raises(WeightSyncError, match="pause on actor-0: the learner offers nccl, the engine was started for rollmatch_gloo"):
-        asyncio.run(engine.intake.run(SyncPhase.PAUSE, replace(an_offer(), transport=Transport.NCCL)))
+        asyncio.run(engine.intake.run(SyncPhase.PAUSE, replace(an_offer(), transport=TransportKind.NCCL)))
 
 
 IN_BFLOAT16 = replace(PROBE, tolerance=None)

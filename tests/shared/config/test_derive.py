@@ -8,7 +8,7 @@ import pytest
 
 from launch.runtime.batch_algebra import batch_algebra
 from shared.chunking import rank_share
-from shared.config.derive import EnginePlace, RowRule, engines_in, is_sharded, remarks, rollout_servers
+from shared.config.derive import EngineLocation, RowRule, engines_in, is_sharded, remarks, rollout_servers
 from shared.config.pipeline import Channel
 from shared.rollouts import DecodeMode
 
@@ -173,15 +173,15 @@ def test_the_algebra_counts_the_channels_that_the_steps_have(load, changes):
 @pytest.mark.parametrize(
     ("changes", "place", "servers"),
     [
-        ({"rollout_matching.rollout_backend": "hf"}, EnginePlace.RANKS, 0),
-        ({"rollout_matching.vllm.mode": "colocate"}, EnginePlace.RANKS, 0),
-        ({"rollout_matching.vllm.mode": "actors"}, EnginePlace.ACTORS, 0),
-        ({"rollout_matching.vllm.mode": "server"}, EnginePlace.SERVERS, 1),
+        ({"rollout_matching.rollout_backend": "hf"}, EngineLocation.RANKS, 0),
+        ({"rollout_matching.vllm.mode": "colocate"}, EngineLocation.RANKS, 0),
+        ({"rollout_matching.vllm.mode": "actors"}, EngineLocation.ACTORS, 0),
+        ({"rollout_matching.vllm.mode": "server"}, EngineLocation.SERVERS, 1),
     ],
 )
 def test_rollouts_are_generated_in_the_ranks_by_actors_or_by_servers_and_only_these_are_the_runs_servers(load, changes, place, servers):
     listed = {"rollout_matching.vllm.server": {"servers": [{"base_url": "http://a:8000", "group_port": 0}]}}
-    run = load({"stage2_ab.channel_b.enable_pipeline": False, **({} if place is EnginePlace.ACTORS else listed), **changes})
+    run = load({"stage2_ab.channel_b.enable_pipeline": False, **({} if place is EngineLocation.ACTORS else listed), **changes})
     assert engines_in(run) is place
     section = rollout_servers(run)
     assert (0 if section is None else len(section.servers)) == servers

@@ -14,7 +14,7 @@ import pytest
 
 from launch.checks.data import check_data
 from launch.runtime.batch_algebra import batch_algebra
-from learner.targets import target_rules
+from learner.targets import target_settings
 from shared.config.derive import remarks, resolved_sync_mode
 from shared.config.load import take_retired
 from shared.config.pipeline import Channel
@@ -125,12 +125,12 @@ def test_preflight_runtime_consume_a_shared_validated_rollout_contract(load, tmp
     settings = {f"{MATCHING}.maskiou_gate": 0.25, f"{MATCHING}.ot_cost": "l1", "custom.object_field_order": "geometry_first"}
     run = load({**variant, **files, **settings})
 
-    rules = target_rules(run)
+    rules = target_settings(run)
     assert (rules.geometry, rules.matching.maskiou_gate, rules.transport.cost, rules.field_order) == (kinds, 0.25, "l1", "geometry_first")
     with nullcontext() if is_polygon_sound else pytest.raises(RecordError, match=r"train\.jsonl:1: objects\[0\]"):
         assert check_data(run).images.max_per_prompt == 1
     # What is sent to another process is the same contract.
-    assert target_rules(pickle.loads(pickle.dumps(run))) == rules
+    assert target_settings(pickle.loads(pickle.dumps(run))) == rules
     assert RunSchedule(run).plan(99).num_samples == batch_algebra(run).raw_rollouts_per_step
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from shared.grounding.geometry import Point, Rasters, aabb, bin_box, bin_points, box_iou, exact_iou, mask_iou, pixels_of, vertices
+from shared.grounding.geometry import Point, Rasters, aabb, bin_box, bin_points, box_iou, mask_iou, pixels_of, polygon_iou, vertices
 from shared.records import GeometryKind, GroundTruthObject
 
 
@@ -178,7 +178,7 @@ def test_exact_areas_agree_with_a_fine_grid() -> None:
         a, b = vertices(random_shape(generator, reach=8)), vertices(random_shape(generator, reach=8))
         mask_a, mask_b = inside(a), inside(b)
         if (mask_a | mask_b).sum() > 2000:
-            assert exact_iou(a, b) == pytest.approx((mask_a & mask_b).sum() / (mask_a | mask_b).sum(), abs=0.02)
+            assert polygon_iou(a, b) == pytest.approx((mask_a & mask_b).sum() / (mask_a | mask_b).sum(), abs=0.02)
 
 
 def slow_areas(a: list[Point], b: list[Point]) -> tuple[Fraction, Fraction]:
@@ -206,14 +206,14 @@ def test_exact_areas_are_those_of_arithmetic_in_fractions() -> None:
     for _ in range(150):
         a, b = (vertices(random_shape(generator, reach=generator.choice([3, 8, 999]))) for _ in range(2))
         common, union = slow_areas(a, b)
-        assert exact_iou(a, b) == pytest.approx(float(common / union) if union else float(set(a) == set(b)), abs=1e-9)
+        assert polygon_iou(a, b) == pytest.approx(float(common / union) if union else float(set(a) == set(b)), abs=1e-9)
 
 
 def test_a_long_tangle_is_compared_in_slabs_of_bounded_size() -> None:
     generator = random.Random(10)
     tangle = [(generator.randint(0, 15), generator.randint(0, 15)) for _ in range(150)]
-    assert exact_iou(tangle, tangle) == 1.0
-    assert 0.1 < exact_iou(tangle, [(0, 0), (15, 0), (15, 15), (0, 15)]) < 0.9
+    assert polygon_iou(tangle, tangle) == 1.0
+    assert 0.1 < polygon_iou(tangle, [(0, 0), (15, 0), (15, 15), (0, 15)]) < 0.9
 
 
 def test_a_canvas_needs_pixels() -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shared.grounding.scanner import unescape
-from shared.grounding.validation import Leaf, Value, read_members
+from shared.grounding.validation import Leaf, Value, read_fields
 
 COORD = b"<|coord_5|>"
 
@@ -25,7 +25,7 @@ def shown(text: bytes, value: Value) -> object:
 
 def test_members_come_in_order_with_arrays_as_they_are_nested() -> None:
     text = b'{ "a": ["<|coord_5|>", [<|coord_5|> , 1.5e3], []] ,"desc":"x y", "a": null}'
-    members = read_members(text, coords_in(text))
+    members = read_fields(text, coords_in(text))
     assert members is not None and not members.nested
     assert [(key, shown(text, value)) for key, value in members.fields] == [("a", [0, [1, "1.5e3"], []]), ("desc", "x y"), ("a", "null")]
     leaf = members.fields[1][1]
@@ -34,13 +34,13 @@ def test_members_come_in_order_with_arrays_as_they_are_nested() -> None:
 
 @pytest.mark.parametrize("text", [b'{"a": {}}', b'{"a": [{"b": 1}]}', b'{"a": {"b": {"c": [1]}}, "d": 2}'])
 def test_objects_inside_are_noticed(text: bytes) -> None:
-    members = read_members(text, {})
+    members = read_fields(text, {})
     assert members is not None and members.nested and [key for key, _ in members.fields] == list(json.loads(text))
 
 
 @pytest.mark.parametrize("text", [b"{}", b"{ \n}"])
 def test_an_object_may_be_empty(text: bytes) -> None:
-    members = read_members(text, {})
+    members = read_fields(text, {})
     assert members is not None and members.fields == () and not members.nested
 
 
@@ -73,11 +73,11 @@ def test_what_is_not_json_is_refused(text: bytes) -> None:
     """The coord token among them is only spelled like one. Python's reader takes NaN, which is not JSON."""
     with pytest.raises(ValueError):
         json.loads(text.replace(b"NaN", b"_"))
-    assert read_members(text, {}) is None
+    assert read_fields(text, {}) is None
 
 
 def test_nothing_may_follow_the_object() -> None:
-    assert read_members(b'{"a": 1} ', {}) is None
+    assert read_fields(b'{"a": 1} ', {}) is None
 
 
 @pytest.mark.parametrize("raw", ['a\\"b', "\\u732b", "\\ud83d\\ude42", "\\\\n", "\\n\\t", "猫", ""])

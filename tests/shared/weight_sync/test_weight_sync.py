@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared.errors import LearnerError, Limit, WeightSyncError
+from shared.errors import LearnerError, Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync.checksum import BucketChecksum, ChecksummedWeights
 from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import CHECKSUMS, AdapterFiles, AdapterTerms, FullTerms, Group, TensorSpec, buckets, offer_for, offsets
+from shared.weight_sync.offer import CHECKSUMS, AdapterFiles, AdapterOffer, FullOffer, ProcessGroupSpec, TensorSpec, buckets, offer_for, offsets
 from shared.weight_sync.phases import (
     CLIENT_MARGIN_S,
     ENGINE_MARGIN_S,
@@ -27,11 +27,11 @@ from shared.weight_sync.phases import (
     sync_weights,
     whole_sync_s,
 )
-from shared.weight_sync.transports import Transport
+from shared.weight_sync.transports import TransportKind
 
 TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
-GROUPS = (Group("127.0.0.1", 1234, world_size=2, key="a"), Group("10.0.0.1", 5678, world_size=3, key="b"))
-TERMS = FullTerms(GROUPS, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS)
+GROUPS = (ProcessGroupSpec("127.0.0.1", 1234, world_size=2, key="a"), ProcessGroupSpec("10.0.0.1", 5678, world_size=3, key="b"))
+TERMS = FullOffer(GROUPS, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS)
 
 
 class Side:
@@ -84,7 +84,7 @@ def test_the_learner_is_told_the_noise_that_the_engines_have_measured() -> None:
     assert side.noise == measured
 
 
-ADAPTER = AdapterTerms.make(AdapterFiles(b"tensors", "{}"), timeout_s=0.05)
+ADAPTER = AdapterOffer.make(AdapterFiles(b"tensors", "{}"), timeout_s=0.05)
 
 
 class AdapterSide(Side):
@@ -97,7 +97,7 @@ class AdapterSide(Side):
         self.falls_back = falls_back
 
     def offer_weights(self) -> WeightOffer:
-        return WeightOffer(4, Transport.ADAPTER, {"terms": ADAPTER}, None) if self.offers_adapter else super().offer_weights()
+        return WeightOffer(4, TransportKind.ADAPTER, {"terms": ADAPTER}, None) if self.offers_adapter else super().offer_weights()
 
     def fall_back_to_full(self) -> None:
         self.offers_adapter = False
@@ -179,7 +179,7 @@ def test_tensors_of_a_bucket_begin_at_aligned_offsets_and_do_not_overlap() -> No
 
 
 def test_a_receiver_is_told_of_its_own_group_alone() -> None:
-    told = FullTerms.of(offer_for(WeightOffer(1, "rollmatch_gloo", {"terms": TERMS}, None), 1))
+    told = FullOffer.of(offer_for(WeightOffer(1, "rollmatch_gloo", {"terms": TERMS}, None), 1))
     assert (told.group, told.tensors) == (GROUPS[1], TENSORS)
 
 
@@ -259,9 +259,9 @@ def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take
 @pytest.mark.parametrize("timeout_s", [0.1, 60.0, 3600.0])
 def test_the_innermost_limit_ends_first(timeout_s: float, join_s: float | None) -> None:
     assert ENGINE_MARGIN_S < CLIENT_MARGIN_S < POOL_MARGIN_S
-    join = None if join_s is None else Limit(join_s, "rollout_matching.vllm.server.timeout_s")
+    join = None if join_s is None else Timeout(join_s, "rollout_matching.vllm.server.timeout_s")
     offer = WeightOffer(1, "rollmatch_gloo", {"terms": replace(TERMS, timeout_s=timeout_s, join=join)}, None)
-    assert phase_limit(offer, SyncPhase.RENDEZVOUS) == (join or Limit(timeout_s, "timeouts.sync_phase_s"))
+    assert phase_limit(offer, SyncPhase.RENDEZVOUS) == (join or Timeout(timeout_s, "timeouts.sync_phase_s"))
     of_a_pool = sum(phase_limit(offer, phase).seconds + POOL_MARGIN_S for phase in SyncPhase)
     of_the_sender = phase_limit(offer, SyncPhase.RENDEZVOUS).seconds + timeout_s + 2 * ENGINE_MARGIN_S
     assert of_the_sender < sender_s(offer)

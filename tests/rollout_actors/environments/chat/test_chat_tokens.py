@@ -8,7 +8,7 @@ import pytest
 from environment_support import assistant, user
 from scripted_engines import CHATML, demo_tokenizer
 
-from rollout_actors.environments.chat.template import ChatTokens, Spoken
+from rollout_actors.environments.chat.template import ChatTemplate, PreviousCall
 
 STOP = "<|im_end|>"
 
@@ -43,19 +43,19 @@ BARE = """\
 """Ends no message with a special token."""
 
 
-def chat_of(template: str = CHATML, **kwargs: Any) -> ChatTokens:
-    return ChatTokens(demo_tokenizer(template), **kwargs)
+def chat_of(template: str = CHATML, **kwargs: Any) -> ChatTemplate:
+    return ChatTemplate(demo_tokenizer(template), **kwargs)
 
 
-def spoken(chat: ChatTokens, messages: list[dict[str, Any]], sampled: str, *, stop: str = STOP, content: str | None = None) -> Spoken:
+def spoken(chat: ChatTemplate, messages: list[dict[str, Any]], sampled: str, *, stop: str = STOP, content: str | None = None) -> PreviousCall:
     """`sampled` is the answer to these messages, and `content` what the environment is told of it."""
     rendered = chat.render(messages, None)
     token_ids = chat.encode(rendered) + chat.encode(sampled) + (chat.encode(stop) if stop else ())
     answer = assistant(sampled if content is None else content)
-    return Spoken(rendered, len(messages), token_ids, sampled, chat.encode(stop)[0] if stop else None, stop, answer)
+    return PreviousCall(rendered, len(messages), token_ids, sampled, chat.encode(stop)[0] if stop else None, stop, answer)
 
 
-def gone_on(chat: ChatTokens, last: Spoken, messages: list[dict[str, Any]]) -> str | None:
+def gone_on(chat: ChatTemplate, last: PreviousCall, messages: list[dict[str, Any]]) -> str | None:
     """What follows the last call's tokens in the prompt of these messages, as text."""
     prompt = chat.continued(last, chat.render(messages, None), messages, None)
     if prompt is None:
@@ -83,7 +83,7 @@ def test_tokens_are_kept_as_they_were_sampled_though_the_text_has_others() -> No
     assert letters != chat.encode("assistant")
     rendered = chat.render(asked, None)
     token_ids = chat.encode(rendered) + letters + chat.encode(STOP)
-    last = Spoken(rendered, 1, token_ids, "assistant", chat.encode(STOP)[0], STOP, assistant("assistant"))
+    last = PreviousCall(rendered, 1, token_ids, "assistant", chat.encode(STOP)[0], STOP, assistant("assistant"))
     assert gone_on(chat, last, [*asked, assistant("assistant"), user("more")]) == NEXT
 
 
@@ -153,10 +153,10 @@ def test_another_end_of_message_than_the_one_that_was_sampled_has_no_such_additi
 def test_plain_text_goes_on_from_what_was_sampled_and_not_from_behind_a_stop_token() -> None:
     chat = chat_of()
     token_ids = chat.encode("one two", is_plain=True)
-    last = Spoken("one", 0, token_ids, " two", None, "", {})
+    last = PreviousCall("one", 0, token_ids, " two", None, "", {})
     prompt = chat.continued_text(last, "one two three")
     assert prompt == token_ids + chat.encode(" three")
-    stopped = Spoken("one", 0, (*token_ids, 1), " two", 1, STOP, {})
+    stopped = PreviousCall("one", 0, (*token_ids, 1), " two", 1, STOP, {})
     assert chat.continued_text(stopped, "one two three") is None
     assert chat.continued_text(last, "two three") is None
 

@@ -22,7 +22,7 @@ from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.runner import EnvironmentRunner, RunnerSettings, load_tokenizer
 from shared.config.job import TimeoutsSection
 from shared.errors import RolloutError
-from shared.protocols import ByRank
+from shared.protocols import PerRank
 from shared.rollouts import WeightOffer
 from shared.sent_requests import PictureShelf
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleGroup
@@ -79,12 +79,12 @@ def training(*examples: int) -> list[EnvironmentRequest]:
     return [EnvironmentRequest(STEP, (group,), decode, RUN_SEED) for group in groups]
 
 
-def refs(*shares: Sequence[EnvironmentRequest]) -> ByRank:
+def refs(*shares: Sequence[EnvironmentRequest]) -> PerRank:
     """Of each learner rank."""
     return [PictureShelf(ray.put).put_each(share) for share in shares]
 
 
-def rollouts(done: ByRank) -> list[list[EnvironmentRollout]]:
+def rollouts(done: PerRank) -> list[list[EnvironmentRollout]]:
     """Of each learner rank, in order, without their times and without who ran them."""
     answers = [[answer for part in ray.get(list(rank)) for answer in part] for rank in done]
     return [[replace(rollout, started_s=0.0, generate_s=0.0, actor="") for answer in of_rank for rollout in answer] for of_rank in answers]

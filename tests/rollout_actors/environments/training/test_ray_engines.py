@@ -10,15 +10,15 @@ import ray
 from fake_actors import create_fake_actor
 
 from rollout_actors.environments.training.actor import RayEngines
-from shared.errors import Limit, RolloutError, UnreachableError
+from shared.errors import RolloutError, Timeout, UnreachableError
 
 pytestmark = pytest.mark.ray
 
-LIMIT = Limit(0.5, "timeouts.generate_s")
-LONG = Limit(60.0, "timeouts.generate_s")
+LIMIT = Timeout(0.5, "timeouts.generate_s")
+LONG = Timeout(60.0, "timeouts.generate_s")
 
 
-def asked(actors: list[Any], limit: Limit = LONG) -> Any:
+def asked(actors: list[Any], limit: Timeout = LONG) -> Any:
     """Of the second of two engines. What takes the place of a request comes back with the engine's name."""
     engines = RayEngines(actors, ["actor-0", "actor-1"], limit)
     assert len(engines) == 2
@@ -38,7 +38,7 @@ def test_the_engine_of_that_number_answers(fake_actors: list[Any]) -> None:
         ("sleep", LIMIT, r"no answer from actor-1 after timeouts.generate_s = 0.5 s; check the engine's log, and whether max_new_tokens"),
     ],
 )
-def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(fake_actors: list[Any], trouble: str, limit: Limit, told: str) -> None:
+def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(fake_actors: list[Any], trouble: str, limit: Timeout, told: str) -> None:
     ray.get(fake_actors[1].become.remote("generate", trouble))
     with pytest.raises(RolloutError, match=told) as caught:
         asked(fake_actors, limit)
